@@ -93,8 +93,8 @@ module without names is not here as a whole; of one with names, the others are h
 _MEMBERS = """
 ## Other members and arguments
 
-What classes and functions that are here lack of DeepSpeed's members and arguments. An argument that is not here is a
-TypeError, a member an `AttributeError` with the reason, so that `hasattr` is False.
+What classes and functions that are here lack of DeepSpeed's members, attributes of objects, and arguments. An argument
+that is not here is a TypeError, a member an `AttributeError` with the reason, so that `hasattr` is False.
 
 | of | not here | |
 |---|---|---|

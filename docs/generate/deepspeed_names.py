@@ -10,6 +10,7 @@ parsed, not imported; nothing but names, signatures and defaults is kept:
 """
 
 import ast
+import itertools
 import json
 import sys
 import tarfile
@@ -116,8 +117,8 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[list[str]]:
 
 
 def members(node: ast.ClassDef) -> dict[str, Any]:
-    """Public members of a class: the signature of a method, None of anything else."""
-    found: dict[str, Any] = {}
+    """Public members of a class and of its objects: the signature of a method, None of anything else."""
+    found: dict[str, Any] = dict.fromkeys(_attributes(node))
     for part in _statements(node.body):
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
             is_property = any(
@@ -128,6 +129,15 @@ def members(node: ast.ClassDef) -> dict[str, Any]:
         elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.target.id[0] != "_":
             found[part.target.id] = None
     return found
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Public attributes that the methods of a class assign to `self`."""
+    methods = (each for each in _statements(node.body) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    for part in itertools.chain.from_iterable(map(ast.walk, methods)):
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and not part.attr.startswith("_"):
+            if isinstance(part.value, ast.Name) and part.value.id == "self":
+                yield part.attr
 
 
 def defaults(modules: Mapping[str, ast.Module]) -> dict[str, Any]:

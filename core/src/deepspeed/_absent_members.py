@@ -54,8 +54,6 @@ def _explaining(former: Callable[[Any, str], Any], said: Mapping[str, str]) -> C
     def get(self: Any, name: str) -> Any:
         try:
             return former(self, name)
-        except AbsentMemberError:
-            raise
         except AttributeError:
             if name in said:
                 raise AbsentMemberError(said[name]) from None
@@ -66,10 +64,11 @@ def _explaining(former: Callable[[Any, str], Any], said: Mapping[str, str]) -> C
 
 def _sentences(address: str) -> dict[str, str]:
     """By member what to say."""
-    if address == _ENGINE:
-        return {name: method.explain() for name, method in ENGINE_METHODS.items()}
     names, reason = differences().get(address, ((), ""))
     cls = address.rpartition(":")[2]
-    return {
+    said = {
         name: f"{name}: this member of DeepSpeed's {cls} is not in this version of ds-core. {reason}" for name in names
     }
+    if address == _ENGINE:
+        said |= {name: method.explain() for name, method in ENGINE_METHODS.items()}
+    return said

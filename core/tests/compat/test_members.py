@@ -4,13 +4,16 @@ Beside the names of `test_names.py`; the table is `deepspeed.compatibility.diffe
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed._absent import is_absent
 from deepspeed.compatibility import ENGINE_METHODS, differences
 from deepspeed.errors import AbsentMemberError
@@ -42,9 +45,45 @@ def found_differences():
     return {where: sorted(names) for where, names in found.items() if names}
 
 
+# What torch's classes, from which ours are, give to themselves.
+BY_TORCH = {
+    torch.distributed.P2POp: {"group", "op", "peer", "tag", "tensor"},
+    torch.nn.Linear: {"bias", "weight"},
+}
+
+
 def missing_members(cls, members):
-    declared = {*getattr(cls, "model_fields", ()), *getattr(cls, "__annotations__", ())}
+    declared = {*getattr(cls, "model_fields", ()), *getattr(cls, "__annotations__", ()), *attributes(cls)}
+    for base, given in BY_TORCH.items():
+        declared |= given if issubclass(cls, base) else set()
     return {name for name in members if not hasattr(cls, name) and name not in declared} - {*ENGINE_METHODS, "__init__"}
+
+
+def attributes(cls):
+    """Names that the methods of a class of ours, or of its bases here, give to `self`."""
+    for base in inspect.getmro(cls) if isinstance(cls, type) else ():
+        for part in ast.walk(class_source(base)):
+            if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                if isinstance(part.value, ast.Name) and part.value.id == "self":
+                    yield part.attr
+            elif isinstance(part, ast.Call) and ast.unparse(part.func) == "self.__dict__.update":
+                yield from (word.arg for word in part.keywords)
+
+
+@functools.cache
+def class_source(cls):
+    """The syntax tree of a class that a file of ours defines; an empty one of any other."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    found = []
+    if file and cls.__module__.startswith("deepspeed."):
+        tree = parsed(file)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
+    return found[0] if found else ast.Module([], [])
+
+
+@functools.cache
+def parsed(file):
+    return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def missing_arguments(function, arguments):
@@ -150,8 +189,8 @@ def test_what_is_not_here_is_in_the_table():
     assert all(reason.endswith(".") for _, reason in differences().values())
 
 
-# The members of what plugins implement: a protocol has no others than those it asks for.
-PROTOCOLS = {"comm.backend:Backend"}
+# The members of what plugins implement: a protocol has no others than those it asks for. And torch's own class.
+PROTOCOLS = {"comm.backend:Backend", "comm.comm:ProcessGroup"}
 
 
 def classes_in_the_table():
@@ -172,6 +211,8 @@ def object_of(cls):
         return cls.model_construct()
     if inspect.isabstract(cls):
         cls = type(cls.__name__, (cls,), dict.fromkeys(cls.__abstractmethods__))
+    if issubclass(cls, torch.Tensor):
+        return torch.empty(0).as_subclass(cls)
     return cls.__new__(cls)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.activation import ActivationCheckpointingConfig
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
@@ -74,6 +75,7 @@ LogLevel = Annotated[str, BeforeValidator(_level), Says(" or ".join(f'"{level}"'
 Steps = Annotated[int | float, BeforeValidator(_steps), Says("an integer >= 1 or infinity")]
 
 
+@absent_members("runtime.config:DeepSpeedConfig")
 class DeepSpeedConfig(Section):
     """The config of one engine, every key resolved. Attributes are the documented keys.
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, counted
 
 
+@absent_members("runtime.dataloader:RepeatingLoader")
 class RepeatingLoader:
     """Starts the wrapped loader again when it is exhausted.
 
@@ -63,6 +65,7 @@ def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = 
         raise ConfigError(f"collate_fn is {type(collate_fn).__name__}; give a function that makes a batch of samples")
 
 
+@absent_members("runtime.dataloader:DeepSpeedDataLoader")
 class DeepSpeedDataLoader:
     """A `DataLoader` over this rank's share of a dataset.
 

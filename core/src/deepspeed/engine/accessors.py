@@ -235,6 +235,8 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "seq_dp_world_size": lambda engine: engine.mesh.size("dp", "sp"),
     "sequence_parallel_size": lambda engine: engine.mesh.size("sp"),
     "seq_parallel_group": lambda engine: engine.mesh.group("sp") if engine.mesh.size("sp") > 1 else None,
+    "moe_layers": lambda engine: moe_layers(engine.module),
+    "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
     "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
     "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],
     "pipeline_parallelism": lambda engine: False,
@@ -276,7 +278,17 @@ def with_accessors(cls: Engine) -> Engine:
         setattr(cls, name, property(function))
     for name, (part, attribute) in DELEGATED.items():
         setattr(cls, name, _delegated(attrgetter(part), attribute))
+    cls.enable_backward_allreduce = property(lambda engine: True, _keep_reducing)  # type: ignore[attr-defined]
     return cls
+
+
+def _keep_reducing(engine: Any, value: bool) -> None:
+    """Refuse what megatron-like loops set to reduce gradients themselves: stages 1 to 3 keep shards of sums only."""
+    if not value:
+        raise ValueError(
+            f"engine.enable_backward_allreduce = {value}: this engine reduces gradients in backward() and step();"
+            " postpone the reduction with engine.no_sync(), and call no all-reduce of your own"
+        )
 
 
 def _delegated(part: Callable[[Any], Any], attribute: str) -> property:

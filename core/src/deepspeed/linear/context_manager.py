@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, freeze
 
 
+@absent_members("linear.context_manager:Init")
 class Init(contextlib.AbstractContextManager["Init"]):
     """Context in which each new `torch.nn.Linear` is a `LoRAOptimizedLinear` without an adapter yet.
 

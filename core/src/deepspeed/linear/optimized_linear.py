@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig, stored_as
 from deepspeed.linear.quantization import QuantizedLinear, WidensInBackward
@@ -54,6 +55,7 @@ class _Adapter(nn.Linear):
     """A class of its own, so that `deepspeed.linear.Init` leaves it as it is."""
 
 
+@absent_members("linear.optimized_linear:LoRAOptimizedLinear")
 class LoRAOptimizedLinear(nn.Linear):
     """A frozen linear layer with an adapter beside it; its weight may be stored in few bits.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import QuantizationConfig, stored_as
@@ -16,6 +17,7 @@ from deepspeed.ops.quantizer.layers import StoredForm, StoredLayer
 from deepspeed.ops.quantizer.packed import packed_linear
 
 
+@absent_members("linear.quantization:QuantizedParameter")
 class QuantizedParameter(nn.Parameter):
     """A weight in 8 or 6 bits: one int8 tensor, as `ops/quantizer/layers.py` has it; `dequantized` gives the numbers.
 

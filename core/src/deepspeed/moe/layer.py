@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed.comm as dist
+from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
@@ -29,6 +30,7 @@ from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
 from deepspeed.parallel.mesh import Mesh
 
 
+@absent_members("moe.sharded_moe:MOELayer")
 class MOELayer(nn.Module):
     """The gate and this rank's experts.
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
 from deepspeed.config.monitor import CometConfig
 from deepspeed.monitor.base import Event, Monitor, as_number, is_writer
 
@@ -12,7 +11,6 @@ from deepspeed.monitor.base import Event, Monitor, as_number, is_writer
 _START_KEYS = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
 
 
-@absent_members("monitor.comet:CometMonitor")
 class CometMonitor(Monitor):
     """Logs metrics to one experiment, each name at most once in `samples_log_interval` samples.
 

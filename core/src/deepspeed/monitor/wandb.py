@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.monitor import WandbConfig
 from deepspeed.monitor.base import Event, Monitor, as_number, is_writer
 
 
+@absent_members("monitor.wandb:WandbMonitor")
 class WandbMonitor(Monitor):
     """Logs to one run, events of one step together.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import warn_once
 from deepspeed.optim.lr_arguments import (
@@ -139,6 +140,7 @@ class Schedule:
         return [float(item) for item in value]
 
 
+@absent_members("runtime.lr_schedules:LRRangeTest")
 class LRRangeTest(Schedule):
     """Grows the learning rate until training diverges, to find the largest useful one (L. Smith, arXiv 1803.09820).
 
@@ -176,6 +178,7 @@ class LRRangeTest(Schedule):
         return [lr * factor for lr in self._per_group(self.min_lr, "lr_range_test_min_lr")]
 
 
+@absent_members("runtime.lr_schedules:OneCycle")
 class OneCycle(Schedule):
     """One rise and fall of the learning rate, momentum moving the other way, then a decay (L. Smith, arXiv 1803.09820).
 
@@ -275,6 +278,7 @@ class OneCycle(Schedule):
         return super()._write()
 
 
+@absent_members("runtime.lr_schedules:WarmupLR")
 class WarmupLR(Schedule):
     """Raises the learning rate from min to max over the first steps, then holds it.
 
@@ -350,6 +354,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
+@absent_members("runtime.lr_schedules:WarmupCosineLR")
 class WarmupCosineLR(Schedule):
     """Scales each group's own learning rate: a warm-up to 1, then half a cosine down to `cos_min_ratio`.
 

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.pipe.instructions import (
     BackwardInput,
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 
+@absent_members("runtime.pipe.schedule:PipeSchedule")
 class PipeSchedule(ABC):
     """What one stage does in one batch. Iterate over it, or call `steps()`.
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist
 from deepspeed.profiling.clock import Stopwatch, create_stopwatch
@@ -10,6 +11,7 @@ from deepspeed.profiling.clock import Stopwatch, create_stopwatch
 _GIB = 2**30
 
 
+@absent_members("utils.timer:ThroughputTimer")
 class ThroughputTimer:
     """Counts samples, and the time between `start` and `stop`: forward, backward and step, but not what is between two
     steps (loading data, evaluating).

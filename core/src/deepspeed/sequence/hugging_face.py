@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, counted
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
@@ -44,6 +45,7 @@ class _Former:
 _former: dict[str, _Former] = {}
 
 
+@absent_members("runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF")
 class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over divided sequences.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.errors import StateError
@@ -21,6 +22,7 @@ from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.unit_ranks import source_in
 
 
+@absent_members("runtime.zero.partition_parameters:GatheredParameters")
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
     """Context in which sharded parameters are whole. A collective: all ranks enter and leave it together.
 

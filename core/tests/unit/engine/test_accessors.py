@@ -5,6 +5,7 @@ import torch
 from deepspeed.compatibility import ENGINE_METHODS
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.engine.accessors import ATTRIBUTES, FROM_CONFIG, FROM_ENGINE
+from deepspeed.errors import AbsentMemberError
 from torch import nn
 
 CONFIG = {
@@ -258,8 +259,8 @@ def test_they_have_names_and_docstrings(make_engine):
 
 def test_attributes(make_engine, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
-    data = [1, 2]
-    engine = make_engine(nn.Linear(4, 2), arguments={"training_data": data})
+    data, module = [1, 2], nn.Linear(4, 2)
+    engine = make_engine(module, arguments={"training_data": data})
     found = {name: getattr(engine, name) for name in ATTRIBUTES}
     assert found == {
         "client_lr_scheduler": None,
@@ -270,9 +271,11 @@ def test_attributes(make_engine, monkeypatch):
         "global_rank": 0,
         "has_moe_layers": False,
         "local_rank": 0,
+        "moe_layers": [],
         "mp_world_size": 1,
         "mpu": None,
         "num_experts": [],
+        "param_names": {module.weight: "weight", module.bias: "bias"},
         "pipeline_parallelism": False,
         "seq_parallel_group": None,
         "seq_data_parallel_group": engine.mesh.group("dp", "sp"),
@@ -316,3 +319,21 @@ def test_what_is_documented_elsewhere_and_not_here(make_engine, name):
         getattr(engine, name)
     engine.module.register_buffer(name, torch.ones(1), persistent=False)
     assert torch.equal(getattr(engine, name), torch.ones(1)), "the module's own comes first"
+
+
+def test_a_loop_that_reduces_gradients_itself_is_told(make_engine):
+    engine = make_engine(nn.Linear(4, 2))
+    engine.enable_backward_allreduce = True
+    with pytest.raises(ValueError, match=r"enable_backward_allreduce = False: .* engine.no_sync\(\)"):
+        engine.enable_backward_allreduce = False
+    assert engine.enable_backward_allreduce
+
+
+def test_an_attribute_of_deepspeeds_engine_says_why_it_is_not_here(make_engine):
+    engine = make_engine(nn.Linear(4, 2), zero_optimization={"stage": 1})
+    with pytest.raises(AbsentMemberError, match="losses: this member of DeepSpeed's DeepSpeedEngine .* engine.config"):
+        _ = engine.losses
+    with pytest.raises(AbsentMemberError, match=r"bit16_groups: .* engine.sharding"):
+        _ = engine.optimizer.bit16_groups
+    engine.module.losses = [1.0]
+    assert engine.losses == [1.0], "the module's own comes first"

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import check_options, new_step_count, state_dtype
 
 
+@absent_members("ops.adagrad.cpu_adagrad:DeepSpeedCPUAdagrad")
 class DeepSpeedCPUAdagrad(KernelOptimizer):
     """Adagrad (Duchi et al., JMLR 2011), as `torch.optim.Adagrad` has it, state names and all.
 

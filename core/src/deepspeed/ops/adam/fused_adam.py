@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_base import AdamBase
 from deepspeed.ops.reference_optimizer import check_options
 
 
+@absent_members("ops.adam.fused_adam:FusedAdam")
 class FusedAdam(AdamBase):
     """Adam (`adam_w_mode=False`) or AdamW (the default), by the accelerator's kernel or torch's own fused one.
 

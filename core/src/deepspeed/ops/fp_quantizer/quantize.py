@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.ops.quantizer.floats import E3M2, E4M3, E5M2, E7M4, FloatFormat, dequantize_floats, quantize_floats
 
@@ -62,6 +63,7 @@ class Quantizer(abc.ABC):
         """As numbers again."""
 
 
+@absent_members("ops.fp_quantizer.quantize:FP_Quantize")
 class FP_Quantize(Quantizer):
     """Tensors in 8, 6 or 12 bits with an fp32 scale for each group of `group_size` elements, and back.
 

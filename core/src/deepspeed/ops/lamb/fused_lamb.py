@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import (
@@ -16,6 +17,7 @@ from deepspeed.ops.reference_optimizer import (
 )
 
 
+@absent_members("ops.lamb.fused_lamb:FusedLamb")
 class FusedLamb(KernelOptimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled per layer by a trust ratio.
 

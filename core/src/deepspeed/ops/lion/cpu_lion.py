@@ -5,9 +5,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from deepspeed._absent_members import absent_members
 from deepspeed.ops.lion.lion_base import LionBase
 
 
+@absent_members("ops.lion.cpu_lion:DeepSpeedCPULion")
 class DeepSpeedCPULion(LionBase):
     """Lion over tensors in host memory, by the host extension's kernel "cpu_lion" where it can be had.
 

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.ops.lion.lion_base import LionBase
 
 
+@absent_members("ops.lion.fused_lion:FusedLion")
 class FusedLion(LionBase):
     """Lion, by the accelerator's kernel "fused_lion" where it has one, else in torch. Formula: `LionBase`.
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.inference import GroupWiseQuantConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.errors import ConfigError, StateError
@@ -290,6 +291,7 @@ def _as_section(config: Any) -> GroupWiseQuantConfig:
     return config if isinstance(config, GroupWiseQuantConfig) else parse_section(GroupWiseQuantConfig, config)
 
 
+@absent_members("inference.quantization.layers:QuantizedLinear")
 class QuantizedLinear(StoredLayer, nn.Linear):
     """A linear layer whose weight is stored in few bits; its bias keeps its type.
 
@@ -319,6 +321,7 @@ class QuantizedConv1D(QuantizedLinear):
     _is_transposed = True
 
 
+@absent_members("inference.quantization.layers:QuantizedEmbedding")
 class QuantizedEmbedding(StoredLayer, nn.Embedding):
     """An embedding whose weight is stored in few bits; rows are unpacked as they are looked up.
 
