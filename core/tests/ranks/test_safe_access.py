@@ -1,5 +1,6 @@
 """`safe_get_*` and `safe_set_*` on two ranks: what they give is what plain torch has, and what they set is used."""
 
+import re
 from itertools import product
 
 import pytest
@@ -176,3 +177,30 @@ def foreign_job():
 
 def test_a_parameter_of_no_engine():
     run_ranks(2, foreign_job)
+
+
+def refusal_job(stage, change):
+    """Every rank raises, and keeps its weight, where a rank's value is refused or another one."""
+    engine = create_engine(stage)
+    before = safe_get_full_fp32_param(engine.module.first.weight)
+    value = torch.ones(7, 5) if dist.get_rank() == 0 else change
+    with pytest.raises((TypeError, ValueError)) as said:
+        safe_set_full_fp32_param(engine.module.first.weight, value)
+    torch.testing.assert_close(safe_get_full_fp32_param(engine.module.first.weight), before, rtol=0, atol=0)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    return str(said.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (torch.ones(3, 3), "rank 1 refused its value, and nothing was changed: .* shape \\(3, 3\\)"),
+        ([1.0], "rank 1 refused its value, .*list, wanted a tensor"),
+        (torch.zeros(7, 5), "rank 1 and rank 0 brought different values .* Give the same value on every rank"),
+    ],
+)
+def test_a_value_that_one_rank_refuses_is_refused_by_all(stage, change, expected):
+    first, _ = run_ranks(2, refusal_job, stage, change)
+    assert re.search(expected, first)

@@ -28,7 +28,7 @@ class HeardFailure(PeerFailed):
 
 
 def all_gather_values(
-    value: Any, group: ProcessGroup | None = None, *, backend: GroupBackend | None = None
+    value: Any, group: ProcessGroup | None = None, *, backend: GroupBackend | None = None, call: str = "values"
 ) -> list[Any]:
     """Every rank's `value`, in rank order. A collective: every rank of `group` calls it.
 
@@ -38,6 +38,7 @@ def all_gather_values(
         group: default: all ranks.
         backend: of the group, for values that are gathered in a step: a peer that has failed in it is named
             (`give_up`).
+        call: with `backend`, what is called together: a rank that gathers for another call is told of both.
 
     Raises:
         TypeError: `value` holds something else; raised before the collective begins.
@@ -48,7 +49,7 @@ def all_gather_values(
     group = torch_dist.group.WORLD if group is None else group
     if group is None:
         raise no_group_error("all_gather_values")
-    texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _all_gather(tensor, group, backend))
+    texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _all_gather(tensor, group, backend, call))
     _refuse_other_calls(texts, "")
     return [json.loads(text) for text in texts]
 
@@ -62,7 +63,7 @@ def meet(call: str) -> None:
     group = torch_dist.group.WORLD
     assert group is not None
     _refuse_other_calls(
-        _all_gather_texts(_MEETING + call.encode(), lambda tensor: _all_gather(tensor, group, None)), call
+        _all_gather_texts(_MEETING + call.encode(), lambda tensor: _all_gather(tensor, group, None, call)), call
     )
 
 
@@ -129,12 +130,14 @@ def _all_gather_texts(text: bytes, gather: Callable[[torch.Tensor], list[torch.T
     return [bytes(theirs[:size].tolist()) for theirs, size in zip(gather(padded), sizes, strict=True)]
 
 
-def _all_gather(tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None) -> list[torch.Tensor]:
+def _all_gather(
+    tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None, call: str
+) -> list[torch.Tensor]:
     """Every rank's 1-D tensor of one size, on the host."""
     tensor = tensor.to(host_or_device(group))
     if backend is not None:
         gathered_N = tensor.new_empty(tensor.numel() * backend.world_size)
-        backend.all_gather(gathered_N, tensor, tag="values").wait()
+        backend.all_gather(gathered_N, tensor, tag=call).wait()
         return list(gathered_N.cpu().split(tensor.numel()))
     gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
     try:

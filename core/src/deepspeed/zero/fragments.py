@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.errors import StateError, counted
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import StateError, counted, first_line
+from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.joined_parts import join_parts, own_part
 from deepspeed.zero.managed import manager_of, note_write
@@ -76,8 +78,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     unit = unit_of(param)
     if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
         unit.finish()
-    value = own_part(param, value, "safe_set_full_fp32_param")
-    _scatter(param, value, "safe_set_full_fp32_param", MASTER, _master)
+    value = _scatter(param, value, "safe_set_full_fp32_param", MASTER, _master)
     with torch.no_grad():
         if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
             param.copy_(value)
@@ -92,7 +93,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
         StateError: if the optimizer has no such state yet, as before the first step.
     """
     asked = "safe_set_full_optimizer_state"
-    _scatter(param, own_part(param, value, asked), asked, optim_state_key, _requires(asked, optim_state_key))
+    _scatter(param, value, asked, optim_state_key, _requires(asked, optim_state_key))
 
 
 def safe_update_full_grad_vectorized(param_list: Sequence[Parameter], update_func: Callable[[Tensor], Tensor]) -> None:
@@ -111,7 +112,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     All ranks call it with the same `value`.
     """
     asked = "safe_set_full_grad"
-    _replace_gradient(param, own_part(param, value, asked), asked, _scatter)
+    _replace_gradient(param, value, asked, _scatter)
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
@@ -174,12 +175,13 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
     _set_local(param, value, asked, optim_state_key, _requires(asked, optim_state_key))
 
 
-def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., None]) -> None:
+def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., Any]) -> None:
     """`write` is `_scatter` or `_set_local`."""
     sharding, group, index = _managed(param, asked)
     sharding.take_unseen()
     sharding.reduce()
-    write(param, value / sharding.average_factor, asked, GRADIENT, _gradient)
+    value = value / sharding.average_factor if isinstance(value, Tensor) else value
+    write(param, value, asked, GRADIENT, _gradient)
     sharding.gradient_was_replaced(group.first_index + index)
 
 
@@ -253,21 +255,58 @@ def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torc
     return _DTYPES[found[0]] if found else None
 
 
-def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
-    """Copy this rank's fragments of `value` to the tensors `name`, which `pick` gives."""
+def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> Tensor:
+    """Copy this rank's fragments of the whole `value` to the tensors `name`, which `pick` gives.
+
+    Returns:
+        What of `value` this rank has: all of it, but for a divided model.
+    """
     note_write()
     sharding, group, index = _managed(param, asked)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{asked}: found {type(value).__name__}, wanted a tensor of the parameter's shape")
-    if value.shape != shape_of(param):
-        raise ValueError(
-            f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(shape_of(param))}"
-        )
-    flat = value.detach().reshape(-1)
+
+    def check() -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{asked}: found {type(value).__name__}, wanted a tensor of the parameter's shape")
+        part = own_part(param, value, asked)
+        if part.shape != shape_of(param):
+            raise ValueError(
+                f"{asked}: found a value of shape {tuple(part.shape)}, the parameter has {tuple(shape_of(param))}"
+            )
+        for shard in group.shards:
+            if shard.fragment.param == index:
+                pick(sharding, shard)  # raises if it is not there
+        return part
+
+    part = _accepted_by_all(check, asked, group.ranks.everyone)
+    flat = part.detach().reshape(-1)
     for shard in group.shards:
         if shard.fragment.param == index:
             start = shard.fragment.param_start
             _write(sharding, shard, name, pick, flat[start : start + shard.fragment.numel])
+    return part
+
+
+def _accepted_by_all(check: Callable[[], Tensor], asked: str, ranks: GroupBackend) -> Tensor:
+    """The value that `check` returns, once every rank has accepted the same; nothing is written where one refuses."""
+    if ranks.world_size == 1:
+        return check()
+    try:
+        value = check()
+    except (TypeError, ValueError, StateError) as error:
+        all_gather_values([first_line(error), ""], backend=ranks, call=asked)
+        raise
+    sum_of = repr(value.detach().double().sum().item())
+    said = all_gather_values(["", sum_of], backend=ranks, call=asked)
+    for rank, (refusal, _) in enumerate(said):
+        if refusal:
+            raise ValueError(f"{asked}: rank {rank} refused its value, and nothing was changed: {refusal}")
+    others = [rank for rank, (_, other) in enumerate(said) if other != said[0][1]]
+    if others:
+        raise ValueError(
+            f"{asked}: {named_ranks(others)} and rank 0 brought different values (this rank's sum is {sum_of}), and "
+            "nothing was changed. Give the same value on every rank"
+        )
+    return value
 
 
 def _write(sharding: Sharding, shard: ParamShard, name: str, pick: _Pick, new: Tensor) -> None:
@@ -324,12 +363,22 @@ def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pi
     note_write()
     sharding, group, index = _managed(param, asked)
     shards = [shard for shard in group.shards if shard.fragment.param == index]
-    numel = sum(shard.fragment.numel for shard in shards)
-    if value.numel() != numel:
-        raise ValueError(
-            f"{asked}: found a value of {counted(value.numel(), 'element')}, this rank has {numel} of the parameter"
-        )
-    flat = value.detach().reshape(-1)
+
+    def check() -> Tensor:
+        numel = sum(shard.fragment.numel for shard in shards)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{asked}: found {type(value).__name__}, wanted a tensor of {counted(numel, 'element')}")
+        if value.numel() != numel:
+            raise ValueError(
+                f"{asked}: found a value of {counted(value.numel(), 'element')}, this rank has {numel} of the parameter"
+            )
+        for shard in shards:
+            pick(sharding, shard)  # raises if it is not there
+        return value
+
+    # at stage 0 a rank's elements are all of them; at the others each rank's are its own affair
+    part = _accepted_by_all(check, asked, group.ranks.everyone) if sharding.stage == 0 else check()
+    flat = part.detach().reshape(-1)
     start = 0
     for shard in shards:
         _write(sharding, shard, name, pick, flat[start : start + shard.fragment.numel])
