@@ -122,10 +122,9 @@ class FlatGroup:
                 home = self.flat_N.narrow(0, offset, param.numel()).view(param.shape)
                 home.copy_(param.data)
                 param.data = home
-            elif self.master_S is not None:
+            elif param.dtype != self.dtype or not param.is_contiguous():
+                # fused optimizers want weight and gradient laid out alike
                 param.data = param.data.to(self.dtype).contiguous()
-            elif not param.is_contiguous():  # fused optimizers want weight and gradient laid out alike
-                param.data = param.data.contiguous()
 
     def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
         param = self.params[fragment.param]

@@ -20,6 +20,7 @@ from deepspeed.zero import quantized
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_gathering import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
@@ -140,7 +141,14 @@ class Stage3(Stage2):
 
     def borrowed_names(self) -> list[str]:
         borrowed = self.module_units.borrowed
-        return [name for name, param in self.named_parameters if param in borrowed and unit_of(param) is not None]
+
+        def is_of_another(param: Parameter) -> bool:
+            if unit_of(param) is not None:
+                return param in borrowed
+            # whole, and without an optimizer in no shard of this engine, where a load looks for it
+            return self.optimizer is None and manager_of(param) not in (None, self)
+
+        return [name for name, param in self.named_parameters if is_of_another(param)]
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         self.gathering.load_parts(parts, self.backend)

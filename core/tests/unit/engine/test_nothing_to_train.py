@@ -99,3 +99,23 @@ def test_an_engine_that_only_evaluates_is_quiet(lines, is_trainable, stage):
     engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
     assert not [text for level, text in lines if level == "WARNING"]
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_engine_that_only_evaluates_loads_what_another_trained(tmp_path, precision, stage):
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    trained, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config={**SGD, **config})
+    trained.save_checkpoint(tmp_path)
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+    assert not torch.equal(engine.module.weight, trained.module.weight)
+    for module_only in (False, True):
+        with torch.no_grad():
+            engine.module.weight.zero_()
+        engine.load_checkpoint(tmp_path, load_module_only=module_only)
+        assert torch.equal(engine.module.weight, trained.module.weight)
+        assert engine.module.weight.dtype == trained.module.weight.dtype
+    engine.destroy()
+    trained.destroy()
