@@ -143,11 +143,12 @@ def _all_gather(
     try:
         torch_dist.all_gather(gathered, tensor, group=group)
     except RuntimeError as error:
-        advice = "see whether one of them did not, or failed before"
-        if ended := ended_clause(group):
-            advice = f"{ended}: its own output says why, or it left this call out"
+        waited = f"rank {torch_dist.get_rank()} waited for a value from every rank of its group, and "
+        calls = "All ranks call initialize(), save_checkpoint(), save_16bit_model() and load_checkpoint()"
+        if ended := ended_clause(group):  # which says more than the library's words about a connection
+            own_words = "its own output says why, or it left this call out"
+            raise CommError(f"{waited}{ended}: {own_words}. {calls}") from None
         raise CommError(
-            f"rank {torch_dist.get_rank()} waited for a value from every rank of its group, and not all came: "
-            f"{first_line(error)}. All ranks call initialize(), save_checkpoint() and load_checkpoint(); {advice}"
+            f"{waited}not all came: {first_line(error)}. {calls}; see whether one of them did not, or failed before"
         ) from error
     return [theirs.cpu() for theirs in gathered]
