@@ -106,12 +106,12 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
 
 
 def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:
-    """Ranges of the moments of which this rank has a part."""
+    """Sizes and ranges of the moments of which this rank has a part; longer ones are padded, as DeepSpeed's are."""
     for shard in _shards(sharding, names):
         name, fragment = names[shard.index], shard.fragment
         for key in filter(is_moment, saved.dtypes(name)):
             values = saved.elements(name, key, fragment.param_start, fragment.numel)
-            check_moment(key, values, name, dtype=torch.float32)
+            check_moment(key, values, name, numel=fragment.numel, dtype=torch.float32)
 
 
 def _names(sharding: Stateful) -> dict[int, str]:

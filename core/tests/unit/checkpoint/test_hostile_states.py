@@ -16,14 +16,14 @@ MODEL, SHARD = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_st
 MODEL_OF_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
-def create_engine(stage, optimizer="AdamW"):
+def create_engine(stage, optimizer="AdamW", **keys):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    return make_engine(model, stage, optimizer={"type": optimizer, "params": OPTIMIZERS[optimizer]})
+    return make_engine(model, stage, optimizer={"type": optimizer, "params": OPTIMIZERS[optimizer]}, **keys)
 
 
 def train_step(engine):
-    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.backward(engine(torch.ones(2, 4, dtype=engine.module[0].weight.dtype)).square().mean())
     engine.step()
 
 
@@ -85,6 +85,27 @@ def test_states_that_cannot_be_are_refused_before_anything_changes(tmp_path, sta
         engine.load_checkpoint(str(tmp_path), "t")
     if stage < 3:
         assert all(map(torch.equal, before, engine.module.parameters()))
+    train_step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("make", [first, lambda each: torch.full_like(each, float("nan"))])
+@pytest.mark.parametrize(("saved_stage", "stage", "keys"), [(0, 0, {"bf16": {"enabled": True}}), (1, 3, {})])
+def test_states_that_are_found_by_name_are_looked_at_too(tmp_path, saved_stage, stage, keys, make):
+    """At stage 0 in bf16 the model file has them in one piece, as a shard has; other stages read parts of it."""
+    saved = create_engine(saved_stage, **keys)
+    train_step(saved)
+    saved.save_checkpoint(str(tmp_path), "t")
+    saved.destroy()
+    os.remove(tmp_path / "t" / "index.json")
+    path = tmp_path / "t" / (MODEL if saved_stage == 0 else SHARD)
+    base = ("optimizer" if saved_stage == 0 else "optimizer_state_dict", "base_optimizer_state")
+    torch.save(put(torch.load(path, weights_only=True), (*base, *STATE, "exp_avg_sq"), make), path)
+    engine = create_engine(stage, **keys)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    with pytest.raises(CheckpointError, match="exp_avg_sq"):
+        engine.load_checkpoint(str(tmp_path), "t")
+    assert all(map(torch.equal, before, engine.module.parameters()))
     train_step(engine)
     engine.destroy()
 
