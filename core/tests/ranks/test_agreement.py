@@ -79,15 +79,16 @@ def test_sizes_of_stage_3_that_differ_are_named(key):
     run_ranks(2, sizes_job, key)
 
 
-def steps_job():
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1 + dist.get_rank()}
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be the same on all ranks, and rank 1 dif"):
+def batch_job(key):
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2} | {key: 1 + dist.get_rank()}
+    with pytest.raises(ConfigError, match=f"{key} must be the same on all ranks, and rank 1 dif"):
         deepspeed.initialize(model=nn.Linear(3, 3), config=config)
 
 
-def test_accumulation_that_differs_is_named():
-    """One rank would wait in the reduction of a step that the other does not make yet."""
-    run_ranks(2, steps_job)
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "train_micro_batch_size_per_gpu"])
+def test_a_batch_that_differs_is_named(key):
+    """One rank would wait in the reduction of a step that the other does not make yet, or its samples count more."""
+    run_ranks(2, batch_job, key)
 
 
 def keys_job(section, values, stage):

@@ -383,11 +383,12 @@ def _leave_unclipped(config: DeepSpeedConfig) -> None:
 
 
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """What decides which collectives a rank takes part in, and what they hold. A collective of all ranks of the
-    model."""
+    """What decides which collectives a rank takes part in, what they hold, and how much a rank's samples count. A
+    collective of all ranks of the model."""
     zero = config.zero_optimization
     copies = f"mics_shard_size {zero.mics_shard_size}, zero_hpz_partition_size {zero.zero_hpz_partition_size}"
     facts = {
+        "train_micro_batch_size_per_gpu": str(config.train_micro_batch_size_per_gpu),
         "gradient_accumulation_steps": str(config.gradient_accumulation_steps),
         "gradient_clipping": str(config.gradient_clipping),
         "mics_shard_size and zero_hpz_partition_size": copies,
