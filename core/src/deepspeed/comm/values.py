@@ -63,7 +63,7 @@ def meet(call: str) -> None:
     group = torch_dist.group.WORLD
     assert group is not None
     _refuse_other_calls(
-        _all_gather_texts(_MEETING + call.encode(), lambda tensor: _all_gather(tensor, group, None, call)), call
+        _all_gather_texts(_MEETING + call.encode(), lambda tensor: _all_gather(tensor, group, None)), call
     )
 
 
@@ -131,7 +131,7 @@ def _all_gather_texts(text: bytes, gather: Callable[[torch.Tensor], list[torch.T
 
 
 def _all_gather(
-    tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None, call: str
+    tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None, call: str = ""
 ) -> list[torch.Tensor]:
     """Every rank's 1-D tensor of one size, on the host."""
     tensor = tensor.to(host_or_device(group))

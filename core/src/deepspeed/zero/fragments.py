@@ -287,7 +287,8 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
 
 
 def _accepted_by_all(check: Callable[[], Tensor], asked: str, ranks: GroupBackend) -> Tensor:
-    """The value that `check` returns, once every rank has accepted the same; nothing is written where one refuses."""
+    """The value that `check` returns, once every rank has accepted one of the same sum; nothing is written where one
+    refuses."""
     if ranks.world_size == 1:
         return check()
     try:
@@ -295,7 +296,7 @@ def _accepted_by_all(check: Callable[[], Tensor], asked: str, ranks: GroupBacken
     except (TypeError, ValueError, StateError) as error:
         all_gather_values([first_line(error), ""], backend=ranks, call=asked)
         raise
-    sum_of = repr(value.detach().double().sum().item())
+    sum_of = repr(value.detach().sum(dtype=torch.float64).item())
     said = all_gather_values(["", sum_of], backend=ranks, call=asked)
     for rank, (refusal, _) in enumerate(said):
         if refusal:
