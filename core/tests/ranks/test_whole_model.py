@@ -54,7 +54,17 @@ def save_job(folder, model, stage):
     assert (on_first is not None) == (stage == 3 and rank == 0)
     for found in filter(None, (everywhere, on_first)):
         assert all(torch.equal(found[name], value) for name, value in torch.load(folder / "weights.bin").items())
+        check_storages(found, module)
     engine.destroy()
+
+
+def check_storages(weights, module):
+    """Each weight has a storage of its own: safetensors keeps one name of each, and a later step changes none."""
+    tensors = {id(value): value for value in weights.values()}.values()
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
+    assert len(storages) == len(tensors)
+    assert sum(storages.values()) == sum(value.nbytes for value in tensors)
+    assert not storages.keys() & {param.untyped_storage().data_ptr() for param in module.parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -66,3 +76,24 @@ def test_whole_weights_of_a_divided_model(tmp_path, model, stage):
     whole.load_state_dict(torch.load(tmp_path / "weights.bin"), strict=True)
     after = whole.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def tied_job(stage):
+    """Small weights are whole at stage 3 too, in one flat tensor."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    module[1].weight = module[0].weight
+    engine = deepspeed.initialize(model=module, config=config_of(stage))[0]
+    found = [engine._consolidated_16bit_state_dict()]
+    if stage == 3 and deepspeed.comm.get_rank() == 0:
+        found.append(engine._zero3_consolidated_16bit_state_dict())
+    elif stage == 3:
+        assert engine._zero3_consolidated_16bit_state_dict() is None
+    for weights in found:
+        assert weights["1.weight"] is weights["0.weight"]
+        check_storages(weights, module)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_weights_have_storages_of_their_own(stage):
+    run_ranks(2, tied_job, stage)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepspeed.testing.tiers import swept
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 CASES = {
@@ -29,6 +30,10 @@ def test_trains_saves_and_loads_its_state(case, launch, plain, check_losses, tmp
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     if not is_bf16:
         assert_close(weights, torch.load(plain.folder / "weights.pt", weights_only=True), rtol=0, atol=1e-4)
+
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(weights) - set(saved) == {"lm_head.weight"}, "one name of each weight, and this one is tied"
+    assert_close({name: value.float() for name, value in saved.items()}, {name: weights[name] for name in saved})
 
     resumed = launch(tmp_path, *CASES[case], "--resume")
     assert resumed["losses"] == pytest.approx(whole["losses"][8:], rel=1e-6)

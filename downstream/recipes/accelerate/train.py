@@ -87,6 +87,7 @@ def main() -> None:
 
     result = train(accelerator, model, optimizer, scheduler, loader, args.folder, args.resume)
     assert type(accelerator.unwrap_model(model)) is GPT2LMHeadModel
+    accelerator.save_model(model, str(args.folder / "model"))
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.save({name: value.float() for name, value in weights.items()}, args.folder / "weights.pt")

@@ -123,8 +123,11 @@ def _parse_hjson(text: str, what: str, json_error: json.JSONDecodeError) -> Any:
         return hjson.loads(text, object_pairs_hook=refuse_duplicates, parse_int=_integer)
     except _RefusedError:
         raise
-    except (ValueError, IndexError):  # hjson's own error is a ValueError; an early end of the text is an IndexError
-        raise ConfigError(f"config: {what} is neither JSON nor hjson: {json_error}; correct it there") from None
+    except (ValueError, IndexError) as error:  # hjson's own error is a ValueError
+        own = str(error) if isinstance(error, ValueError) else "the text ends too early"
+        raise ConfigError(
+            f"config: {what} is neither JSON nor hjson: as JSON, {json_error}; as hjson, {own}. Correct it there"
+        ) from None
 
 
 def _integer(text: str) -> int:

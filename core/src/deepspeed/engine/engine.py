@@ -606,7 +606,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         refuse_unknown_division("_consolidated_16bit_state_dict", self.module, self.mesh)
         weights = self._whole_weights(everywhere=True, exclude_frozen=exclude_frozen_parameters)
         assert weights is not None
-        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in weights.items()}
+        return export.owned(weights, self.module)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights of a sharded model on the first rank, None on others; libraries call it when the stage is 3. A
@@ -614,7 +614,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if self.sharding.stage == 3:
             refuse_unknown_division("_zero3_consolidated_16bit_state_dict", self.module, self.mesh)
             weights = self._whole_weights(everywhere=False, exclude_frozen=exclude_frozen_parameters)
-            return weights if self.checkpointer.commits else None
+            return export.owned(weights, self.module) if weights is not None and self.checkpointer.commits else None
         raise ConfigError(
             f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
             "partitioned; use module.state_dict()"

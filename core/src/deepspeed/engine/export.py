@@ -78,6 +78,23 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
     return {name: copies.get(id(value), value) for name, value in state.items()} if keeps else None
 
 
+def owned(weights: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """`weights` of `module` in host memory, each in a storage of its own; names of one weight share it.
+
+    What libraries write to safetensors must be so: they keep one name of each storage, and small weights of the engine
+    are views of one flat tensor.
+    """
+    live = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
+
+    def own(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        is_own = value.device.type == "cpu" and storage.nbytes() == value.nbytes and storage.data_ptr() not in live
+        return value if is_own else value.detach().to("cpu", copy=True)
+
+    copies = {id(value): own(value) for value in weights.values() if isinstance(value, Tensor)}
+    return {name: copies.get(id(value), value) for name, value in weights.items()}
+
+
 class ProgressLog:
     """Logs on the first rank, every few seconds, how far a slow operation is."""
 

@@ -69,6 +69,8 @@ def test_a_key_that_stands_twice(text, tmp_path):
         ("no/such/file.json", r"'no/such/file\.json' is neither a file that exists, nor JSON text.*check the path"),
         ("", "neither a file"),
         ('{"a": [1, 2}', r"the config text is neither JSON nor hjson: .*line 1 column"),
+        ("{\n  // a comment\n  stage: 1\n", r"as JSON, .*line 2 column 3.*; as hjson, .*line 4 column 1"),
+        ("{a:" + "'''", "as hjson, the text ends too early"),
         (base64.b64encode(b"[1]").decode(), "neither a file"),
         (None, "found NoneType None; give a dict, a path"),
         (7, "found int 7"),
