@@ -54,12 +54,12 @@ class Crossing(torch.nn.Module):
         return x.sum()
 
 
-def crossing_engine():
+def crossing_engine(stage=3):
     model = Crossing()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "Adam"},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     return model, deepspeed.initialize(model=model, config=config)[0]
 
@@ -144,3 +144,48 @@ def test_after_an_evaluation_that_gathers_nothing_failed_on_one_rank(direct, pee
     assert peer[1] == (8, 8)
     told = "PartedByFailure: rank 0 cannot go on: rank 1 failed with ZeroDivisionError: before the first layer. Then"
     assert re.match(told if peer_does == "save" else "no error", peer[0]), peer
+
+
+def search_batch_size(direct, stage, fails_in):
+    """Rank 1 fails outside of the engine's calls, and both ranks destroy the engine behind their `except`."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_COMM_DIRECT", direct)
+        patch.setattr(parted, "FIRST_LOOK_S", 0.2)
+        for attempt in range(3):
+            model, engine = crossing_engine(stage)
+            try:
+                for step in range(3):
+                    fails = attempt < 2 and step == 1 and dist.get_rank() == 1
+                    train_step(engine, fails_in if fails else "")
+                found.append("fine")
+            except (CommError, MemoryError) as error:
+                found.append(type(error).__name__)
+            engine.destroy()
+    return found, model.layers[0].weight.shape, model.layers[0].weight.sum().item()
+
+
+def train_step(engine, fails_in):
+    loss = engine(torch.ones(1, 8))
+    run_out(fails_in == "loss")
+    engine.backward(loss)
+    run_out(fails_in == "metric")
+    engine.step()
+    run_out(fails_in == "log")
+
+
+def run_out(fails):
+    if fails:
+        raise MemoryError("out of memory, in the script")
+
+
+@pytest.mark.parametrize("fails_in", ["loss", "metric", "log"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_a_search_goes_on_whose_failed_engines_are_destroyed_behind_the_except(direct, stage, fails_in):
+    """The peer is in a step of the engine that the failed rank has destroyed; both ranks make the same attempts."""
+    peer, failed = run_ranks(2, search_batch_size, direct, stage, fails_in, timeout_s=60)
+    assert failed[0] == ["MemoryError", "MemoryError", "fine"]
+    assert peer[0][2] == "fine"
+    assert "fine" not in peer[0][:2]
+    assert peer[1:] == failed[1:]

@@ -6,7 +6,9 @@ of a value (`values.py`); then each rank has made the same calls, and a program 
 collectives that peers may be in are given up first, so that they come there as well.
 
 A rank that comes to the begin of such a call waits for the others in the store (`arrivals.py`): where one of them waits
-for it elsewhere, in a step, both raise.
+for it elsewhere, in a step, both raise. But a rank that has destroyed an engine before waits on, and only the other one
+raises: that is in a step of the engine that was destroyed here, as after a failure in the script's own code, and comes
+when it has heard.
 """
 
 from collections.abc import Iterator
@@ -27,7 +29,9 @@ from deepspeed.log import logger
 
 _LIMIT_S = 300.0  # for peers that are still busy with what comes before
 _SHORT_LIMIT_S = 5.0  # for those who are at the same place already
+_MAX_STAYS = 3  # in one call: each time the others have raised
 _arrivals: WeakKeyDictionary[ProcessGroup, Arrivals] = WeakKeyDictionary()
+_has_destroyed = False
 
 
 @contextmanager
@@ -41,9 +45,20 @@ def together(call: str) -> Iterator[None]:
         HeardFailure: another rank failed, or made another call.
         RanksParted: another rank is in another call, in which it waits for this one.
     """
+    global _has_destroyed
     begin_use()
-    if _has_peers():
-        _arrive(call)
+    num_stays = _MAX_STAYS if _has_destroyed else 0
+    while True:
+        try:
+            arrive(call)
+            break
+        except RanksParted as error:
+            if num_stays == 0:
+                raise
+            num_stays -= 1
+            begin_use()  # another failure than this one, if there is one
+            logger.warning("%s waits on for the other ranks, since this one has destroyed its engine: %s", call, error)
+    _has_destroyed = False
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -59,7 +74,21 @@ def together(call: str) -> Iterator[None]:
         raise
 
 
-def _arrive(call: str) -> None:
+def note_destroyed() -> None:
+    """This rank has destroyed an engine: it makes no step with the others before all of them begin anew."""
+    global _has_destroyed
+    _has_destroyed = True
+
+
+def arrive(call: str) -> None:
+    """Return when all ranks of the world have come to the same call, which has collectives. Nothing on one rank.
+
+    Raises:
+        CommError: a rank has ended without it, or did not come within the time limit of the world's group.
+        RanksParted: another rank is in another call, in which it waits for this one; it raises, too.
+    """
+    if not _has_peers():
+        return
     world = torch_dist.group.WORLD
     assert world is not None
     if world not in _arrivals:

@@ -18,6 +18,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.location import location
 from deepspeed.comm.give_up import begin_use
+from deepspeed.comm.together import note_destroyed
 from deepspeed.compatibility import FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
@@ -647,6 +648,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
 
     def _release(self) -> None:
         self._is_destroyed = True
+        note_destroyed()
         with ExitStack() as parts:  # each is released, last to first, whatever another one raises
             parts.callback(self._forget_states)
             if self._leading is not None:
