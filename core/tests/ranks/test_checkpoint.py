@@ -582,7 +582,7 @@ def save_alone_job(folder):
         with pytest.MonkeyPatch.context() as patch:
             said = []
             patch.setattr(engine._saving._meet.__self__, "limit_s", 0.2)
-            patch.setattr(arrivals, "_WARNING_S", 0.05)
+            patch.setattr(arrivals.parted, "WARNING_S", 0.05)
             patch.setattr(arrivals.logger, "warning", lambda text, *values: said.append(text % values))
             with pytest.raises(CommError) as caught:
                 engine.save_checkpoint(folder)

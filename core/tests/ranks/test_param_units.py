@@ -390,14 +390,26 @@ def build_alone():
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
     dist.group_backend(group).connect()
     if dist.get_rank() == 0:
-        message = r"zero.Init: broadcast of the parameter weight of shape \(3, 5\): .* build the same modules"
+        message = "rank 0 called zero.Init and waited for 1 s: rank 1 has not called it"
         with pytest.raises(CommError, match=message), deepspeed.zero.Init(data_parallel_group=group):
             nn.Linear(5, 3)
     torch.distributed.barrier()
 
 
-def test_a_module_that_one_rank_builds_alone_is_named():
-    run_ranks(2, build_alone)
+def build_more():
+    group = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    with deepspeed.zero.Init(data_parallel_group=group):
+        nn.Linear(5, 4)
+        if dist.get_rank() == 0:
+            message = r"zero.Init: broadcast of the parameter weight of shape \(3, 5\): .* build the same modules"
+            with pytest.raises(CommError, match=message):
+                nn.Linear(5, 3)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("job", [build_alone, build_more])
+def test_a_module_that_one_rank_builds_alone_is_named(job):
+    run_ranks(2, job)
 
 
 # ---- gradients in flight --------------------------------------------------------------------------------------------

@@ -176,6 +176,95 @@ def test_a_save_on_one_stage_of_a_pipeline(path, tmp_path):
         assert re.search(r"RanksParted: rank 0 called save_checkpoint, and rank 1 waits in", found), found
 
 
+def build_three():
+    with deepspeed.zero.Init(dtype=torch.float32):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+class SlowToBuild(nn.Module):
+    """Rank 1 builds its second layer when `wait` has returned."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        wait()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+
+def build_slowly(wait):
+    with deepspeed.zero.Init(dtype=torch.float32):
+        return SlowToBuild(wait)
+
+
+def call_alone(path, call):
+    """What rank 0 says that makes a call alone, until rank 1 hears of it and makes it, too."""
+    take_path(path)
+    parted.FIRST_LOOK_S, parted.WARNING_S = 0.2, 0.05
+    model, store, key = build_three(), torch.distributed.distributed_c10d._get_default_store(), f"said/{path}/{call}"
+    said = []
+
+    def wait():
+        if torch.distributed.get_rank() == 1:
+            store.wait([key])
+
+    def gather(*args):
+        wait()
+        with deepspeed.zero.GatheredParameters(model.parameters(), *args):
+            pass
+
+    def say(text, *values):
+        said.append(text % values)
+        store.set(key, "")
+
+    def build():
+        wait()
+        build_three()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 0:
+            patch.setattr(parted.logger, "warning", say)
+        {"gather": gather, "modify": lambda: gather(0), "build": build, "build slowly": lambda: build_slowly(wait)}[
+            call
+        ]()
+    parted.WARNING_S = 10.0  # rank 1 may be late in what follows
+    deepspeed.comm.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("gather", r"GatheredParameters waits in an all-gather of \d+ float32 \(weight\): rank 1 is not in it"),
+        ("modify", r"GatheredParameters waits in an all-gather of \d+ float32 \(weight\): rank 1 is not in it"),
+        ("build", "zero.Init waits: rank 1 has not called it"),
+        ("build slowly", r"zero.Init waits in a broadcast from rank 0 .*: rank 1 is not in it"),
+    ],
+    ids=["gather", "modify", "build", "build slowly"],
+)
+def test_a_rank_that_does_not_come_is_named(path, call, expected):
+    said, nothing = run_ranks(2, call_alone, path, call, timeout_s=60)
+    name = "zero.Init (transformers' from_pretrained() does, at stage 3)" if "build" in call else "GatheredParameters"
+    assert re.match(rf"{expected}\. Every rank must call {re.escape(name)} at the same point of the program", said[0])
+    assert len(said) == 1
+    assert nothing == []
+
+
+def init_beside_a_step(path):
+    take_path(path)
+    parted.FIRST_LOOK_S = 0.2
+    engine = create_engine(3)
+    found = caught(build_three if torch.distributed.get_rank() == 0 else lambda: train_step(engine))
+    engine.destroy()
+    return found
+
+
+def test_a_model_that_one_rank_builds_alone_while_the_other_trains(path):
+    for found in run_ranks(2, init_beside_a_step, path, timeout_s=60):
+        assert re.search(r"RanksParted: .*rank 0 called zero\.Init, and rank 1 waits in .* Every rank must", found), (
+            found
+        )
+
+
 def test_a_look_that_fails_leaves_the_others(monkeypatch):
     looked = []
 

@@ -2,8 +2,8 @@
 
 A collective cannot do that: a library waits until its time limit, half an hour by default, and then names its own call.
 Here each rank enters its name in the job's store and waits there for the others. Nothing is in flight in the group
-meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint`, `load_checkpoint` and
-`initialize`, and before ranks connect in a group.
+meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint`, `load_checkpoint`,
+`initialize` and `zero.Init`, and before ranks connect in a group.
 
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
 one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
@@ -24,7 +24,6 @@ from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 
-_WARNING_S = 10.0
 _LONGEST_PAUSE_S = 0.5  # between two questions to the store
 _ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
 #: objects made in this process by name; ranks make them in the same order, so the count is part of the key
@@ -146,7 +145,7 @@ class _Wait:
         while not self._store.check([end]):
             self.came_late = False
             waited_s = time.monotonic() - self._began_s
-            if waited_s > _WARNING_S and not self._has_warned:
+            if waited_s > parted.WARNING_S and not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s waits: %s. %s", self._call, self._find_absent(), parted.advice(self._call))
             if waited_s > limit_s or self._find_ended():

@@ -11,6 +11,10 @@ Who waits in a collective or a message notes that, too, when it looks. So two ra
 different groups, such as those of two engines, find each other. The one that does raises, and the other one with it, as
 after any failure.
 
+A rank that does neither, and stays away, is not in these notes. Inside a call that users make, such as
+`GatheredParameters`, a wait of ten seconds is told with the ranks that are not in it (`in_call`); in a step ranks may
+well wait so long.
+
 A wait in a library cannot look; `looking` has a thread do it, which then makes the wait raise.
 """
 
@@ -31,6 +35,8 @@ from deepspeed.log import logger
 
 #: how long a rank waits before it notes its call, and before it looks at the notes of others
 NOTED_S, FIRST_LOOK_S = 1.0, 2.0
+#: how long it waits before it says who is missing
+WARNING_S = 10.0
 #: begins the end of a call that was ended so; other ends are names of ranks
 PARTED = "!"
 _NUM_NOTES = "deepspeed/parted/notes"  # of ranks that wait now; where it is 0 nobody looks further
@@ -174,12 +180,15 @@ def advice(call: str) -> str:
     """What to do where not all ranks make a call."""
     if " " in call:  # no function
         return _SAME_ORDER
+    named = f"{call} ({_ALSO_BY[call]})" if call in _ALSO_BY else call
     return (
-        f"Every rank must call {call} at the same point of the program: not only one of them, under `if rank == 0:`. "
+        f"Every rank must call {named} at the same point of the program: not only one of them, under `if rank == 0:`. "
         "Nor may another call part them, such as a step, or generate() and a forward of ZeRO-3, on some ranks only."
     )
 
 
+#: by what calls users make another one, without its name in their program
+_ALSO_BY = {"zero.Init": "transformers' from_pretrained() does, at stage 3"}
 _SAME_ORDER = "All ranks make the same calls in the same order, also where these have collectives of different groups."
 
 
@@ -195,6 +204,19 @@ def _key(rank: int) -> str:
     return f"deepspeed/parted/{rank}"
 
 
+_calls: list[str] = []
+
+
+@contextmanager
+def in_call(name: str) -> Iterator[None]:
+    """Inside are collectives of the call `name`, of which a long wait tells; of nested ones, the outermost."""
+    _calls.append(name)
+    try:
+        yield
+    finally:
+        _calls.pop()
+
+
 class Noting:
     """One wait for a collective or a message, which is noted when it is long.
 
@@ -206,7 +228,8 @@ class Noting:
     _threads_wait = False
 
     def __init__(self, wait: Wait) -> None:
-        self._wait, self._is_over = wait, False
+        self._wait, self._is_over, self._has_warned = wait, False, False
+        self._began_s = time.monotonic()
         if threading.current_thread() is not threading.main_thread():
             Noting._threads_wait = True
 
@@ -218,6 +241,19 @@ class Noting:
                 with _unless_store_is_gone():
                     put_note(torch_dist.distributed_c10d._get_default_store(), str(what), name, "", ranks, number)
                     Noting._noted = self
+            is_long = time.monotonic() - self._began_s > WARNING_S
+            if Noting._noted is self and is_long and not self._has_warned and (calls := _calls[:1]):
+                self._has_warned = True
+                with _unless_store_is_gone():
+                    self._warn(calls[0])
+
+    def _warn(self, call: str) -> None:
+        what, name, number, ranks = self._wait
+        notes = _notes(torch_dist.distributed_c10d._get_default_store(), ranks)
+        there = {rank for rank, note in notes if note.num_started.get(name, 0) >= number}
+        if missing := sorted(set(ranks) - there - {torch_dist.get_rank()}):
+            named = ", ".join(map(str, missing))
+            logger.warning("%s waits in %s: rank %s is not in it. %s", call, what, named, advice(call))
 
     def end(self) -> None:
         """The wait is over."""

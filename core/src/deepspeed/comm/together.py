@@ -11,7 +11,7 @@ raises: that is in a step of the engine that was destroyed here, as after a fail
 when it has heard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.ended import ended_clause
+from deepspeed.comm.failure import unheard
 from deepspeed.comm.give_up import begin_use, follow, give_up, standing
 from deepspeed.comm.libraries import host_or_device, timeout_of
 from deepspeed.comm.parted import RanksParted
@@ -30,7 +31,7 @@ from deepspeed.log import logger
 _LIMIT_S = 300.0  # for peers that are still busy with what comes before
 _SHORT_LIMIT_S = 5.0  # for those who are at the same place already
 _MAX_STAYS = 3  # in one call: each time the others have raised
-_arrivals: WeakKeyDictionary[ProcessGroup, Arrivals] = WeakKeyDictionary()
+_arrivals: WeakKeyDictionary[ProcessGroup, dict[str, Arrivals]] = WeakKeyDictionary()
 _has_destroyed = False
 
 
@@ -45,20 +46,8 @@ def together(call: str) -> Iterator[None]:
         HeardFailure: another rank failed, or made another call.
         RanksParted: another rank is in another call, in which it waits for this one.
     """
-    global _has_destroyed
     begin_use()
-    num_stays = _MAX_STAYS if _has_destroyed else 0
-    while True:
-        try:
-            arrive(call)
-            break
-        except RanksParted as error:
-            if num_stays == 0:
-                raise
-            num_stays -= 1
-            begin_use()  # another failure than this one, if there is one
-            logger.warning("%s waits on for the other ranks, since this one has destroyed its engine: %s", call, error)
-    _has_destroyed = False
+    _stay(call, lambda: arrive(call))
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -74,6 +63,23 @@ def together(call: str) -> Iterator[None]:
         raise
 
 
+def _stay(call: str, arrive: Callable[[], None]) -> None:
+    """Come to a call with which all ranks may begin anew after one of them has destroyed its engine."""
+    global _has_destroyed
+    num_stays = _MAX_STAYS if _has_destroyed else 0
+    while True:
+        try:
+            arrive()
+            break
+        except RanksParted as error:
+            if num_stays == 0:
+                raise
+            num_stays -= 1
+            begin_use()  # another failure than this one, if there is one
+            logger.warning("%s waits on for the other ranks, since this one has destroyed its engine: %s", call, error)
+    _has_destroyed = False
+
+
 def note_destroyed() -> None:
     """This rank has destroyed an engine: it makes no step with the others before all of them begin anew."""
     global _has_destroyed
@@ -87,14 +93,30 @@ def arrive(call: str) -> None:
         CommError: a rank has ended without it, or did not come within the time limit of the world's group.
         RanksParted: another rank is in another call, in which it waits for this one; it raises, too.
     """
-    if not _has_peers():
-        return
-    world = torch_dist.group.WORLD
-    assert world is not None
-    if world not in _arrivals:
-        _arrivals[world] = Arrivals(range(world.size()), "together", timeout_of(world).total_seconds())
+    if _has_peers():
+        assert torch_dist.group.WORLD is not None
+        _wait_for_all(call, torch_dist.group.WORLD)
+
+
+def begin_in(group: ProcessGroup, call: str) -> None:
+    """Return when all ranks of `group` have come to the same call, which builds a model. Asks no library.
+
+    Raises:
+        CommError: a rank has ended without it, or failed before, or did not come within the time limit of the group.
+        RanksParted: see `arrive`.
+    """
+    if group.size() > 1:
+        _stay(call, lambda: _wait_for_all(call, group, unheard))
+
+
+def _wait_for_all(call: str, group: ProcessGroup, refusal: Callable[[], CommError | None] = lambda: None) -> None:
+    of_group = _arrivals.setdefault(group, {})
+    if call not in of_group:
+        name = f"{call}/{torch_dist.distributed_c10d._get_process_group_name(group)}"
+        ranks = torch_dist.get_process_group_ranks(group)
+        of_group[call] = Arrivals(ranks, name, timeout_of(group).total_seconds(), refusal)
     try:
-        _arrivals[world].wait_for_all(call)
+        of_group[call].wait_for_all(call)
     except RanksParted:  # the others fail in a step, or in another call
         give_up()
         raise

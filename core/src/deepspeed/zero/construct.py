@@ -22,6 +22,8 @@ from torch.nn import Module, Parameter
 from deepspeed import comm
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.parted import in_call
+from deepspeed.comm.together import begin_in
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.data import AioConfig
 from deepspeed.config.precision import torch_dtype
@@ -53,6 +55,7 @@ __all__ = [
 # torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
 _orig_torch_arange = torch.arange
 
+_NAME = "zero.Init"  # for messages
 _STORED_BY = "weight_quantization.quantized_initialization"
 
 #: marks a module whose outermost `__init__` runs
@@ -144,7 +147,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         self._ranks = comm.group_backend(group)
-        self._ranks.connect()
+        self._has_arrived = False  # the other ranks are waited for where the first parameter is sharded
         self._device = torch.device(get_accelerator().current_device_name())
         self._checks_values = settings is not None and settings.zero_optimization.enable_sanity_checks
         aio = settings.aio if settings is not None else AioConfig()
@@ -221,10 +224,19 @@ class Init(contextlib.AbstractContextManager["Init"]):
         for name, param in module.named_parameters():
             if unit_of(param) is None and param.numel() > 0:
                 refuse_meta([(name, param)], "zero.Init")
+                self._arrive()
                 dtype = self.dtype if param.is_floating_point() else None
                 mark_if_built_as_expert(param)
-                self._create_unit(param, name, self._ranks_of(param), dtype=dtype, from_first_rank=True)
+                with in_call(_NAME):
+                    self._create_unit(param, name, self._ranks_of(param), dtype=dtype, from_first_rank=True)
         watch(module)
+
+    def _arrive(self) -> None:
+        """Once, before the first collective: a rank that does not come is named."""
+        if not self._has_arrived:
+            begin_in(self._ranks.group, _NAME)
+            self._ranks.connect()
+            self._has_arrived = True
 
     def _create_unit(self, param: Parameter, name: str, ranks: UnitRanks, **options: Any) -> None:
         unit = ParamUnit([param], [name], ranks, device=self._device, home=self._home, **options)

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.parted import in_call
 from deepspeed.errors import StateError
 from deepspeed.zero.gathered_changes import GatheredChanges
 from deepspeed.zero.managed import manager_of, note_write
@@ -71,10 +72,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             )
         if self.enabled:
             try:
-                for unit in self._units():
-                    is_released = unit.status is not ZeroParamStatus.AVAILABLE or not unit.is_read
-                    unit.enter_context()
-                    self._held.append((unit, is_released))
+                with in_call("GatheredParameters"):
+                    self._hold()
                 self._changes = GatheredChanges(self._held, self._small_params())
             except BaseException:
                 self._tell_peers()
@@ -88,10 +87,11 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             if isinstance(exc[1], Exception | KeyboardInterrupt):
                 self._tell_peers()
             elif self._changes is not None and exc[0] is None:
-                if self._modifier_rank is not None:
-                    self._keep_changes(self._modifier_rank)
-                else:
-                    self._changes.refuse()
+                with in_call("GatheredParameters"):
+                    if self._modifier_rank is not None:
+                        self._keep_changes(self._modifier_rank)
+                    else:
+                        self._changes.refuse()
                 is_left = False
         except StateError:  # also of a module that reads them: its forward ends
             self._held = [(unit, True) for unit, _ in self._held]
@@ -101,6 +101,12 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             raise
         finally:
             self._let_go(is_left=is_left)
+
+    def _hold(self) -> None:
+        for unit in self._units():
+            is_released = unit.status is not ZeroParamStatus.AVAILABLE or not unit.is_read
+            unit.enter_context()
+            self._held.append((unit, is_released))
 
     def _tell_peers(self) -> None:
         """An exception ends the context on this rank, and is being handled. Peers, who may wait for it where the

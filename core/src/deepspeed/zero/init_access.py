@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from deepspeed.comm.parted import in_call
 from deepspeed.comm.values import all_gather_values
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
@@ -90,13 +91,15 @@ class WholeOnAccess(TorchFunctionMode):
     def _gather(self, param: Parameter) -> "_Whole":
         if param not in self._whole:
             self.shard_unreferenced()
-            self._whole[param] = _Whole(param, self._first_rank)
+            with in_call("zero.Init"):
+                self._whole[param] = _Whole(param, self._first_rank)
         return self._whole[param]
 
     def _shard(self, done: "list[_Whole]", *exc: Any) -> None:
-        for each in done:
-            del self._whole[each.param]
-            each.shard(*exc)
+        with in_call("zero.Init"):
+            for each in done:
+                del self._whole[each.param]
+                each.shard(*exc)
 
 
 class _Whole:

@@ -93,7 +93,7 @@ def create_ranks(monkeypatch):
         monkeypatch.setattr(torch_dist.distributed_c10d, "_get_default_store", lambda: store)
         monkeypatch.setattr(torch_dist, "get_rank", lambda: turns._rank.number)
         monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=turns.now_s, sleep=lambda _: turns.wait()))
-        monkeypatch.setattr(arrivals, "_WARNING_S", _LONG_S)
+        monkeypatch.setattr(arrivals.parted, "WARNING_S", _LONG_S)
         monkeypatch.setattr(arrivals.parted, "NOTED_S", _LONG_S)
         monkeypatch.setattr(arrivals.parted, "FIRST_LOOK_S", _LONG_S)
         monkeypatch.setattr(arrivals, "ended_of", lambda ranks: [])
