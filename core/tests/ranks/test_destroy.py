@@ -9,6 +9,7 @@ import torch
 from deepspeed.comm import parted
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 
 
 def destroy_between_backward_and_step(stage):
@@ -146,8 +147,8 @@ def test_after_an_evaluation_that_gathers_nothing_failed_on_one_rank(direct, pee
     assert re.match(told if peer_does == "save" else "no error", peer[0]), peer
 
 
-def search_batch_size(direct, stage, fails_in):
-    """Rank 1 fails outside of the engine's calls, and both ranks destroy the engine behind their `except`."""
+def search_batch_size(direct, stage, fails_in, *, destroys=True):
+    """Rank 1 fails outside of the engine's calls, and both ranks destroy or drop the engine behind their `except`."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_COMM_DIRECT", direct)
@@ -161,7 +162,9 @@ def search_batch_size(direct, stage, fails_in):
                 found.append("fine")
             except (CommError, MemoryError) as error:
                 found.append(type(error).__name__)
-            engine.destroy()
+            if destroys or attempt == 2:
+                engine.destroy()
+            del engine
     return found, model.layers[0].weight.shape, model.layers[0].weight.sum().item()
 
 
@@ -179,12 +182,26 @@ def run_out(fails):
         raise MemoryError("out of memory, in the script")
 
 
-@pytest.mark.parametrize("fails_in", ["loss", "metric", "log"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("direct", ["1", "0"])
+SEARCHES = [(d, stage, where) for d in ("1", "0") for stage in (0, 2, 3) for where in ("loss", "metric", "log")]
+IN_EVERY_RUN = {("1", 3, "loss"), ("0", 3, "log"), ("1", 3, "metric"), ("0", 2, "log"), ("1", 0, "loss")}
+
+
+@pytest.mark.parametrize(("direct", "stage", "fails_in"), swept(SEARCHES, lambda *case: case in IN_EVERY_RUN))
 def test_a_search_goes_on_whose_failed_engines_are_destroyed_behind_the_except(direct, stage, fails_in):
     """The peer is in a step of the engine that the failed rank has destroyed; both ranks make the same attempts."""
-    peer, failed = run_ranks(2, search_batch_size, direct, stage, fails_in, timeout_s=60)
+    check_search(*run_ranks(2, search_batch_size, direct, stage, fails_in, timeout_s=60))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_search_goes_on_whose_failed_engines_are_dropped(stage):
+    check_search(*run_ranks(2, drop_engines, stage, timeout_s=60))
+
+
+def drop_engines(stage):
+    return search_batch_size("1", stage, "metric", destroys=False)
+
+
+def check_search(peer, failed):
     assert failed[0] == ["MemoryError", "MemoryError", "fine"]
     assert peer[0][2] == "fine"
     assert "fine" not in peer[0][:2]

@@ -6,11 +6,12 @@ of a value (`values.py`); then each rank has made the same calls, and a program 
 collectives that peers may be in are given up first, so that they come there as well.
 
 A rank that comes to the begin of such a call waits for the others in the store (`arrivals.py`): where one of them waits
-for it elsewhere, in a step, both raise. But a rank that has destroyed an engine before waits on, and only the other one
-raises: that is in a step of the engine that was destroyed here, as after a failure in the script's own code, and comes
-when it has heard.
+for it elsewhere, in a step, both raise. But a rank of which an engine was destroyed or dropped before waits on, and
+only the other one raises: that is in a step of the engine which is gone here, as after a failure in the script's own
+code, and comes when it has heard.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ _LIMIT_S = 300.0  # for peers that are still busy with what comes before
 _SHORT_LIMIT_S = 5.0  # for those who are at the same place already
 _MAX_STAYS = 3  # in one call: each time the others have raised
 _arrivals: WeakKeyDictionary[ProcessGroup, dict[str, Arrivals]] = WeakKeyDictionary()
-_has_destroyed = False
+_is_engine_gone = False
 
 
 @contextmanager
@@ -46,8 +47,7 @@ def together(call: str) -> Iterator[None]:
         HeardFailure: another rank failed, or made another call.
         RanksParted: another rank is in another call, in which it waits for this one.
     """
-    begin_use()
-    _stay(call, lambda: arrive(call))
+    _arrive_or_stay(call, lambda: arrive(call))
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -63,27 +63,29 @@ def together(call: str) -> Iterator[None]:
         raise
 
 
-def _stay(call: str, arrive: Callable[[], None]) -> None:
-    """Come to a call with which all ranks may begin anew after one of them has destroyed its engine."""
-    global _has_destroyed
-    num_stays = _MAX_STAYS if _has_destroyed else 0
+def note_engine_gone() -> None:
+    """An engine of this rank was destroyed or collected: it makes no step with the others before all begin anew."""
+    global _is_engine_gone
+    _is_engine_gone = True
+
+
+def _arrive_or_stay(call: str, arrive: Callable[[], None]) -> None:
+    """Come to a call with which all ranks may begin anew after an engine of one of them is gone."""
+    global _is_engine_gone
+    num_stays = 0
     while True:
+        begin_use()  # what is raised from now on is another failure
         try:
             arrive()
-            break
         except RanksParted as error:
-            if num_stays == 0:
+            gc.collect()  # engines have cycles
+            if not _is_engine_gone or num_stays == _MAX_STAYS:
                 raise
-            num_stays -= 1
-            begin_use()  # another failure than this one, if there is one
-            logger.warning("%s waits on for the other ranks, since this one has destroyed its engine: %s", call, error)
-    _has_destroyed = False
-
-
-def note_destroyed() -> None:
-    """This rank has destroyed an engine: it makes no step with the others before all of them begin anew."""
-    global _has_destroyed
-    _has_destroyed = True
+            num_stays += 1
+            logger.warning("%s waits on for the other ranks, since an engine of this one is gone: %s", call, error)
+        else:
+            _is_engine_gone = False
+            return
 
 
 def arrive(call: str) -> None:
@@ -106,7 +108,7 @@ def begin_in(group: ProcessGroup, call: str) -> None:
         RanksParted: see `arrive`.
     """
     if group.size() > 1:
-        _stay(call, lambda: _wait_for_all(call, group, unheard))
+        _arrive_or_stay(call, lambda: _wait_for_all(call, group, unheard))
 
 
 def _wait_for_all(call: str, group: ProcessGroup, refusal: Callable[[], CommError | None] = lambda: None) -> None:

@@ -5,6 +5,7 @@ backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduct
 step      -> what the schedule says: at a boundary sharding.reduce and the step (training.py)
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.location import location
 from deepspeed.comm.give_up import begin_use
-from deepspeed.comm.together import note_destroyed
+from deepspeed.comm.together import note_engine_gone
 from deepspeed.compatibility import FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
@@ -108,6 +109,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         #: makes the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: it has none
         self.sigterm_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._is_destroyed = False
+        self._note_gone = weakref.finalize(self, note_engine_gone)  # once
+        self._note_gone.atexit = False
         self._running = RunningModel(partial(mesh.group, "tp"))
         self._leading: GenerateOfModule | None = None
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
@@ -648,7 +651,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
 
     def _release(self) -> None:
         self._is_destroyed = True
-        note_destroyed()
+        self._note_gone()
         with ExitStack() as parts:  # each is released, last to first, whatever another one raises
             parts.callback(self._forget_states)
             if self._leading is not None:
