@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload.host import HostPlacement
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 STAGES = (0, 1, 2, 3)
@@ -125,6 +127,26 @@ class Transposed(Net):
     def __init__(self):
         super().__init__()
         self.block.weight = nn.Parameter(self.block.weight.detach().t())
+
+
+class Reparametrized(Net):
+    """The weight of the block is computed anew in each forward, from parameters of the block."""
+
+    def __init__(self, reparametrize):
+        super().__init__()
+        reparametrize(self.block)
+
+
+class Recurrent(Net):
+    """The batch is a sequence."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.block = kind(WIDTH, WIDTH, num_layers=2, bidirectional=True)
+        self.extra = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x_BI):
+        return self.last(torch.tanh(self.extra(self.block(torch.tanh(self.first(x_BI)) * self.gain)[0])))
 
 
 class Spectral(Net):
@@ -334,6 +356,12 @@ CASES = {
     "a parameter that is not contiguous": Case(Transposed),
     "complex parameters": Case(Spectral, by_client=True),
     "complex parameters, accumulated": Case(Spectral, accumulation=2, keys={"gradient_clipping": 0.05}),
+    "weight_norm": Case(partial(Reparametrized, parametrizations.weight_norm)),
+    "weight_norm by a hook": Case(partial(Reparametrized, nn.utils.weight_norm)),
+    "spectral_norm": Case(partial(Reparametrized, parametrizations.spectral_norm)),
+    "spectral_norm by a hook": Case(partial(Reparametrized, nn.utils.spectral_norm)),
+    "LSTM": Case(partial(Recurrent, nn.LSTM)),
+    "GRU": Case(partial(Recurrent, nn.GRU)),
     "own rates": Case(parameters=groups_with_own_rates),
     "two dtypes": Case(TwoDtypes, by_client=True),
     "a subset of the parameters": Case(parameters=without_extra),
