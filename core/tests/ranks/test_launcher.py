@@ -211,13 +211,16 @@ def test_a_killed_rank_ends_a_job_that_does_not_listen(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_ranks_and_their_children(folder, number):
-    job = Running(WAIT + "signal.pause()\n", "--save_pid")
+@pytest.mark.parametrize("flags", [[], ["--elastic_training"]], ids=["fixed", "elastic"])
+def test_a_signal_to_the_launcher_ends_ranks_and_their_children(folder, flags, number):
+    job = Running(WAIT + "signal.pause()\n", "--save_pid", *flags)
     pid_file = Path(f"/tmp/{job.process.pid}.ds")
     assert pid_file.read_text() == str(job.process.pid)
     job.process.send_signal(number)
-    code, _ = job.end()  # also: rank 0's child held the pipes, so it is gone too
+    code, stderr = job.end()  # also: rank 0's child held the pipes, so it is gone too
     assert code == 128 + number
+    said = [line for line in stderr.splitlines() if line.startswith("deepspeed:")]
+    assert said == [f"deepspeed: the run was ended by {number.name}"]
     assert not pid_file.exists()
 
 

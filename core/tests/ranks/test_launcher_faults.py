@@ -222,7 +222,7 @@ def test_the_pid_file_goes_with_a_launch_that_is_stopped_early(folder):
     while not path.exists() or path.read_text() != str(job.pid):
         assert job.poll() is None, job.stderr.read()
     job.terminate()
-    assert job.communicate(timeout=LIMIT_S)[1] == ""
+    assert job.communicate(timeout=LIMIT_S)[1] in ("", "deepspeed: the run was ended by SIGTERM\n")  # how early it came
     assert job.returncode == 128 + signal.SIGTERM
     assert not path.exists()
 

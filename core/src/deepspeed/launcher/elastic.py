@@ -215,7 +215,11 @@ class ElasticAgent(NodeAgent):
         say: shows a text to the user.
         max_restarts: for the ranks' environment.
         is_watched, grace_s: see `NodeAgent`.
+
+    `on_signal` is called where this node is told to end; set by the one that keeps the list.
     """
+
+    on_signal: Callable[[NodeFailure], None] | None = None
 
     def __init__(
         self,
@@ -302,12 +306,17 @@ class ElasticAgent(NodeAgent):
     def _blame_elsewhere(self) -> RunResult:
         if self._link.inbox.empty():
             return RunResult(state=WorkerState.HEALTHY)
-        self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
+        failure = None if self._link.end is None else self._link.end["failure"]
+        stopped_by = 0 if failure is None else failure["stopped_by"]
+        steps = self._steps_after(stopped_by) if stopped_by else ((signal.SIGTERM, FAILURE_GRACE_S),)
+        self._end_ranks(steps, is_asked=stopped_by == signal.SIGTERM)
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _tell(self, failure: NodeFailure) -> None:
-        if failure.stopped_by:  # this node leaves; the end of its connection says so
-            return
+        if failure.stopped_by:
+            if self.on_signal is not None:
+                self.on_signal(failure)
+            return  # else this node leaves alone; the end of its connection says so
         if failure.exit_code == _TOLD_TO_END:
             failure = failure._replace(is_consequence=True)
         uncaught = None if failure.rank is None else self._output.uncaught(failure.rank)

@@ -92,7 +92,7 @@ def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", 
         return _report(plan, NodeReport(text, agent.cause_elsewhere.exit_code, True))
     for rank, uncaught in output.unprinted():
         _say(f"deepspeed: rank {rank} raised:\n{uncaught.traceback.rstrip()}")
-    return 0 if stopped_by is None else 128 + stopped_by
+    return 0 if stopped_by is None else _ended_by(plan, stopped_by)
 
 
 def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
@@ -112,13 +112,15 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
     rendezvous = ElasticRendezvous(link, plan.run_id)
     watched = (plan.max_restarts, plan.is_watched, plan.grace_s)
     agent = ElasticAgent(commands, rendezvous, link, lambda appends: _make_output(plan, appends), _say, *watched)
+    if coordinator is not None:
+        agent.on_signal = coordinator.give_up
     try:
         stopped_by = _run_agent(agent, orders, agent.finish_output)
     finally:
         if coordinator is not None:
             coordinator.finish()
     if stopped_by is not None:
-        return 128 + stopped_by
+        return _ended_by(plan, stopped_by)
     end = link.end
     assert end is not None, "the agent runs until the job has ended, or a signal"
     if end["exit_code"] == 0:
@@ -128,6 +130,13 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
     words = NodeFailure(**end["failure"]) if end["failure"] else "the process that keeps the list of nodes is gone"
     text = f"deepspeed: {words}; the ranks of {name} were stopped"
     return _report(plan, NodeReport(text, int(end["exit_code"]), True))
+
+
+def _ended_by(plan: LaunchPlan, number: int) -> int:
+    """Say which signal ended the run, unless the process that watches this node has had it; the exit code."""
+    if not plan.is_watched:
+        _say(f"deepspeed: the run was ended by {signal.Signals(number).name}")
+    return 128 + number
 
 
 def _make_output(plan: LaunchPlan, appends: bool = False) -> "OutputReader":

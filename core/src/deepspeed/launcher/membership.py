@@ -131,10 +131,10 @@ class Membership:
         if self.verdict is None:
             self.verdict = Verdict(1, None)
 
-    def give_up(self) -> None:
-        """The process that keeps the list ends: so does the job."""
+    def give_up(self, failure: NodeFailure) -> None:
+        """The process that keeps the list ends, as `failure` says: so does the job."""
         if self.verdict is None:
-            self._end(1, NodeFailure(0, None, 1, False, "it keeps the list of nodes, and has ended"))
+            self._end(failure.exit_code, failure)
 
     def wait_s(self, now_s: float) -> float | None:
         """How long until `pass_time` has something to do; None: nothing is waited for."""
@@ -282,11 +282,16 @@ class Coordinator:
         """The job was told to end."""
         self._order(self._membership.stop)
 
+    def give_up(self, failure: NodeFailure) -> None:
+        """The process that keeps the list was told to end."""
+        self._order(lambda: self._membership.give_up(failure))
+
     def finish(self) -> None:
         """Wait for the nodes to take leave, and close the port."""
 
         def leave() -> None:
-            self._membership.give_up()
+            words = "it keeps the list of nodes, and has ended"
+            self._membership.give_up(NodeFailure(0, None, 1, False, words))
             self._leave_by_s = time.monotonic() + _LEAVE_S
 
         self._order(leave)
@@ -307,15 +312,16 @@ class Coordinator:
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
-        for key, _ in self._selector.select(self._wait_s()):
+        ready = self._selector.select(self._wait_s())
+        while not self._orders.empty():  # first: a node may have taken leave for what was ordered
+            self._orders.get()()
+        for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_read:
                 self._wake_read.recv(_CHUNK_BYTES)
             else:
                 self._read(key.data)
-        while not self._orders.empty():
-            self._orders.get()()
         self._membership.pass_time(time.monotonic())
 
     def _is_over(self) -> bool:

@@ -216,3 +216,14 @@ def test_a_node_of_another_job_is_refused_and_the_end_is_told():
     closing.join()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_the_node_that_keeps_the_list_is_told_to_end():
+    job = Job()
+    job.come(1, 2)
+    job.news()
+    job.nodes.give_up(NodeFailure(0, None, 143, False, "", 15))
+    assert [(m["kind"], m["exit_code"], m["failure"]["stopped_by"]) for m in job.told[2]] == [("end", 143, 15)]
+    job.nodes.lose(1)
+    assert job.said == []
+    assert str(job.nodes.verdict.failure) == "node 0 was told to end (SIGTERM)"

@@ -237,4 +237,6 @@ class Watcher:
         elif host:
             text = f"deepspeed: the command for {host} ended with exit code {code}; see above for what it printed\n"
             write_console(2, text.encode())
+        else:
+            write_console(2, f"deepspeed: the run was ended by {signal.Signals(code - 128).name}\n".encode())
         return code
