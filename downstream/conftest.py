@@ -7,6 +7,7 @@ figures of all comparisons are printed at the end.
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ LAUNCHERS = {
     ],
     "python": [sys.executable],  # for a library that starts its own ranks
 }
-_TIMEOUT_S = 240.0
+_LIMIT_S = 240.0
+_GRACE_S = 30.0  # for what has been told to end
 STAGES = {
     "stage 1": ["--stage", "1"],
     "stage 2": ["--stage", "2"],
@@ -43,10 +45,15 @@ _FIGURES = "last loss, that of plain torch, largest relative difference of a ste
 
 
 class Launch:
-    """Runs one script, by a launcher or on forked ranks that have its libraries already."""
+    """Runs one script, by a launcher or on forked ranks that have its libraries already.
 
-    def __init__(self, script: Path) -> None:
-        self.script = script
+    Args:
+        script: to run.
+        limit_s: how long a run may take. After it the error says where each rank stands.
+    """
+
+    def __init__(self, script: Path, limit_s: float = _LIMIT_S) -> None:
+        self.script, self.limit_s = script, limit_s
         self._server: forked.Process | None = None
         self._jobs: TextIO
         self._answers: TextIO
@@ -64,14 +71,14 @@ class Launch:
         if launcher is None:
             self._fork(folder, arguments)
         else:
-            _run([*LAUNCHERS[launcher], str(self.script), *arguments], folder)
+            _run([*LAUNCHERS[launcher], str(self.script), *arguments], folder, self.limit_s)
         return json.loads((folder / "result.json").read_text())
 
     def close(self) -> None:
         """End the ranks, and the process that they are forked from."""
         if self._server is not None:
             self._jobs.close()  # at which it ends
-            self._server.wait(_TIMEOUT_S)
+            self._server.wait(_GRACE_S)
             self._answers.close()
             self._server = None
 
@@ -80,18 +87,23 @@ class Launch:
         logs = [str(folder / f"rank{rank}.log") for rank in range(2)]
         environments = [_of_rank(rank, store.port) for rank in range(2)]
         job = {"arguments": arguments, "environments": environments, "directory": str(folder), "logs": logs}
-        codes = json.loads(self._ask(json.dumps(job)))
-        if codes != [0, 0]:
+        answer = json.loads(self._ask(json.dumps({**job, "limit_s": self.limit_s})))
+        codes, late = answer["codes"], answer["late"]
+        if codes != [0, 0] or late:
             texts = [f"[rank {rank}]\n{Path(log).read_text()[-6000:]}" for rank, log in enumerate(logs)]
-            raise AssertionError(f"{self.script} {' '.join(arguments)} ended with {codes}\n" + "\n".join(texts))
+            ended = f"ended with {codes}"
+            if late:
+                ranks = ", ".join(map(str, late))
+                ended = f"did not end within {self.limit_s:g} s on rank {ranks}; the ranks {ended}"
+            raise AssertionError(f"{self.script} {' '.join(arguments)} {ended}\n" + "\n".join(texts))
 
     def _ask(self, line: str) -> str:
         if self._server is None:
             self._server = self._start()
-            assert self._answer() == "ready\n", f"{self.script} could not be imported"
+            assert self._answer(_LIMIT_S) == "ready\n", f"{self.script} could not be imported"
         self._jobs.write(line + "\n")
         self._jobs.flush()
-        return self._answer()
+        return self._answer(self.limit_s)
 
     def _start(self) -> forked.Process:
         """Itself a fork of a process that has torch: libraries that build on torch are left to import."""
@@ -104,18 +116,35 @@ class Launch:
             os.close(theirs[1])
             self._jobs, self._answers = os.fdopen(jobs[1], "w"), os.fdopen(theirs[0])
 
-    def _answer(self) -> str:
-        if not select.select([self._answers], [], [], _TIMEOUT_S)[0]:
+    def _answer(self, limit_s: float) -> str:
+        """Of the process that the ranks are forked from, which ends them after the limit by itself."""
+        if not select.select([self._answers], [], [], limit_s + _GRACE_S)[0]:
             self.close()
-            raise AssertionError(f"{self.script} did not end within {_TIMEOUT_S:g} s")
+            raise AssertionError(f"{SHARED / 'forking.py'} {self.script} did not answer within {limit_s:g} s")
         return self._answers.readline()
 
 
-def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(
-        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+def _run(command: list[str], folder: Path, limit_s: float) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, env=_environment(), text=True, **pipes) as process:
+        ended = "ended"
+        try:
+            output = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {limit_s:g} s, and ended after Ctrl-C"
+            output = _interrupt(process)
+    if process.returncode != 0 or ended != "ended":
+        raise AssertionError("\n".join([f"{' '.join(command)} {ended} with {process.returncode}", *output]))
+
+
+def _interrupt(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What the process had written in the end. Launchers pass SIGINT on: ranks show where they were."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
 
 
 def _environment() -> dict[str, str]:
@@ -167,6 +196,20 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     launch = Launch(request.path.with_name(name))
     yield launch
     launch.close()
+
+
+@pytest.fixture
+def create_launch() -> Iterator[Callable[..., Launch]]:
+    """`create_launch(script, limit_s=...)`: a `Launch` that ends with the test."""
+    made: list[Launch] = []
+
+    def create(script: Path, limit_s: float) -> Launch:
+        made.append(Launch(script, limit_s))
+        return made[-1]
+
+    yield create
+    for each in made:
+        each.close()
 
 
 @dataclass(frozen=True)
