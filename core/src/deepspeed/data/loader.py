@@ -74,7 +74,8 @@ class DeepSpeedDataLoader:
         batch_size: samples per rank and micro-batch.
         num_replicas, rank: of the data-parallel group.
         data_sampler: used instead of the distributed one.
-        drop_last: drop the last batch if it is short.
+        drop_last: drop the last batch if it is short. Samples that do not divide over the ranks are never dropped: some
+            are given twice.
         seed: of the shuffling, the same on all ranks.
     """
 
@@ -100,9 +101,7 @@ class DeepSpeedDataLoader:
                     "by number, so that ranks cannot share it; pass a list, a torch.utils.data.Dataset, or an "
                     "IterableDataset that gives each rank its own samples"
                 )
-            data_sampler = DistributedSampler(
-                dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-            )
+            data_sampler = DistributedSampler(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.dataset = dataset
         self.batch_size = batch_size
         self.data_sampler = data_sampler

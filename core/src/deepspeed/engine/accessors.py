@@ -210,7 +210,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "random_ltd_enabled": lambda engine: False,
     "train_batch_size": lambda engine: engine._training.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
-    "was_step_applied": lambda engine: engine._training.stats is not None and engine._training.stats.applied,
+    "was_step_applied": lambda engine: engine._training.has_applied,
     "zero_has_nvme_offload": lambda engine: engine.sharding.placement.fetches,
     "zero_nvme_offload_optimizer": lambda engine: engine.sharding.placement.fetches,
     "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,

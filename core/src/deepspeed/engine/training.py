@@ -51,6 +51,7 @@ class Training:
         self._check = check
         self.progress = Progress()
         self.stats: StepStats | None = None  # of the last step
+        self.has_applied = False  # whether the last call of `step` changed the weights
         self._loss_is_scaled = False
         self._had_backward = False  # since the last step
         self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
@@ -140,6 +141,7 @@ class Training:
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """What the schedule says is to follow the current micro-batch's backward."""
+        self.has_applied = False
         self.sharding.window.abort_if_left()
         self._was_dropped = False
         for instruction in self.schedule.instructions():  # forward and backward were calls of the user
@@ -205,6 +207,7 @@ class Training:
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         progress = self.progress
         self.stats = self._take_step(lr_kwargs)
+        self.has_applied = self.stats.applied
         progress.global_steps += 1
         progress.global_samples += self.train_batch_size
         progress.skipped_steps += not self.stats.applied

@@ -42,6 +42,8 @@ __all__ = [
     "update_lr",
 ]
 
+_SECOND_BETA = 0.99  # that OneCycle sets
+
 
 def get_torch_optimizer(optimizer: Any) -> Any:
     """The object whose `param_groups` a schedule writes: `optimizer`, or the one that it wraps as `.optimizer`."""
@@ -194,8 +196,8 @@ class OneCycle(Schedule):
         cycle_first_step_size, cycle_second_step_size: steps of the halves; the second as the first if None.
         cycle_first_stair_count, cycle_second_stair_count: s is rounded down to so many stairs; 0 means none; the second
             as the first if None.
-        cycle_momentum: also write `betas[0]` of each group; off, with a warning, where there are no betas. The first
-            optimizer step has min_mom.
+        cycle_momentum: also write `betas[0]` of each group, and 0.99 as `betas[1]`, as DeepSpeed does; off, with a
+            warning, where there are no betas. The first optimizer step has min_mom.
         cycle_min_mom, cycle_max_mom: one number, or one per param group.
     """
 
@@ -274,7 +276,7 @@ class OneCycle(Schedule):
         moms = self.get_mom()
         if moms is not None:
             for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
-                group["betas"] = (mom, *group["betas"][1:])
+                group["betas"] = (mom, _SECOND_BETA, *group["betas"][2:])
         return super()._write()
 
 

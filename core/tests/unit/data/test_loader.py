@@ -61,6 +61,17 @@ def test_the_short_last_batch(drop_last, sizes):
     assert len(loader) == len(sizes)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samples_that_do_not_divide_are_given_twice_and_never_dropped(drop_last):
+    """11 samples, two ranks: 6 each, three whole batches of 2."""
+    loaders = [
+        DeepSpeedDataLoader(Numbers(11), 2, num_replicas=2, rank=rank, shuffle=False, drop_last=drop_last)
+        for rank in range(2)
+    ]
+    assert [len(loader) for loader in loaders] == [3, 3]
+    assert [samples(loader) for loader in loaders] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 0]]
+
+
 def test_a_sampler_of_the_users_is_used_as_it_is():
     dataset = Numbers(4)
     loader = DeepSpeedDataLoader(dataset, 2, num_replicas=2, rank=1, data_sampler=SequentialSampler(dataset))

@@ -252,6 +252,16 @@ def test_what_a_step_leaves_behind(make_engine):
     assert engine.is_gradient_accumulation_boundary() is True
 
 
+def test_a_step_between_boundaries_is_not_applied(make_engine):
+    engine = make_engine(nn.Linear(4, 2), train_batch_size=2, gradient_accumulation_steps=2)
+    applied = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, True]
+
+
 def test_they_have_names_and_docstrings(make_engine):
     assert make_engine(nn.Linear(4, 2)).train_batch_size.__name__ == "train_batch_size"
     assert "gradient_clipping" in make_engine(nn.Linear(4, 2)).gradient_clipping.__doc__

@@ -108,7 +108,7 @@ def test_one_cycle_with_decay():
         cycle_max_mom=0.9,
         decay_mom_rate=0.1,
     )
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.999)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     lrs, moms = [0.1], []
     for _ in range(8):
         schedule.step()
@@ -116,13 +116,13 @@ def test_one_cycle_with_decay():
         moms.append(optimizer.param_groups[0]["betas"][0])
     assert lrs == pytest.approx([0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1 / 1.5, 0.1 / 2])
     assert moms == pytest.approx([0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.05, 0.9 * 1.1])
-    assert optimizer.param_groups[0]["betas"][1] == 0.999
+    assert optimizer.param_groups[0]["betas"][1] == 0.99
 
 
 def test_one_cycle_stairs_and_no_decay():
     schedule = OneCycle(Face(1.0, betas=(0.5, 0.9)), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
     assert _lrs(schedule, 9) == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0, 0])
-    assert schedule.optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+    assert schedule.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
     # as 0.19.6 printed it, for 3 stairs up and 4 down
     sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 6}
     other = OneCycle(Face(1.0), 0.1, 0.5, **sizes, cycle_first_stair_count=3, cycle_second_stair_count=4)
