@@ -65,8 +65,13 @@ class Picky(Exception):
         self.lock = threading.Lock()
 
 
+def wait_beside_it():
+    threading.Event().wait()
+
+
 def hang_job():
     if dist.get_rank() == 0:
+        threading.Thread(target=wait_beside_it, daemon=True).start()
         threading.Event().wait()
 
 
@@ -135,6 +140,7 @@ def test_a_hang_ends_and_shows_where():
     text = str(caught.value)
     assert "hang_job did not end within 5 s on rank 0" in text
     assert "in hang_job" in text
+    assert "in wait_beside_it" in text
 
 
 def test_a_rank_that_ends_between_jobs_is_described():

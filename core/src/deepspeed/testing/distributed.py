@@ -21,6 +21,7 @@ output; the call after it gets new ranks.
 """
 
 import atexit
+import operator
 import os
 import pickle
 import shutil
@@ -226,17 +227,20 @@ class RankPool:
         return error
 
     def _dump_stacks(self, ranks: list[int]) -> None:
-        """Ask the ranks to write their stacks into their logs (faulthandler), and wait until they have."""
+        """Ask the ranks to write the stacks of all their threads into their logs (faulthandler), and wait until they
+        have: the logs have grown, and grow no more."""
         signal_number = getattr(signal, "SIGUSR1", None)
         if signal_number is None:
             return
-        sizes = {rank: self._log(rank).stat().st_size for rank in ranks}
+        before = [self._log(rank).stat().st_size for rank in ranks]
         for rank in ranks:
             if self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(signal_number)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and any(self._log(r).stat().st_size == sizes[r] for r in ranks):
+        sizes, former = before, list[int]()
+        while time.monotonic() < deadline and (sizes != former or any(map(operator.eq, sizes, before))):
             time.sleep(0.02)
+            sizes, former = [self._log(rank).stat().st_size for rank in ranks], sizes
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"

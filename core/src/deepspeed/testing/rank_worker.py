@@ -36,7 +36,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a job starts inherits nothing of ours
     faulthandler.enable()  # a crash in C++ leaves a stack in the log
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     # Reads in a thread of its own, so that a job that hangs still ends with the test process.
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
