@@ -87,8 +87,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "param.grad between backward and step",
             D,
-            "Stage 0 shows it and takes changes; in stages 1 to 3 it is None, use `safe_get_full_grad` and "
-            "`safe_set_full_grad`.",
+            "Stage 0 shows it and takes changes, after the last backward of an accumulation; before that, and in "
+            "stages 1 to 3, it is None: use `safe_get_full_grad` and `safe_set_full_grad`.",
         ),
         (
             "register_post_accumulate_grad_hook of a parameter",
@@ -369,7 +369,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.PipelineModule",
             W,
             "Parameters are named by the number of their layer. All parameters of a module that stages share are tied, "
-            "not only `tied_weight_attr`. Also `interleave`, and `profile` with `sample_inputs`.",
+            "not only `tied_weight_attr`. Also `interleave`, and `profile` with `sample_inputs`. Of cuts whose "
+            "heaviest stage is as light as can be, the most even one; rarely another one than DeepSpeed's.",
         ),
         ("deepspeed.PipelineEngine", W, "ZeRO 0 to 3. All ranks agree on a batch before its first micro-batch runs."),
         ("deepspeed.runtime.pipe.schedule", W, "Also interleaved and zero-bubble schedules: `pipeline.schedule`."),

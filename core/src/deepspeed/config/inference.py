@@ -190,6 +190,7 @@ class DeepSpeedInferenceConfig(Section):
         1, "Ranks over which the checkpoint was divided.", ge=1, support=quiet("the checkpoint's files tell")
     )
 
+    closed: ClassVar[bool] = True
     moved: ClassVar[dict[str, tuple[str, str]]] = {
         "mp_size": ("tensor_parallel.tp_size", "same"),
         "tp": ("tensor_parallel", "same"),

@@ -69,6 +69,7 @@ def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section
             around = (json_keys(whole), _keys_below(whole)) if whole is not None else ((), ())
             unknown_key(
                 *(written, path, names),
+                former=model.moved,
                 top_level=around[0],
                 elsewhere=around[1],
                 tolerated=model.tolerates_unknown,

@@ -18,6 +18,7 @@ from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section,
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
+from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
 from deepspeed.config.data import (
     AioConfig,
     AutotuningConfig,
@@ -372,8 +373,11 @@ class DeepSpeedConfig(Section):
 
     @property
     def optimizer_name(self) -> str | None:
-        """The optimizer's name as the user wrote it."""
-        return self.optimizer.type if self.optimizer else None
+        """The optimizer's name: in lower case if it is one of `DEEPSPEED_OPTIMIZERS`, else as the user wrote it."""
+        if self.optimizer is None:
+            return None
+        name = self.optimizer.type
+        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
 
     @property
     def optimizer_params(self) -> dict[str, Any] | None:

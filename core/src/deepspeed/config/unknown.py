@@ -24,6 +24,7 @@ def unknown_key(
     path: str,
     known: Collection[str],
     *,
+    former: Collection[str] = (),
     top_level: Collection[str] = (),
     elsewhere: Collection[str] = (),
     tolerated: bool,
@@ -31,14 +32,14 @@ def unknown_key(
 ) -> None:
     """Raise ConfigError for the key `written` of the section at `path`, or warn once.
 
-    known: every accepted spelling of the section's keys.  top_level: those of the config that the section is in.
-    elsewhere: those of its other sections.
+    known: every accepted spelling of the section's keys.  former: their older names.
+    top_level: keys of the config that the section is in.  elsewhere: those of its other sections.
     tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level.
     closed: every unknown key is an error.
     """
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
-    near = _nearest(written, known, 1 if tolerated else 2)
+    near = _nearest(written, (*known, *former), 1 if tolerated else 2)
     misplaced = None if tolerated else _misplaced(written, known, top_level)
     if near is None and misplaced is None and written not in elsewhere:
         near = by_words(written, known)

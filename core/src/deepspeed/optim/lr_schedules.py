@@ -80,7 +80,8 @@ class Schedule:
         raise NotImplementedError(f"{type(self).__name__} must write get_lr")
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates that the last `step()` wrote; AssertionError before the first one."""
+        """Learning rates that construction, `step()` or `load_state_dict` wrote last; AssertionError before the first
+        `step()` of a schedule that was constructed with another count than -1."""
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
@@ -98,8 +99,7 @@ class Schedule:
         """Continue at the saved count, and write its learning rates. CheckpointError if `sd` holds no count."""
         self.check_state_dict(sd)
         self.last_batch_iteration = int(sd["last_batch_iteration"])
-        lrs = self._write()
-        self._last_lr = lrs if self.last_batch_iteration >= 0 else None
+        self._last_lr = self._write()
 
     def check_state_dict(self, sd: Any) -> None:
         """Raise CheckpointError where `load_state_dict(sd)` would; changes nothing."""
@@ -122,7 +122,7 @@ class Schedule:
     def _begin(self) -> None:
         """Write what the first optimizer step uses, unless another schedule has come as far as this count."""
         if self.last_batch_iteration == -1:
-            self._write()
+            self._last_lr = self._write()
 
     def _own_lrs(self) -> list[float]:
         """The learning rates that the groups brought with them; those of groups added later are seen here first."""

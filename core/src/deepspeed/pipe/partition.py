@@ -11,7 +11,8 @@ METHODS = ("parameters", "uniform", "type:REGEX", "profile")
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Cuts of `num_items` layers into parts of as equal length as possible: `num_parts` + 1 numbers, from 0."""
+    """Cuts of `num_items` layers into parts of as equal length as possible, the first ones longer: `num_parts` + 1
+    numbers, from 0."""
     return partition_balanced([1] * num_items, num_parts)
 
 
@@ -21,7 +22,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         >>> partition_balanced([4, 1, 1, 1, 1], num_parts=2)
         [0, 1, 5]
 
-    Among such cuts those with the smallest sum of squares. Every part has a layer.
+    Among such cuts those with the smallest sum of squares, and among these the ones that give the last parts less.
+    Every part has a layer.
 
     Args:
         weights: of each layer, 0 or more.
@@ -69,7 +71,7 @@ def _smoothest(sums: Sequence[float], num_parts: int, bound: float) -> list[int]
                 weight = sums[stop] - sums[start]
                 if weight > bound:
                     break
-                if stop not in found or squares + weight**2 < found[stop][0]:
+                if stop not in found or (squares + weight**2, -start) < (found[stop][0], -found[stop][1]):
                     found[stop] = (squares + weight**2, start)
         best.append(found)
     cuts = [num_layers]

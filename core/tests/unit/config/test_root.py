@@ -6,6 +6,7 @@ import sys
 import pytest
 from deepspeed.config import DeepSpeedConfig, unknown
 from deepspeed.config.base import json_keys, section_of
+from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.precision import canonical_dtype, torch_dtype
 from deepspeed.config.zero import ZeroConfig
@@ -249,6 +250,13 @@ def test_a_top_level_key_that_is_one_letter_off_is_an_error(written, meant):
         parse(**{written: {}})
 
 
+def test_an_unknown_argument_of_init_inference_is_an_error():
+    with pytest.raises(ConfigError, match=r"^mpsize: found an unknown key; did you mean 'mp_size'\?"):
+        parse_section(DeepSpeedInferenceConfig, {"mpsize": 2})
+    with pytest.raises(ConfigError, match=r"^num_beams: found an unknown key; allowed: "):
+        parse_section(DeepSpeedInferenceConfig, {"num_beams": 4})
+
+
 @pytest.mark.parametrize(
     ("section", "written", "meant"),
     [
@@ -429,7 +437,7 @@ def test_auto_as_hugging_face_leaves_it(said):
 
 def test_names_that_deepspeeds_users_read():
     config = parse(optimizer={"type": "AdamW", "params": {"lr": 1}}, scheduler={"type": "WarmupLR", "params": {"a": 1}})
-    assert (config.optimizer_name, config.optimizer_params) == ("AdamW", {"lr": 1})
+    assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 1})
     assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"a": 1})
     assert config.zero_config is config.zero_optimization
     assert not config.zero_enabled

@@ -120,7 +120,7 @@ ANSWERS = {
     "memory_breakdown": False,
     "mics_shard_size": -1,
     "optimizer_legacy_fusion": False,
-    "optimizer_name": "AdamW",
+    "optimizer_name": "adamw",
     "optimizer_params": {"lr": 0.5},
     "pld_enabled": False,
     "pld_gamma": 0.001,
