@@ -91,6 +91,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "stages 1 to 3, it is None: use `safe_get_full_grad` and `safe_set_full_grad`.",
         ),
         (
+            "parameters without a gradient in a step",
+            D,
+            "They stay as they are, as with a torch optimizer; DeepSpeed updates them with a zero gradient, so that "
+            "weight decay and momentum act.",
+        ),
+        (
             "register_post_accumulate_grad_hook of a parameter",
             W,
             "Registered before `initialize` or after it, at every stage: `param.grad` is that of this backward of this "
@@ -142,7 +148,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.launcher.constants, .multinode_runner, deepspeed.launcher.runner.parse_args",
             N,
-            "Internals of DeepSpeed's launcher; the flags are the interface.",
+            "Internals of DeepSpeed's launcher; the flags are the interface, as "
+            "`python -m deepspeed.launcher.launch` says.",
         ),
         ("deepspeed.ops.op_builder.cpu_adam and the like", N, "Import the builder from `deepspeed.ops.op_builder`."),
         (

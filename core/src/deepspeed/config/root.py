@@ -74,6 +74,12 @@ def _level(value: Any) -> Any:
 
 LogLevel = Annotated[str, BeforeValidator(_level), Says(" or ".join(f'"{level}"' for level in LEVELS))]
 Steps = Annotated[int | float, BeforeValidator(_steps), Says("an integer >= 1 or infinity")]
+#: all of them at once (`trl.models.utils.prepare_deepspeed`); no key nests by a dot, and DeepSpeed ignores them
+_WRITTEN_BY_TRL = {
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+}
 
 
 @absent_members("runtime.config:DeepSpeedConfig")
@@ -236,7 +242,12 @@ class DeepSpeedConfig(Section):
 
     @classmethod
     def normalize(cls, value: Any) -> Any:
-        """`aio` inside `zero_optimization`, as documentation of Hugging Face has it, becomes a key of the top level."""
+        """`aio` inside `zero_optimization`, as documentation of Hugging Face has it, becomes a key of the top level.
+
+        What TRL writes for a frozen model at stage 3 is left out: a user can change nothing of it.
+        """
+        if isinstance(value, Mapping) and value.keys() >= _WRITTEN_BY_TRL:
+            value = {written: section for written, section in value.items() if written not in _WRITTEN_BY_TRL}
         zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
         if not isinstance(zero, Mapping) or "aio" not in zero:
             return value

@@ -126,7 +126,9 @@ class ZeroConfig(Section):
     reduce_scatter: Flag = key(
         True, "Reduce to the owner of a shard, not to every rank.", support=quiet("the backend chooses the collective")
     )
-    ignore_unused_parameters: Flag = key(True, "Accept parameters that got no gradient; false: raise and name them.")
+    ignore_unused_parameters: Flag = key(
+        True, "Accept parameters that got no gradient, which stay as they are; false: raise and name them."
+    )
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
     offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere (stage 3).")
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepspeed.launcher.output import OutputReader
 
 USAGE_EXIT_CODE = 2
+_NUM_ARGUMENTS = 3  # at least: PLAN NODE_RANK SCRIPT
 
 
 class Placement(NamedTuple):
@@ -41,6 +42,14 @@ class Placement(NamedTuple):
 
 def main(argv: Sequence[str]) -> NoReturn:
     """`argv`: the encoded plan, the rank of this node, the script, and the script's arguments."""
+    if len(argv) < _NUM_ARGUMENTS or argv[0].startswith("-"):
+        text = (
+            f"deepspeed.launcher.launch: error: found the arguments {' '.join(argv) or '(none)'}; the deepspeed "
+            "command starts this module with a plan of its own. Call `deepspeed` with the same script (`deepspeed "
+            "--help`; --no_ssh where another tool starts each node), or torchrun\n"
+        )
+        write_console(sys.stderr.fileno(), text.encode())
+        sys.exit(USAGE_EXIT_CODE)
     plan = LaunchPlan.decode(argv[0])
     try:
         with pid_file() if plan.save_pid else nullcontext():

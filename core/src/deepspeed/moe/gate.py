@@ -161,7 +161,13 @@ class TopKGate(nn.Module):
             first_T1 = logits_TE.argmax(1, keepdim=True)
             others_TE = (logits_TE + _gumbel(logits_TE)).scatter(1, first_T1, -math.inf)
             return torch.cat([first_T1, others_TE.argmax(1, keepdim=True)], 1)
-        return logits_TE.topk(self.k, dim=1).indices
+        if self.k > 2:
+            return logits_TE.topk(self.k, dim=1).indices
+        # among equals the first expert, as in DeepSpeed; which one `topk` takes differs between devices
+        first_T1 = logits_TE.argmax(1, keepdim=True)
+        if self.k == 1:
+            return first_T1
+        return torch.cat([first_T1, logits_TE.scatter(1, first_T1, -math.inf).argmax(1, keepdim=True)], 1)
 
     def _within(self, capacity: int, chosen_TK: Tensor, gates_TE: Tensor) -> Tensor:
         """Whether an expert takes a choice, by the order in which choices come to it."""

@@ -312,6 +312,12 @@ def test_a_key_of_a_newer_deepspeed_is_an_error_if_asked(monkeypatch):
         parse(zero_optimization={"brand_new_feature": 1})
 
 
+def test_what_trl_writes_is_ignored_without_a_word(said):
+    keys = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 80, "stage3_prefetch_bucket_size": 57.6}
+    parse(**{f"zero_optimization.{key}": value for key, value in keys.items()})
+    assert said() == []
+
+
 def test_strict_makes_unknown_top_level_keys_errors(monkeypatch, said):
     monkeypatch.setenv("DS_CONFIG_STRICT", "1")
     with pytest.raises(

@@ -1,7 +1,9 @@
 """Hostfiles and command lines that are wrong: one line each, before anything starts on any host."""
 
 import os
+import re
 import subprocess
+import sys
 
 import pytest
 from deepspeed.errors import ConfigError
@@ -88,3 +90,12 @@ def test_a_bad_hostfile(refuse, text):
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_bad_command_line(refuse, line):
     assert BAD_LINES[line] in refuse(line.split(), HOSTFILE)
+
+
+@pytest.mark.parametrize("line", ["", "--help", "--world_info=e30= --master_addr=127.0.0.1 train.py"])
+def test_the_process_of_a_node_started_by_hand(line):
+    """As launchers of others start DeepSpeed's module of this name."""
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"deepspeed.launcher.launch: error: found the arguments .* Call `deepspeed` .*\n", done.stderr)

@@ -40,6 +40,13 @@ def test_the_balance_loss_of_even_probabilities_is_one_and_of_one_expert_the_num
     assert gate().route(one).loss.item() == pytest.approx(EXPERTS)
 
 
+@pytest.mark.parametrize(("k", "expected"), [(1, [0]), (2, [0, 1])])
+def test_among_equal_logits_the_first_experts_are_chosen(k, expected):
+    """As DeepSpeed's argmax does: for padding whose hidden state is 0, or a gate that starts at 0."""
+    chosen = gate(k=k, top2_2nd_expert_sampling=False).route(torch.zeros(8, EXPERTS)).experts
+    assert chosen.tolist() == [expected] * 8
+
+
 def test_the_z_loss_is_the_mean_square_of_logsumexp():
     logits = torch.randn(16, EXPERTS)
     plain, with_z = gate().route(logits).loss, gate(z_loss_coefficient=0.25).route(logits).loss
