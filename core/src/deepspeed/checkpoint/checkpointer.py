@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.agreement import Gather, Ranks, alone
@@ -34,6 +35,8 @@ from deepspeed.log import logger
 from deepspeed.zero.pending_tensor import PendingTensor
 
 T = TypeVar("T")
+#: by directory, who has begun the last asynchronous save into it
+_last_in_background: "WeakValueDictionary[Path, Checkpointer]" = WeakValueDictionary()
 
 
 class Checkpointer:
@@ -144,7 +147,8 @@ class Checkpointer:
         Errors: on every rank. The failing rank raises `ConfigError` for what cannot be saved, `CheckpointError` for the
         disk; the others a `CheckpointError` that names it and its reason.
 
-        With `background`, an earlier save is waited for first, and may raise. What fails after this returns is raised
+        With `background`, an earlier save is waited for first, and may raise; so is one of another engine into the same
+        directory, or `latest` would name whichever ends last. What fails after this returns is raised
         by `wait_for_save`, `raise_failure` or `close`, with the tag.
         """
         self.wait_for_save()
@@ -161,6 +165,8 @@ class Checkpointer:
             return folder, files
 
         folder, files = self.together(prepare, what)
+        if (other := _last_in_background.get(folder.parent)) is not None:
+            other.wait_for_save()
         ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
         facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
         save = Save(folder, files, facts, save_latest, self._keep_last, what)
@@ -174,6 +180,7 @@ class Checkpointer:
                 "only. Set async_save to false, or save to a folder and copy it."
             )
         self._may_be_saving = True  # before: an interrupt may come after the order to write
+        _last_in_background[folder.parent] = self
         save_in_background(save, self._ranks, self._background)
         return folder
 
@@ -212,6 +219,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the save in flight of this rank, and end its writer process. Raises as `raise_failure`."""
+        self._may_be_saving = False
         if self._background is not None:
             self._background.close()
 

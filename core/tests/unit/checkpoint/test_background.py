@@ -78,6 +78,35 @@ def test_latest_names_the_former_checkpoint_until_the_new_one_is_whole(tmp_path,
     assert Checkpointer().load(tmp_path, "global_step2").tag == "global_step2"
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_save_waits_for_that_of_another_engine_into_the_directory(tmp_path, checkpointer, monkeypatch, is_async):
+    """Else `latest` would name the checkpoint whose writer ends last."""
+    save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    pid, wait = writer_of(checkpointer), checkpointer.wait_for_save
+    begin = BackgroundWriter.write
+
+    def stop_and_write(background, *order):
+        os.kill(pid, signal.SIGSTOP)
+        begin(background, *order)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundWriter, "write", stop_and_write)
+        save(checkpointer, tmp_path, 2)
+
+    def go_on_and_wait():
+        os.kill(pid, signal.SIGCONT)
+        wait()
+
+    monkeypatch.setattr(checkpointer, "wait_for_save", go_on_and_wait)
+    other = Checkpointer(background=BackgroundWriter() if is_async else None)
+    save(other, tmp_path, 3)
+    other.close()
+    os.kill(pid, signal.SIGCONT)
+    checkpointer.close()
+    assert (tmp_path / "latest").read_text() == "global_step3"
+
+
 def limit_file_size(pid, num_bytes):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
