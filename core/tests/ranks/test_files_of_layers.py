@@ -314,9 +314,24 @@ def test_fp32_weights_of_deepspeeds_layers(theirs, case):
     assert found.keys() == expected | {"0.weight" if case.startswith("0") else "tied_modules.embed.weight"}
 
 
+def save_again_job(source, target, cases):
+    for case in cases:
+        engine = load_script().create_engine(case, seed=1)
+        engine.load_checkpoint(str(source / case))
+        engine.save_checkpoint(str(target / case))
+        engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def saved_again(before, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved_again")
+    run_ranks(2, save_again_job, before, folder, CASES)
+    return folder
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_fp32_weights_are_those_of_the_earlier_form(saved, before, case):
-    found, expected = (get_fp32_state_dict_from_zero_checkpoint(folder / case) for folder in (saved, before))
+def test_fp32_weights_are_those_of_the_earlier_form(saved_again, before, case):
+    found, expected = (get_fp32_state_dict_from_zero_checkpoint(folder / case) for folder in (saved_again, before))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
@@ -325,7 +340,7 @@ def test_fp32_weights_are_those_of_the_earlier_form(saved, before, case):
 @pytest.mark.parametrize("case", CASES[:2])
 def test_the_index_says_where_the_weights_of_layers_are(saved, case):
     index = read_index(saved / case / "global_step3")
-    entry = TensorTable(index).entry("3.inner.weight", 0 if "3.inner" in str(index.files[0].parameters) else 1)
+    entry = TensorTable(index).entry("3.inner.weight", 0)
     (piece,) = entry.values["weight"]
     assert (piece.file, piece.key) == ("layer_03-model_states.pt", ("inner.weight",))
     assert "exp_avg" in entry.values

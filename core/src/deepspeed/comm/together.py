@@ -47,7 +47,7 @@ def together(call: str) -> Iterator[None]:
         HeardFailure: another rank failed, or made another call.
         RanksParted: another rank is in another call, in which it waits for this one.
     """
-    _arrive_or_stay(call, lambda: arrive(call))
+    _arrive_or_stay(call, lambda: _arrive(call))
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -88,16 +88,21 @@ def _arrive_or_stay(call: str, arrive: Callable[[], None]) -> None:
             return
 
 
-def arrive(call: str) -> None:
-    """Return when all ranks of the world have come to the same call, which has collectives. Nothing on one rank.
-
-    Raises:
-        CommError: a rank has ended without it, or did not come within the time limit of the world's group.
-        RanksParted: another rank is in another call, in which it waits for this one; it raises, too.
-    """
+def _arrive(call: str) -> None:
     if _has_peers():
         assert torch_dist.group.WORLD is not None
         _wait_for_all(call, torch_dist.group.WORLD)
+
+
+def arrive_in(group: ProcessGroup, call: str) -> None:
+    """Return when all ranks of `group` have come to the same call, which has collectives. Asks no library.
+
+    Raises:
+        CommError: a rank has ended without it, or did not come within the time limit of the group.
+        RanksParted: another rank is in another call, in which it waits for this one; it raises, too.
+    """
+    if group.size() > 1:
+        _wait_for_all(call, group)
 
 
 def begin_in(group: ProcessGroup, call: str) -> None:
@@ -105,7 +110,7 @@ def begin_in(group: ProcessGroup, call: str) -> None:
 
     Raises:
         CommError: a rank has ended without it, or failed before, or did not come within the time limit of the group.
-        RanksParted: see `arrive`.
+        RanksParted: see `arrive_in`.
     """
     if group.size() > 1:
         _arrive_or_stay(call, lambda: _wait_for_all(call, group, unheard))

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import begin_use, give_up
 from deepspeed.comm.parted import RanksParted
-from deepspeed.comm.together import arrive
+from deepspeed.comm.together import arrive_in
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero.agreement import named_ranks
@@ -206,7 +206,7 @@ class ModuleUnits:
         self._home = None
         try:
             if units and self._groups.dense.shards.world_size > 1:  # a peer in a step would take part in the gathers
-                _meet_again(partial(arrive, "engine.destroy"), units)
+                _meet_again(partial(arrive_in, self._groups.dense.everyone.group, "engine.destroy"), units)
             if home is not None:
                 _meet_again(partial(self._require_readable, home), units)
             for unit in units:
