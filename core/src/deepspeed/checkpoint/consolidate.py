@@ -74,7 +74,7 @@ def _in_memory(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
-    tag: str | None = None,
+    tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
     verify: bool = True,
@@ -99,7 +99,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None, verify: bool = True
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | int | None = None, verify: bool = True
 ) -> torch.nn.Module:
     """Move `model` to the CPU, load the checkpoint's fp32 weights into it and return it. For use after a training.
 
@@ -131,7 +131,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     output_dir: str | Path,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
-    tag: str | None = None,
+    tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
     verify: bool = True,
 ) -> None:

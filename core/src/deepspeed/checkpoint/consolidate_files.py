@@ -96,9 +96,9 @@ def _rank_order(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"rank_(\d+)", path.name)]
 
 
-def tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
+def tag_folder(checkpoint_dir: str | Path, tag: str | int | None) -> Path:
     root = Path(checkpoint_dir)
-    names = _latest_names(root) if tag is None else [tag]
+    names = _latest_names(root) if tag is None else [str(tag)]
     for name in names:
         # A save that was killed between its two renames leaves the former version under the second name.
         for folder in (root / name, root / f".{name}.former"):

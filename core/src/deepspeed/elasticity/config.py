@@ -106,10 +106,10 @@ class ElasticityConfig:
             raise ElasticityConfigError(
                 f"elasticity.{MICRO_BATCHES}: found {shown(str(found))}; allowed: a list of whole numbers of 1 or more"
             )
-        if min(found) > self.max_acceptable_batch_size:
+        if max(found) > self.max_acceptable_batch_size:
             raise ElasticityConfigError(
-                f"elasticity.{MICRO_BATCHES}: found {shown(str(found))}, of which none is within "
-                f"{MAX_ACCEPTABLE_BATCH_SIZE} ({self.max_acceptable_batch_size}); give smaller ones"
+                f"elasticity.{MICRO_BATCHES}: found {max(found)}, more than {MAX_ACCEPTABLE_BATCH_SIZE} "
+                f"({self.max_acceptable_batch_size}); a micro-batch is at most a whole batch"
             )
         return [int(each) for each in found]
 

@@ -117,7 +117,7 @@ def choose_batch(config: ElasticityConfig, num_ranks: int) -> ElasticBatch:
     by_node = config.version > 0.1
     node_size = config.num_gpus_per_node if by_node else 1
     dp_per_node = node_size // config.model_parallel_size if by_node else 1
-    micros = sorted({each for each in config.micro_batches if each <= config.max_acceptable_batch_size})
+    micros = sorted({*config.micro_batches})
     limit = config.max_acceptable_batch_size // dp_per_node
     bases = [base for base in {*micros, math.lcm(*micros)} if base <= limit]
     fewest, most = math.ceil(config.min_gpus / node_size), config.max_gpus // node_size

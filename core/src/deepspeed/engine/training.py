@@ -225,11 +225,20 @@ class Training:
             verdict = precision.verdict(sharding.norm())
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
-                if self.lr_scheduler is not None:
-                    self.lr_scheduler.step(**(lr_kwargs or {}))
+                self._step_schedule(lr_kwargs)
             sharding.zero_grad()
             precision.after_step(verdict)
         return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)
+
+    def _step_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:
+        if self.lr_scheduler is None:
+            return
+        try:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        except BaseException as error:  # the weights are those of this step, and peers have another learning rate
+            self.sharding.break_by(error)
+            self.sharding.abandon()
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -39,6 +39,15 @@ def assert_same(found, expected):
         assert torch.equal(found[name], weight), name
 
 
+def test_a_tag_may_be_a_number(saved, tmp_path):
+    """As in `save_checkpoint`."""
+    (tmp_path / "ckpt/latest").write_text("7")
+    for folder in (tmp_path / "ckpt").iterdir():
+        if folder.is_dir():
+            folder.rename(tmp_path / "ckpt/7")
+    assert_same(get_weights(tmp_path / "ckpt", tag=7), saved.weights)
+
+
 def test_the_masters_come_back_bit_for_bit(saved, tmp_path):
     found = get_weights(tmp_path / "ckpt")
     assert_same(found, saved.weights)

@@ -173,7 +173,7 @@ WRONG = {
     "words": ({"micro_batch_sizes": ["a", None, 0.5]}, "allowed: a list of whole numbers"),
     "half a sample": ({"micro_batch_sizes": [2, 0.5, 4]}, "allowed: a list of whole numbers"),
     "nothing": ({"micro_batch_sizes": []}, "allowed: a list of whole numbers"),
-    "too large": ({"micro_batch_sizes": [20000]}, r"none is within max_train_batch_size \(10000\)"),
+    "too large": ({"micro_batch_sizes": [8, 20000]}, r"found 20000, more than max_train_batch_size \(10000\)"),
     "negative ranks": ({"min_gpus": -1}, r"elasticity\.min_gpus: found '-1'"),
     "negative most": ({"max_gpus": -1}, r"elasticity\.max_gpus: found '-1'"),
     "most below fewest": ({"max_gpus": 8}, r"elasticity\.max_gpus: found 8, less than min_gpus \(32\)"),

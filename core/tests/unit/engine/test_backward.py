@@ -239,3 +239,19 @@ def test_a_backward_that_cannot_begin_is_not_running(make_engine, monkeypatch):
     for _ in range(2):
         with pytest.raises(StateError, match="the last step failed inside its update"):
             engine.backward(engine(X).square().sum())
+
+
+def test_a_schedule_that_fails_is_no_step_to_go_on_from(make_engine, monkeypatch):
+    """The weights were updated, and the count and the learning rate were not."""
+
+    def fail(*_, **__):
+        raise ArithmeticError("planted")
+
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    engine = make_engine(small_net(), scheduler=schedule, **SGD)
+    engine.backward(engine(X).square().sum())
+    monkeypatch.setattr(engine.lr_scheduler, "step", fail)
+    with pytest.raises(ArithmeticError):
+        engine.step()
+    with pytest.raises(StateError, match=r"the last step failed inside its update \(planted\)"):
+        engine.backward(engine(X).square().sum())
