@@ -77,16 +77,21 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_later(folder, launch):
     job = subprocess.Popen(
         [*COMMAND, "--num_gpus", "2", "train.py", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    job.terminate()
-    _, errors = job.communicate(timeout=LIMIT_S)
+    try:
+        told = (line for line in job.stdout if line == "ready\n")  # gloo of older torches prints, too
+        assert [next(told, "ended") for _ in range(2)] == ["ready\n"] * 2
+        job.terminate()
+        _, errors = job.communicate(timeout=LIMIT_S)
+    finally:
+        job.kill()
     assert job.returncode == 128 + signal.SIGTERM, errors
     saved = int((folder / "saved" / "latest").read_text().removeprefix("global_step"))
     assert f"SIGTERM: saved in saved after step {saved}" in errors
     assert "Traceback" not in errors
     done = launch("--num_gpus", "2", "train.py", "2")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["ends", str(saved + 2)] * 2
+    ends = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert ends == [f"ends {saved + 2}"] * 2
     records = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert sorted((step, rank) for step, rank, _ in records) == [(s, r) for s in range(saved + 2) for r in range(2)]
     found = [sum(loss for each, _, loss in records if each == step) / 2 for step in range(saved + 2)]
