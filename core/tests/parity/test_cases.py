@@ -130,7 +130,7 @@ class Transposed(Net):
 
 
 class Reparametrized(Net):
-    """The weight of the block is computed anew in each forward, from parameters of the block."""
+    """The weight of the block is computed again in each forward, from parameters of the block."""
 
     def __init__(self, reparametrize):
         super().__init__()

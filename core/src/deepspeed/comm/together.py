@@ -14,6 +14,7 @@ code, and comes when it has heard.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as torch_dist
@@ -29,6 +30,8 @@ from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_wi
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
+#: why a rank need not wait any longer, see `Arrivals`
+Refusal: TypeAlias = Callable[[], CommError | None]
 _LIMIT_S = 300.0  # for peers that are still busy with what comes before
 _SHORT_LIMIT_S = 5.0  # for those who are at the same place already
 _MAX_STAYS = 3  # in one call: each time the others have raised
@@ -47,7 +50,10 @@ def together(call: str) -> Iterator[None]:
         HeardFailure: another rank failed, or made another call.
         RanksParted: another rank is in another call, in which it waits for this one.
     """
-    _arrive_or_stay(call, lambda: _arrive(call))
+    begin_use()
+    if _has_peers():
+        assert torch_dist.group.WORLD is not None
+        _arrive_or_stay(call, torch_dist.group.WORLD)
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -64,34 +70,34 @@ def together(call: str) -> Iterator[None]:
 
 
 def note_engine_gone() -> None:
-    """An engine of this rank was destroyed or collected: it makes no step with the others before all begin anew."""
+    """An engine of this rank was destroyed or collected: the next step with the others is one of an engine that all
+    ranks build together."""
     global _is_engine_gone
     _is_engine_gone = True
 
 
-def _arrive_or_stay(call: str, arrive: Callable[[], None]) -> None:
-    """Come to a call with which all ranks may begin anew after an engine of one of them is gone."""
+def _no_refusal() -> None:
+    return None
+
+
+def _arrive_or_stay(call: str, group: ProcessGroup, refusal: Refusal = _no_refusal) -> None:
+    """`_wait_for_all` in a call that builds: where an engine of this rank is gone, the peers that wait for it elsewhere
+    raise alone, and are waited for."""
     global _is_engine_gone
     num_stays = 0
     while True:
-        begin_use()  # what is raised from now on is another failure
         try:
-            arrive()
+            _wait_for_all(call, group, refusal)
         except RanksParted as error:
             gc.collect()  # engines have cycles
             if not _is_engine_gone or num_stays == _MAX_STAYS:
                 raise
             num_stays += 1
+            begin_use()  # what is raised from now on is another failure
             logger.warning("%s waits on for the other ranks, since an engine of this one is gone: %s", call, error)
         else:
             _is_engine_gone = False
             return
-
-
-def _arrive(call: str) -> None:
-    if _has_peers():
-        assert torch_dist.group.WORLD is not None
-        _wait_for_all(call, torch_dist.group.WORLD)
 
 
 def arrive_in(group: ProcessGroup, call: str) -> None:
@@ -113,10 +119,11 @@ def begin_in(group: ProcessGroup, call: str) -> None:
         RanksParted: see `arrive_in`.
     """
     if group.size() > 1:
-        _arrive_or_stay(call, lambda: _wait_for_all(call, group, unheard))
+        begin_use()
+        _arrive_or_stay(call, group, unheard)
 
 
-def _wait_for_all(call: str, group: ProcessGroup, refusal: Callable[[], CommError | None] = lambda: None) -> None:
+def _wait_for_all(call: str, group: ProcessGroup, refusal: Refusal = _no_refusal) -> None:
     of_group = _arrivals.setdefault(group, {})
     if call not in of_group:
         name = f"{call}/{torch_dist.distributed_c10d._get_process_group_name(group)}"

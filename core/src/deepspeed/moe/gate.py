@@ -155,19 +155,18 @@ class TopKGate(nn.Module):
         return Routing(experts_TK, weights_TK, kept_TK, _counts(chosen_TK, num_experts), loss, capacity)
 
     def _choose(self, logits_TE: Tensor) -> Tensor:
-        if self.k == 1 and self.training and self.noisy_gate_policy == "RSample":
-            return (logits_TE + _gumbel(logits_TE)).argmax(1, keepdim=True)
-        if self.k == 2 and self.training and self.top2_2nd_expert_sampling:
-            first_T1 = logits_TE.argmax(1, keepdim=True)
-            others_TE = (logits_TE + _gumbel(logits_TE)).scatter(1, first_T1, -math.inf)
-            return torch.cat([first_T1, others_TE.argmax(1, keepdim=True)], 1)
         if self.k > 2:
             return logits_TE.topk(self.k, dim=1).indices
+        if self.k == 1 and self.training and self.noisy_gate_policy == "RSample":
+            logits_TE = logits_TE + _gumbel(logits_TE)
         # among equals the first expert, as in DeepSpeed; which one `topk` takes differs between devices
         first_T1 = logits_TE.argmax(1, keepdim=True)
         if self.k == 1:
             return first_T1
-        return torch.cat([first_T1, logits_TE.scatter(1, first_T1, -math.inf).argmax(1, keepdim=True)], 1)
+        if self.training and self.top2_2nd_expert_sampling:
+            logits_TE = logits_TE + _gumbel(logits_TE)
+        second_T1 = logits_TE.scatter(1, first_T1, -math.inf).argmax(1, keepdim=True)
+        return torch.cat([first_T1, second_T1], 1)
 
     def _within(self, capacity: int, chosen_TK: Tensor, gates_TE: Tensor) -> Tensor:
         """Whether an expert takes a choice, by the order in which choices come to it."""
