@@ -269,6 +269,26 @@ def test_more_messages_than_slots(transport):
     run_ranks(2, many_messages_job, transport)
 
 
+def ordered_messages_job(transport):
+    """Slots are freed and offered again while rank 1 looks for the first one: it may not take a later one before it."""
+    rank, count = torch_dist.get_rank(), 150
+    with ccl_group(transport) as group:
+        for turn in range(200):
+            if rank == 0:
+                tensors = [torch.full((3,), float(n)) for n in range(count)]
+                for work in [torch_dist.isend(tensor, group=group, group_dst=1) for tensor in tensors]:
+                    work.wait()
+                continue
+            found = [torch.empty(3) for _ in range(count)]
+            for message in found:
+                torch_dist.recv(message, group=group, group_src=0)
+            assert [int(message[0]) for message in found] == list(range(count)), turn
+
+
+def test_messages_come_in_order_while_slots_are_used_again(transport):
+    run_ranks(2, ordered_messages_job, transport)
+
+
 def own_progress_job(transport):
     """Rank 0 issues and then waits elsewhere, until rank 1 has its result."""
     rank = torch_dist.get_rank()

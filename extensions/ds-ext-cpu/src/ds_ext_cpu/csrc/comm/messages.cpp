@@ -174,17 +174,26 @@ bool Messages::send(Message& message) {
     return has_moved;
 }
 
+// Of the offers with the message's tag that one look over the slots has seen, the one with the lowest number.
+Offer* Messages::first_offer(const Message& message) const {
+    Offer* first = nullptr;
+    Offer* const offers = group_.offers(message.peer, group_.rank);
+    for (Offer* offer = offers; offer != offers + offers_per_pair(group_.size); ++offer) {
+        if (offer->state.load(std::memory_order_acquire) != value(OfferState::kOffered)) continue;
+        if (offer->tag != message.tag) continue;
+        if (first == nullptr || offer->number < first->number) first = offer;
+    }
+    return first;
+}
+
 bool Messages::receive(Message& message) {
     bool has_moved = false;
     if (message.offer == nullptr) {
         if (!is_first(message)) return false;
-        Offer* const offers = group_.offers(message.peer, group_.rank);
-        for (Offer* offer = offers; offer != offers + offers_per_pair(group_.size); ++offer) {
-            if (offer->state.load(std::memory_order_acquire) != value(OfferState::kOffered)) continue;
-            if (offer->tag != message.tag) continue;
-            if (message.offer == nullptr || offer->number < message.offer->number) message.offer = offer;
-        }
-        if (message.offer == nullptr) return false;
+        // One look may miss the first offer: it may come into a slot that was passed, and a later one into a slot that
+        // was not. Who has seen the later one sees, in a look after that, all that were offered before it.
+        if (first_offer(message) == nullptr) return false;
+        message.offer = first_offer(message);
         Offer& offer = *message.offer;
         if (offer.num_bytes != message.num_bytes) {
             group_.fail(group_.called(group_.rank) + " receives a message of " + std::to_string(message.num_bytes) +

@@ -46,6 +46,7 @@ class Messages {
     std::string attempt(Open* ended);
     bool send(Message& message);
     bool receive(Message& message);
+    Offer* first_offer(const Message& message) const;
     bool is_first(const Message& message) const;
     void look_at_peers();
     static void tell(Open& ended, const std::string& failure);
