@@ -291,7 +291,7 @@ class WarmupLR(Schedule):
     Args:
         warmup_min_lr: one number, or one per param group.
         warmup_max_lr: the same; None: each group's own learning rate.
-        warmup_num_steps: not negative; below 2 it counts as 2.
+        warmup_num_steps: positive; 1 counts as 2.
         warmup_type: "log" or "linear".
     """
 
@@ -368,7 +368,7 @@ class WarmupCosineLR(Schedule):
     Args:
         total_num_steps: steps of the whole training.
         warmup_min_ratio: ratio after the first step; before it the ratio is 0.
-        warmup_num_steps: positive.
+        warmup_num_steps: as in `WarmupLR`.
         cos_min_ratio: ratio at the end, and after it.
         warmup_type: "log" or "linear".
     """
@@ -415,11 +415,15 @@ def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
 
 def _checked_warmup(num_steps: int, warmup_type: str) -> int:
     """The warm-up's length as it is used: at least 2, because log(1) = 0 would divide."""
-    if not num_steps >= 0:
-        raise ConfigError(f"warmup_num_steps: found {num_steps!r}, but it must not be negative")
+    count = number_in(num_steps)
+    if count is None or count < 1 or not count.is_integer():
+        raise ConfigError(
+            f"warmup_num_steps: found {num_steps!r}, but it must be a whole number of 1 or more; give 1 for the "
+            "shortest warm-up, or leave out a WarmupLR that is to have none"
+        )
     if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         raise ConfigError(f'warmup_type: found {warmup_type!r}, but it must be "log" or "linear"')
-    return max(2, num_steps)
+    return max(2, int(count))
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -179,7 +179,7 @@ def test_torch_schedules_by_name():
         ("WarmupLR", {"learning_rate": 3}, r'params\.learning_rate: WarmupLR .* Did you mean "warmup_max_lr"\?'),
         ("WarmupDecayLR", {"num_training_steps": 3}, r'num_training_steps: .* Did you mean "total_num_steps"\?'),
         ("WarmupLR", {"warmup_num_steps": "auto"}, r'^scheduler\.params\.warmup_num_steps: found "auto"'),
-        ("WarmupLR", {"warmup_num_steps": -1}, r"^scheduler\.params\.warmup_num_steps: found -1"),
+        ("WarmupLR", {"warmup_num_steps": 0}, r"^scheduler\.params\.warmup_num_steps: found 0"),
         ("WarmupLR", {"warmup_num_steps": [1]}, r"^scheduler\.params\.warmup_num_steps: found \[1\].* a number"),
         ("WarmupLR", {"warmup_max_lr": "x"}, r"^scheduler\.params\.warmup_max_lr: found 'x'.*one per group"),
         ("WarmupDecayLR", {"total_num_steps": "many"}, r"^scheduler\.params\.total_num_steps: found 'many'.*a number"),
