@@ -14,7 +14,7 @@ from deepspeed import log
 from deepspeed.config.bounds import brief
 from deepspeed.config.optim import OptimizerConfig, SchedulerConfig
 from deepspeed.errors import ConfigError
-from deepspeed.optim import create_optimizer, create_scheduler, is_host_front
+from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_host_front
 
 Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -81,6 +81,7 @@ def choose_optimizer(
                 f"initialize: optimizer {found} {type(optimizer).__name__}; wanted a torch.optim.Optimizer, or a "
                 "callable that makes one of the parameters"
             )
+        _refuse_step_with_arguments(optimizer)
         if on_host and forces_host and not is_host_front(optimizer):
             raise ConfigError(
                 f"zero_force_ds_cpu_optimizer: found true, with offload_optimizer and an optimizer of the class "
@@ -106,7 +107,18 @@ def choose_optimizer(
         from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
 
         mark_muon_parameters(module)
-    return create_optimizer(section.type, section.params, params, offload=on_host)
+    optimizer = create_optimizer(section.type, section.params, params, offload=on_host)
+    _refuse_step_with_arguments(optimizer)  # a plugin may have made it
+    return optimizer
+
+
+def _refuse_step_with_arguments(optimizer: Optimizer) -> None:
+    if needed := arguments_of_step(optimizer):
+        raise ConfigError(
+            f"optimizer: found {type(optimizer).__name__}, whose step() needs {', '.join(needed)}, and engine.step() "
+            "gives none, since loss and gradients are there before it; use one whose step() needs no argument, such "
+            "as AdamW, or train with this one in plain torch"
+        )
 
 
 def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ May import `ops` and below. Read `factory.py` first; then `lr_schedules.py` and 
 from deepspeed._forward import forward
 
 _NAMES = {
+    "arguments_of_step": "deepspeed.optim.traits:arguments_of_step",
     "create_optimizer": "deepspeed.optim.factory:create_optimizer",
     "create_scheduler": "deepspeed.optim.factory:create_scheduler",
     "is_elementwise": "deepspeed.optim.traits:is_elementwise",

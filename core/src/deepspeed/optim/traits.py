@@ -37,6 +37,7 @@ _TESTED_WITH_ZERO = (
     torch.optim.Adagrad,
     torch.optim.SGD,
 )
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -64,6 +65,21 @@ def is_tested_with_zero(optimizer: Any) -> bool:
 def takes_only_sparse(optimizer: Any) -> bool:
     """Whether the optimizer refuses dense gradients."""
     return isinstance(_unwrapped(optimizer), torch.optim.SparseAdam)
+
+
+def arguments_of_step(optimizer: Any) -> list[str]:
+    """The arguments without which the optimizer's `step` cannot be called, such as the closure of LBFGS. A wrapper is
+    asked for its `.optimizer`, too."""
+    needed: dict[str, None] = {}
+    for each in (optimizer, _unwrapped(optimizer)):
+        try:
+            # of the class: a schedule puts a wrapper of its own into the object
+            parameters = list(inspect.signature(type(each).step).parameters.values())[1:]
+        except ValueError:  # a compiled one does not say
+            continue
+        is_needed = (each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC)
+        needed |= dict.fromkeys(each.name for each in is_needed)
+    return list(needed)
 
 
 def is_host_front(optimizer: Any) -> bool:

@@ -99,6 +99,39 @@ def test_an_optimizer_of_a_wrong_type(given):
         deepspeed.initialize(model=nn.Linear(4, 2), config=SGD, optimizer=given)
 
 
+class StepsOnAClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: hands each call on to `.optimizer`."""
+
+    def __init__(self, params):
+        self.optimizer = StepsOnAClosure(params)
+        super().__init__(self.optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, StepsOnAClosure, Wrapper])
+@pytest.mark.parametrize("given", ["object", "class"])
+def test_an_optimizer_whose_step_needs_a_closure(stage, kind, given):
+    model = nn.Linear(4, 2)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    message = (
+        rf"^optimizer: found {kind.__name__}, whose step\(\) needs closure, and engine\.step\(\) gives none.*AdamW"
+    )
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.initialize(
+            model=model, config=config, optimizer=kind(model.parameters()) if given == "object" else kind
+        )
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.destroy()
+
+
 def test_an_optimizer_that_zero_was_not_tested_with():
     model = nn.Linear(4, 2)
     sharded = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}

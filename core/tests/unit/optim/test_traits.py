@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.muon import Muon
-from deepspeed.optim import create_optimizer, is_elementwise, is_tested_with_zero
+from deepspeed.optim import arguments_of_step, create_optimizer, is_elementwise, is_tested_with_zero
 
 
 def _params():
@@ -89,3 +89,23 @@ def test_wrappers_are_opened():
     assert not is_elementwise(Wrapper(Muon(_params())))
     assert is_tested_with_zero(Wrapper(Wrapper(torch.optim.AdamW(_params()))))
     assert not is_elementwise(object())
+
+
+def test_what_a_step_needs():
+    assert arguments_of_step(torch.optim.LBFGS(_params())) == ["closure"]
+    scheduled = torch.optim.SGD(_params(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    assert arguments_of_step(scheduled) == []
+
+
+class Compiled(torch.optim.SGD):
+    step = type  # of which Python knows no signature
+
+
+def test_a_step_that_does_not_say_what_it_needs():
+    assert arguments_of_step(Compiled(_params(), lr=0.1)) == []
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Lion", "Lamb", "Muon", "Adafactor", "SparseAdam"])
+def test_the_steps_of_known_optimizers_need_nothing(name):
+    assert arguments_of_step(create_optimizer(name, {}, _params())) == []
