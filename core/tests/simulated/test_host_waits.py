@@ -1,5 +1,6 @@
 """How often the host waits for the device in one step, which on a fast device is time in which nothing is queued."""
 
+import contextlib
 from itertools import product
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.testing.tiers import swept
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def waits_of(action):
@@ -114,3 +117,60 @@ def test_a_step_never_waits(sim, sim_ranks, stage, precision, clipping):
 def test_whether_a_step_is_made_is_the_one_wait(sim_ranks, precision):
     for waits, reading, _ in sim_ranks(waits_of_a_step, 2, precision, 0.5):
         assert (waits, reading) == ((0, 0, 1), 0)
+
+
+# ----- what else costs the host --------------------------------------------------------------------------------------
+
+
+def calls_of_a_step(stage):
+    """In the second step of a bf16 model of 12 parameters and 1.6 million elements: calls of the optimizer, and
+    operators that make a norm."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
+        "steps_per_print": 1000,
+    }
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    x = torch.ones(2, 512, device=engine.device, dtype=torch.bfloat16)
+    for _ in range(2):
+        engine.backward(engine(x).float().square().mean())
+        with _count_optimizer_calls() as calls, _count_operators("norm") as norms:
+            engine.step()
+    engine.destroy()
+    return len(calls), len(norms)
+
+
+@contextlib.contextmanager
+def _count_optimizer_calls():
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _count_operators(word):
+    found = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if word in str(operator):
+                found.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with Watching():
+        yield found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_is_one_call_however_many_parameters_there_are(sim_ranks, stage):
+    for optimizer_calls, norm_calls in sim_ranks(calls_of_a_step, stage):
+        assert optimizer_calls == 1
+        assert norm_calls <= 2

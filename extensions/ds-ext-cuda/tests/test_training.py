@@ -11,6 +11,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import GPT, GPTConfig
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 NUM_CARDS = torch.cuda.device_count()
 DEVICE = "cuda" if NUM_CARDS else "cpu"
@@ -87,3 +88,30 @@ def test_losses_are_those_of_plain_torch(world_size, stage, precision):
     found = run_ranks(world_size, train_engine, stage, precision, environment={"DS_ACCELERATOR": DEVICE})
     for losses, expected in zip(found, train_torch(world_size), strict=True):
         assert losses == pytest.approx(expected, rel=TOLERANCE[precision])
+
+
+def train_in_calls(stage):
+    """Calls of the optimizer in each step of a bf16 model that is built on the host."""
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
+        "bf16": {"enabled": True},
+    }
+    engine = deepspeed.initialize(model=build_model(), config=config)[0]
+    counts = []
+    for tokens, targets in batches(dist.get_rank())[:2]:
+        engine.backward(engine(tokens.to(engine.device), targets.to(engine.device)))
+        calls = []
+        handle = register_optimizer_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        engine.step()
+        handle.remove()
+        counts.append(len(calls))
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_call_updates_every_parameter(stage):
+    for counts in run_ranks(WORLDS[-1], train_in_calls, stage, environment={"DS_ACCELERATOR": DEVICE}):
+        assert counts == [1, 1]

@@ -20,7 +20,7 @@ from deepspeed.planning.training import DEVICE, Library, Training
 from deepspeed.planning.units import Unit, units_of
 from deepspeed.zero.bucket import FLUSH_NUMEL
 from deepspeed.zero.gradient_reduction import LARGE_NUMEL
-from deepspeed.zero.holding import WIDENED_NUMEL
+from deepspeed.zero.holding import DEVICE_WIDENED_NUMEL, WIDENED_NUMEL
 from deepspeed.zero.stage2 import MAX_IN_FLIGHT
 
 _FP32 = 4
@@ -198,7 +198,9 @@ class _Base:
         training = self.training
         shards = 0 if training.offloads_optimizer else sum(unit.shard for unit in self.pooled)
         largest = max((unit.shard for unit in self.units), default=0)
-        wide = _FP32 * (largest if training.has_kernel else min(largest, WIDENED_NUMEL)) if training.master_bytes else 0
+        on_device = self.library.waits_on_device and not training.offloads_optimizer
+        widened = DEVICE_WIDENED_NUMEL if on_device else WIDENED_NUMEL
+        wide = _FP32 * (largest if training.has_kernel else min(largest, widened)) if training.master_bytes else 0
         return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide)
 
     def gathered(self) -> int:
@@ -327,7 +329,8 @@ class _Gradients:
         unit, numel = self._units[at], self._params[place].numel
         self._missing[at] -= 1
         is_first = place == unit.params[0]
-        if not (is_first or unit.is_gathered or numel >= LARGE_NUMEL):
+        is_large = numel >= LARGE_NUMEL and not self._library.waits_on_device
+        if not (is_first or unit.is_gathered or is_large):
             self._loose[at] += numel
             return
         self._waiting[at] += numel

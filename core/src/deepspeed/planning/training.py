@@ -28,8 +28,8 @@ class Library:
     waits_on_device: whether a bucket's end is waited for on the device, so that the number in flight is bounded.
     """
 
-    bucket_bytes: int = 32 << 20
-    all_reduce_bytes: int = 32 << 20
+    bucket_bytes: int = 64 << 20
+    all_reduce_bytes: int = 64 << 20
     stages: bool = False
     kept_bytes: int = 16 << 20
     waits_on_device: bool = True

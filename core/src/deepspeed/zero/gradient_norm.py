@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.parallel.model_part import counted_numel
 from deepspeed.zero.flat_group import ParamShard
-from deepspeed.zero.placement import GRADIENT, exact_norm
+from deepspeed.zero.placement import GRADIENT, exact_norms
 
 #: a number of the host, or a 0-D tensor on the device, fp32
 Scalar = float | Tensor
@@ -31,7 +31,7 @@ def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -
     """
     own = [shard for shard in shards if is_tensor_parallel(params[shard.index])]
     parts = ((shard, shard.placement.read(shard, GRADIENT, shard.grad)) for shard in own)
-    return [exact_norm(_counted(grad, shard, params[shard.index])) for shard, grad in parts if grad is not None]
+    return exact_norms([_counted(grad, shard, params[shard.index]) for shard, grad in parts if grad is not None])
 
 
 def _counted(grad: Tensor, shard: ParamShard, param: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and 
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
-last: it takes what is there of the whole bucket. What is left is taken when the backward is over. Where gradients are
-shown then (stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
+last: it takes what is there of the whole bucket. What is left is taken when the backward is over. A large gradient is
+taken at once because the host's cache still holds it; on a device, where that gains nothing and the host's part of a
+backward is what there is to save, only the first parameter of each bucket has a hook. Where gradients are shown then
+(stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
 open; the step would average a gradient of this rank too late for those who read it.
 
 [Note: after the script's hooks] Whoever registers a hook of a parameter, before `initialize` or after it, finds the
@@ -35,7 +37,7 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.touched_rows import TouchedRows
 
-#: elements from which on a parameter is large: its gradient is taken at once
+#: elements from which on a parameter in host memory is large: its gradient is taken at once
 LARGE_NUMEL = 2**13
 
 
@@ -98,7 +100,8 @@ class GradientReduction:
         opens = _opening_hook(weakref.ref(self), window.running)
         for index, unit in enumerate(units):
             for place, param in enumerate(unit.params):
-                if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL:
+                is_large = unit.device.type == "cpu" and unit.shapes[place].numel() >= LARGE_NUMEL
+                if unit.unit is not None or place == 0 or is_large:
                     self._hooks.append(_register_last(param, _gradient_hook(weakref.ref(self), index, place)))
                 elif sees_all:
                     self._hooks.append(param.register_post_accumulate_grad_hook(opens))

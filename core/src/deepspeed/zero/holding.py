@@ -31,12 +31,17 @@ from deepspeed.zero.placement import Keep, Placement
 from deepspeed.zero.sub_groups import SubGroup, divide
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
-from deepspeed.zero.update import Batch, takes_one_pass
+from deepspeed.zero.update import Batch, takes_one_pass, takes_one_pass_of
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
 WIDENED_NUMEL = 2**19
-
+#: the same in a device's memory, where it is a buffer of 64 MiB: a call of the optimizer costs the host more than the
+#: device needs for a short part
+DEVICE_WIDENED_NUMEL = 2**24
+#: elements updated in one call in a device's memory, about half a millisecond of its bandwidth; what is gathered begins
+#: after it
+DEVICE_UPDATE_NUMEL = 2**26
 
 #: small models get buckets of a third of their size, so that something overlaps the backward, but none below this
 MIN_BUCKET_NUMEL = 2**18
@@ -162,8 +167,7 @@ class Holding:
         if isinstance(optimizer, KernelOptimizer):
             optimizer.uses_kernel = True  # whatever it was in an engine before this one
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
-        # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short parts
-        widens = options.model_dtype is not None and not takes_one_pass(optimizer)
+        widens = options.model_dtype is not None and not self._will_take_one_pass(optimizer)
         can = self.backend.capabilities
         preferred = can.preferred_bucket_bytes if self.stage > 0 else can.preferred_all_reduce_bytes
         by_rank = all_gather_values([has_kernel, widens, preferred], self.group)
@@ -174,6 +178,15 @@ class Holding:
         lacking = [rank for rank, numbers in enumerate(by_rank) if not numbers[0]]
         if isinstance(optimizer, KernelOptimizer) and 0 < len(lacking) < self.world_size:
             self._use_reference(optimizer, lacking)
+
+    def _will_take_one_pass(self, optimizer: Optimizer | None) -> bool:
+        """Whether one pass updates the master weights, which do not exist yet and may be elsewhere than the weights are
+        now: stage 3 takes them from a model on the host. Where they are offloaded, it says whether the host's kernel
+        takes the weights themselves; if not, they are widened in short parts."""
+        device = self.options.device
+        if optimizer is None or device is None or self.placement.is_offloaded:
+            return takes_one_pass(optimizer)
+        return takes_one_pass_of(optimizer, [[torch.empty(0, device=device)] for _ in optimizer.param_groups])
 
     def _use_reference(self, optimizer: KernelOptimizer, lacking: list[int]) -> None:
         """Replicas that step with a kernel here and its reference there drift apart by roundings."""
@@ -284,8 +297,13 @@ class Holding:
         return self._batch_numel() if is_divided else None
 
     def _batch_numel(self) -> int:
-        numel = min(self.options.update_numel, self.options.sub_group_numel)
-        return min(WIDENED_NUMEL, numel) if self._widens and not self.placement.fetches else numel
+        device = self.options.device
+        on_device = device is not None and device.type != "cpu" and not self.placement.is_offloaded
+        update, widened = self.options.update_numel, WIDENED_NUMEL
+        if on_device:
+            update, widened = max(update, DEVICE_UPDATE_NUMEL), DEVICE_WIDENED_NUMEL
+        numel = min(update, self.options.sub_group_numel)
+        return min(widened, numel) if self._widens and not self.placement.fetches else numel
 
     def _sub_groups(self, group: FlatGroup) -> list[SubGroup]:
         return divide(group.shards, self._batch_numel())

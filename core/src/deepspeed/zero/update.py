@@ -127,9 +127,8 @@ class OptimizerUpdate:
         for placement in self._placements:
             calls = zip(the_pass.batches, the_pass.calls, strict=True)
             own = [by_group for batch, by_group in calls if batch.placement is placement]
-            for index, group in enumerate(groups):
-                group["params"] = [shard.master for by_group in own for shard in by_group[index]]
-            takes[id(placement)] = takes_one_pass(self._optimizer)
+            masters = [[shard.master for by_group in own for shard in by_group[index]] for index in range(len(groups))]
+            takes[id(placement)] = takes_one_pass_of(self._optimizer, masters)
         return takes
 
     def _plan(self, the_pass: _Pass) -> None:
@@ -195,6 +194,19 @@ def turned_around(batches: list[Batch]) -> list[Batch]:
 def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:
     """Whether one pass reads gradients, updates master weights and writes the model's; loads the optimizer's kernel."""
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
+
+
+def takes_one_pass_of(optimizer: Optimizer, params: list[list[Tensor]]) -> bool:
+    """The same with `params` instead of the optimizer's own, by group."""
+    groups = optimizer.param_groups
+    own = [group["params"] for group in groups]
+    try:
+        for group, its in zip(groups, params, strict=True):
+            group["params"] = its
+        return takes_one_pass(optimizer)
+    finally:
+        for group, its in zip(groups, own, strict=True):
+            group["params"] = its
 
 
 def multiply(gradients: Tensor, scale: Scalar) -> None:
