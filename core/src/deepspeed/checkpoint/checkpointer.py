@@ -35,8 +35,8 @@ from deepspeed.log import logger
 from deepspeed.zero.pending_tensor import PendingTensor
 
 T = TypeVar("T")
-#: by directory, who has begun the last asynchronous save into it
-_last_in_background: "WeakValueDictionary[Path, Checkpointer]" = WeakValueDictionary()
+#: by directory (`_identity`), who has begun the last asynchronous save into it
+_last_in_background: "WeakValueDictionary[str, Checkpointer]" = WeakValueDictionary()
 
 
 class Checkpointer:
@@ -154,7 +154,7 @@ class Checkpointer:
         self.wait_for_save()
         what = f"save {os.path.join(str(save_dir), str(tag))}"
 
-        def prepare() -> tuple[Path, dict[str, Any]]:
+        def prepare() -> tuple[Path, str, dict[str, Any]]:
             folder, files = location(save_dir) / check_new_tag(tag), {}
             if model_state is not None:
                 files.update(self._divided(merge_client_state(model_state, client_state or {})))
@@ -162,10 +162,10 @@ class Checkpointer:
                 files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
             if self._background is None:
                 files = {name: with_placeholders(state, PendingTensor.joined) for name, state in files.items()}
-            return folder, files
+            return folder, _identity(folder.parent), files
 
-        folder, files = self.together(prepare, what)
-        if (other := _last_in_background.get(folder.parent)) is not None:
+        folder, directory, files = self.together(prepare, what)
+        if (other := _last_in_background.get(directory)) is not None:
             other.wait_for_save()
         ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
         facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
@@ -180,7 +180,7 @@ class Checkpointer:
                 "only. Set async_save to false, or save to a folder and copy it."
             )
         self._may_be_saving = True  # before: an interrupt may come after the order to write
-        _last_in_background[folder.parent] = self
+        _last_in_background[directory] = self
         save_in_background(save, self._ranks, self._background)
         return folder
 
@@ -330,3 +330,8 @@ class Checkpointer:
     ) -> T:
         """Run `step` on every rank; raise on every rank when it failed on one. See `Ranks.together`."""
         return self._ranks.together(step, what, among=among)
+
+
+def _identity(directory: Path) -> str:
+    """The same for each way to write a directory: relative, absolute, with links. A URL is as it was written."""
+    return str(directory) if is_remote(directory) else os.path.realpath(directory)

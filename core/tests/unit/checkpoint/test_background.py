@@ -78,9 +78,18 @@ def test_latest_names_the_former_checkpoint_until_the_new_one_is_whole(tmp_path,
     assert Checkpointer().load(tmp_path, "global_step2").tag == "global_step2"
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_save_waits_for_that_of_another_engine_into_the_directory(tmp_path, checkpointer, monkeypatch, is_async):
+@pytest.mark.parametrize(
+    ("is_async", "written"),
+    [(True, "as it was"), (False, "as it was"), (True, "relative"), (True, "with dots"), (False, "through a link")],
+)
+def test_a_save_waits_for_that_of_another_engine_into_the_directory(
+    tmp_path, checkpointer, monkeypatch, is_async, written
+):
     """Else `latest` would name the checkpoint whose writer ends last."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "inside")
+    paths = {"relative": "../", "with dots": tmp_path / "inside" / "..", "through a link": "link"}
     save(checkpointer, tmp_path, 1)
     checkpointer.wait_for_save()
     pid, wait = writer_of(checkpointer), checkpointer.wait_for_save
@@ -100,7 +109,7 @@ def test_a_save_waits_for_that_of_another_engine_into_the_directory(tmp_path, ch
 
     monkeypatch.setattr(checkpointer, "wait_for_save", go_on_and_wait)
     other = Checkpointer(background=BackgroundWriter() if is_async else None)
-    save(other, tmp_path, 3)
+    save(other, paths.get(written, tmp_path), 3)
     other.close()
     os.kill(pid, signal.SIGCONT)
     checkpointer.close()
