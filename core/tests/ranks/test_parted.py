@@ -5,6 +5,7 @@ The timeout of groups and `checkpoint.wait_s` are half an hour: ranks that are n
 
 import os
 import re
+import threading
 
 import deepspeed
 import pytest
@@ -196,11 +197,19 @@ def build_slowly(wait):
         return SlowToBuild(wait)
 
 
-def call_alone(path, call):
+def wait_in_a_thread():
+    """As a hook of autograd does where it runs in a thread of its own."""
+    thread = threading.Thread(target=lambda: parted.Noting(parted.Wait("a sum", "another group", 1, [])).end())
+    thread.start()
+    thread.join()
+
+
+def call_alone(path, call, has_threads=False):
     """What rank 0 says that makes a call alone, until rank 1 hears of it and makes it, too."""
     take_path(path)
     parted.FIRST_LOOK_S, parted.WARNING_S = 0.2, 0.05
-    model, store, key = build_three(), torch.distributed.distributed_c10d._get_default_store(), f"said/{path}/{call}"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    model, key = build_three(), f"said/{path}/{call}/{has_threads}"
     said = []
 
     def wait():
@@ -221,6 +230,9 @@ def call_alone(path, call):
         build_three()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parted.Noting, "_threads_wait", False)  # put back
+        if has_threads:
+            wait_in_a_thread()
         if torch.distributed.get_rank() == 0:
             patch.setattr(parted.logger, "warning", say)
         {"gather": gather, "modify": lambda: gather(0), "build": build, "build slowly": lambda: build_slowly(wait)}[
@@ -246,6 +258,14 @@ def test_a_rank_that_does_not_come_is_named(path, call, expected):
     name = "zero.Init (transformers' from_pretrained() does, at stage 3)" if "build" in call else "GatheredParameters"
     assert re.match(rf"{expected}\. Every rank must call {re.escape(name)} at the same point of the program", said[0])
     assert len(said) == 1
+    assert nothing == []
+
+
+@pytest.mark.parametrize("call", ["gather", "build slowly"])
+def test_a_rank_that_does_not_come_is_named_where_another_thread_has_waited(path, call):
+    said, nothing = run_ranks(2, call_alone, path, call, True, timeout_s=60)
+    assert len(said) == 1
+    assert ": rank 1 is not in it. Every rank must call " in said[0]
     assert nothing == []
 
 

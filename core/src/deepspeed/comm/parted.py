@@ -107,11 +107,15 @@ class Note(NamedTuple):
     num_started: Mapping[str, int]
     number: int = 0
     """Of a collective or message: how many of `kind` are started where it can end."""
+    is_alone: bool = True
+    """Whether no other thread of the rank may start what it has not started; else the note is for messages only."""
 
 
-def put_note(store: Store, call: str, kind: str, end: str, ranks: Sequence[int], number: int = 0) -> None:
+def put_note(
+    store: Store, call: str, kind: str, end: str, ranks: Sequence[int], number: int = 0, *, is_alone: bool = True
+) -> None:
     """Note that this rank waits."""
-    note = Note(call, kind, end, ranks, _all_started(), number)
+    note = Note(call, kind, end, ranks, _all_started(), number, is_alone)
     store.set(_key(torch_dist.get_rank()), json.dumps(note))
     store.add(_NUM_NOTES, 1)
 
@@ -149,7 +153,7 @@ def parting(
         store = torch_dist.distributed_c10d._get_default_store()
         started = _all_started()
         for rank, note in _notes(store, ranks):
-            if note.end in _ended or own not in note.ranks or not never_comes(rank, note):
+            if note.end in _ended or own not in note.ranks or not note.is_alone or not never_comes(rank, note):
                 continue
             if calls and not note.end:  # that rank finds this one
                 continue
@@ -204,23 +208,31 @@ def _key(rank: int) -> str:
     return f"deepspeed/parted/{rank}"
 
 
-_calls: list[str] = []
+class _Calls(threading.local):
+    """The calls of `in_call` that a thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_calls = _Calls()
 
 
 @contextmanager
 def in_call(name: str) -> Iterator[None]:
     """Inside are collectives of the call `name`, of which a long wait tells; of nested ones, the outermost."""
-    _calls.append(name)
+    _calls.names.append(name)
     try:
         yield
     finally:
-        _calls.pop()
+        _calls.names.pop()
 
 
 class Noting:
     """One wait for a collective or a message, which is noted when it is long.
 
-    Only where the main thread alone waits for such: else another one may start what peers wait for.
+    Where another thread than the main one has waited for such, it may start what peers wait for: a note then says no
+    more than who is there, and is that of the main thread, or of one that is in a call.
     """
 
     _lock = threading.Lock()
@@ -230,22 +242,26 @@ class Noting:
     def __init__(self, wait: Wait) -> None:
         self._wait, self._is_over, self._has_warned = wait, False, False
         self._began_s = time.monotonic()
-        if threading.current_thread() is not threading.main_thread():
+        self._call = _calls.names[0] if _calls.names else ""
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if not self._is_main:
             Noting._threads_wait = True
 
     def note(self) -> None:
         """Called by any thread, also where the wait has just ended."""
         with self._lock:
-            if Noting._noted is None and not (self._is_over or self._threads_wait):
+            is_alone = not self._threads_wait
+            if Noting._noted is None and not self._is_over and (is_alone or self._is_main or self._call):
                 what, name, number, ranks = self._wait
                 with _unless_store_is_gone():
-                    put_note(torch_dist.distributed_c10d._get_default_store(), str(what), name, "", ranks, number)
+                    store = torch_dist.distributed_c10d._get_default_store()
+                    put_note(store, str(what), name, "", ranks, number, is_alone=is_alone)
                     Noting._noted = self
             is_long = time.monotonic() - self._began_s > WARNING_S
-            if Noting._noted is self and is_long and not self._has_warned and (calls := _calls[:1]):
+            if Noting._noted is self and is_long and not self._has_warned and self._call:
                 self._has_warned = True
                 with _unless_store_is_gone():
-                    self._warn(calls[0])
+                    self._warn(self._call)
 
     def _warn(self, call: str) -> None:
         what, name, number, ranks = self._wait
