@@ -19,3 +19,27 @@ inline __nv_bfloat16 __float2bfloat16_rn(float number) {
 }
 
 inline __nv_bfloat16 __float2bfloat16(float number) { return __float2bfloat16_rn(number); }
+
+struct alignas(4) __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
+    return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
+}
+
+// The less or the greater of two, NaN where one is.
+inline __nv_bfloat16 __hmin_nan(__nv_bfloat16 a, __nv_bfloat16 b) {
+    const float wide_a = __bfloat162float(a), wide_b = __bfloat162float(b);
+    return wide_a != wide_a || wide_b != wide_b ? __nv_bfloat16{0x7fff} : (wide_b < wide_a ? b : a);
+}
+inline __nv_bfloat16 __hmax_nan(__nv_bfloat16 a, __nv_bfloat16 b) {
+    const float wide_a = __bfloat162float(a), wide_b = __bfloat162float(b);
+    return wide_a != wide_a || wide_b != wide_b ? __nv_bfloat16{0x7fff} : (wide_b > wide_a ? b : a);
+}
+inline __nv_bfloat162 __hmin2_nan(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)};
+}
+inline __nv_bfloat162 __hmax2_nan(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)};
+}

@@ -33,3 +33,21 @@ inline __half __float2half_rn(float number) {
 }
 
 inline __half __float2half(float number) { return __float2half_rn(number); }
+
+struct alignas(4) __half2 {
+    __half x, y;
+};
+
+inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
+
+// The less or the greater of two, NaN where one is.
+inline __half __hmin_nan(__half a, __half b) {
+    const float wide_a = __half2float(a), wide_b = __half2float(b);
+    return wide_a != wide_a || wide_b != wide_b ? __half{0x7fff} : (wide_b < wide_a ? b : a);
+}
+inline __half __hmax_nan(__half a, __half b) {
+    const float wide_a = __half2float(a), wide_b = __half2float(b);
+    return wide_a != wide_a || wide_b != wide_b ? __half{0x7fff} : (wide_b > wide_a ? b : a);
+}
+inline __half2 __hmin2_nan(__half2 a, __half2 b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; }
+inline __half2 __hmax2_nan(__half2 a, __half2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }

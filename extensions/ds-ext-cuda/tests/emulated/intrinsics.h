@@ -42,6 +42,14 @@ inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
 
+// Four of the eight bytes of b and a, each by a digit of `choice`; the form that repeats a sign is not here.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned choice) {
+    const uint64_t both = uint64_t{b} << 32 | a;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) found |= static_cast<unsigned>(both >> (8 * (choice >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return found;
+}
+
 // Overloads of the global namespace, as CUDA has them.
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

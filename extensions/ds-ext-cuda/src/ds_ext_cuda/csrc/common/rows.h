@@ -41,10 +41,11 @@ struct RowThreads {
 // a read over a write that it cannot tell apart.
 template <typename Threads, int N, typename Act>
 __device__ __forceinline__ void each_held(int64_t cols, Act act) {
+    const int count = Threads::count(), number = Threads::number(), end = static_cast<int>(cols);
 #pragma unroll
     for (int i = 0; i < kUnitsOfRow; ++i) {
-        const int64_t begin = (static_cast<int64_t>(i) * Threads::count() + Threads::number()) * N;
-        if (begin < cols) act(i, begin);
+        const int begin = (i * count + number) * N;
+        if (begin < end) act(i, begin);
     }
 }
 

@@ -8,99 +8,137 @@ namespace ds {
 
 constexpr int kDequantizeThreads = 256;
 // What a thread makes at once, far apart: the reads are under way together.
-constexpr int kDequantizeUnits = 2;
+constexpr int kDequantizeUnits = 4;
+// At least so many share a multiprocessor.
+constexpr int kDequantizeBlocks = 4;
 
 struct NumberArgs {
     int64_t numel;  // of the result
     int64_t group_size;
     int64_t group_bytes;
     int64_t num_groups;
-    int64_t num_copies;  // added up, in order
-    int32_t num_bits;
-    int32_t num_params;  // of each group: 1 or 2
-    float factor;        // of the sum
+    int64_t num_copies;   // added up, in order
+    int64_t step_groups;  // from one unit of a thread to the next: whole groups, and elements
+    int64_t step_begin;   //
+    int32_t num_params;   // of each group: 1 or 2
+    float factor;         // of the sum
     const int8_t* q;
     const float* params;
     void* out;
 };
 
-// N integers of 8 or 4 bits as they lie in memory.
-template <int N>
-struct Packed {
-    Pack<int8_t, N> bytes;  // of 4 bits, the first half of them
+// N integers as they lie in memory, as numbers. Bytes that are not negative become the last bits of 2^23 + byte.
+template <int N, int kBits>
+__device__ __forceinline__ Pack<float, N> levels_of(const Pack<uint8_t, N * kBits / 8>& q) {
+    constexpr bool kHalves = kBits == 4;
+    constexpr float kZero = 0x1p23f + (kHalves ? 8.0f : 128.0f);
+    constexpr int kBytes = N * kBits / 8, kWords = kBytes < 4 ? 1 : kBytes / 4;
+    uint32_t words[kWords] = {};
+    memcpy(words, &q, kBytes);
+    Pack<float, N> levels;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int byte = kHalves ? i / 2 : i;
+        uint32_t word = words[byte / 4] ^ (kHalves ? 0x88888888u : 0x80808080u);
+        if (kHalves) word = (i % 2 == 0 ? word : word >> 4) & 0x0f0f0f0fu;
+        levels.at[i] = __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + byte % 4)), kZero);
+    }
+    return levels;
+}
 
-    // From element `begin` of a group on. N = 1 takes any element; others are even and aligned.
-    __device__ __forceinline__ void load(const int8_t* group, int64_t begin, int num_bits) {
-        if (num_bits == 8) {
-            bytes = read<N>(group + begin);
-        } else if constexpr (N == 1) {
-            bytes.at[0] = group[begin / 2];
+// Any one integer of a group.
+template <int kBits>
+__device__ __forceinline__ float level_at(const int8_t* group, int64_t at) {
+    if constexpr (kBits == 8) return static_cast<float>(group[at]);
+    const uint8_t byte = static_cast<uint8_t>(group[at / 2]);
+    return static_cast<float>(at % 2 == 0 ? low_of(byte) : high_of(byte));
+}
+
+// From one unit of a thread to its next.
+__device__ __forceinline__ void to_next_unit(const NumberArgs& args, int64_t& group, int64_t& begin) {
+    group += args.step_groups;
+    begin += args.step_begin;
+    if (begin < args.group_size) return;
+    begin -= args.group_size;
+    ++group;
+}
+
+// One copy, without a factor: each unit is read, then each is written. N = 1 takes any group; with another, every group
+// is a multiple of it, so that q has no gaps.
+template <typename T, int N, int kBits>
+__device__ __forceinline__ void write_numbers(const NumberArgs& args, int64_t first, int64_t group, int64_t begin) {
+    constexpr int kStep = kDequantizeThreads * N;
+    [[maybe_unused]] Pack<uint8_t, N == 1 ? 1 : N * kBits / 8> q[kDequantizeUnits];
+    float level[kDequantizeUnits], scale[kDequantizeUnits], offset[kDequantizeUnits];
+#pragma unroll
+    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
+        if (first + unit * kStep >= args.numel) continue;
+        if constexpr (N > 1) {
+            const auto from = reinterpret_cast<const uint8_t*>(args.q) + first * kBits / 8;
+            q[unit] = read<N * kBits / 8>(from + unit * (kStep * kBits / 8));
         } else {
-            const Pack<int8_t, N / 2> half = read<N / 2>(group + begin / 2);
-#pragma unroll
-            for (int i = 0; i < N / 2; ++i) bytes.at[i] = half.at[i];
+            level[unit] = level_at<kBits>(args.q + group * args.group_bytes, begin);
         }
-    }
-
-    __device__ __forceinline__ float level(int i, int64_t begin, int num_bits) const {
-        if (num_bits == 8) return static_cast<float>(bytes.at[i]);
-        const uint8_t byte = static_cast<uint8_t>(bytes.at[i / 2]);
-        return static_cast<float>((begin + i) % 2 == 0 ? low_of(byte) : high_of(byte));
-    }
-};
-
-// The part of a result that a thread makes at once.
-template <int N>
-struct Part {
-    int64_t group;
-    int64_t begin;  // within the group; negative: beyond the end
-    Pack<float, N> sum;
-};
-
-template <int N>
-__device__ __forceinline__ void add_copy(const NumberArgs& args, int64_t copy, Part<N> (&parts)[kDequantizeUnits]) {
-    Packed<N> q[kDequantizeUnits];
-#pragma unroll
-    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
-        const Part<N>& part = parts[unit];
-        const int64_t place = copy * args.num_groups + part.group;
-        if (part.begin >= 0) q[unit].load(args.q + place * args.group_bytes, part.begin, args.num_bits);
+        scale[unit] = args.params[group * args.num_params];
+        offset[unit] = args.num_params == 2 ? args.params[group * 2 + 1] : 0.0f;
+        to_next_unit(args, group, begin);
     }
 #pragma unroll
     for (int unit = 0; unit < kDequantizeUnits; ++unit) {
-        Part<N>& part = parts[unit];
-        if (part.begin < 0) continue;
-        const float* params = args.params + (copy * args.num_groups + part.group) * args.num_params;
-        const float scale = params[0], offset = args.num_params == 2 ? params[1] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const float level = q[unit].level(i, N == 1 ? part.begin : 0, args.num_bits);
-            part.sum.at[i] = __fadd_rn(part.sum.at[i], number_of(level, scale, offset));
+        if (first + unit * kStep >= args.numel) continue;
+        Pack<float, N> numbers;
+        if constexpr (N > 1) {
+            numbers = levels_of<N, kBits>(q[unit]);
+        } else {
+            numbers.at[0] = level[unit];
         }
+#pragma unroll
+        for (int i = 0; i < N; ++i) numbers.at[i] = number_of(numbers.at[i], scale[unit], offset[unit]);
+        write(static_cast<T*>(args.out) + first + unit * kStep, narrow<T>(numbers));
     }
 }
 
-// N = kWide<T> where every group is a multiple of it and everything is aligned; else 1.
-template <typename T, int N>
-__global__ void __launch_bounds__(kDequantizeThreads) dequantize(NumberArgs args) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kDequantizeUnits * kDequantizeThreads + threadIdx.x;
-    Part<N> parts[kDequantizeUnits];
+// N neighbours of the sum of all copies.
+template <int N, int kBits>
+__device__ __forceinline__ Pack<float, N> sum_of_copies(const NumberArgs& args, int64_t group, int64_t begin) {
+    Pack<float, N> sum = {};
+#pragma unroll 4
+    for (int64_t copy = 0; copy < args.num_copies; ++copy) {
+        const int64_t place = copy * args.num_groups + group;
+        const float scale = args.params[place * args.num_params];
+        const float offset = args.num_params == 2 ? args.params[place * 2 + 1] : 0.0f;
+        Pack<float, N> levels;
+        if constexpr (N > 1) {
+            const auto of_group = reinterpret_cast<const uint8_t*>(args.q) + place * args.group_bytes;
+            levels = levels_of<N, kBits>(read<N * kBits / 8>(of_group + begin * kBits / 8));
+        } else {
+            levels.at[0] = level_at<kBits>(args.q + place * args.group_bytes, begin);
+        }
 #pragma unroll
-    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
-        const int64_t at = (first + unit * kDequantizeThreads) * N;
-        const int64_t group = quotient(at, args.group_size);
-        parts[unit] = {group, at < args.numel ? at - group * args.group_size : -1, {}};
+        for (int i = 0; i < N; ++i) sum.at[i] = __fadd_rn(sum.at[i], number_of(levels.at[i], scale, offset));
     }
-    for (int64_t copy = 0; copy < args.num_copies; ++copy) add_copy(args, copy, parts);
-#pragma unroll
-    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
-        Part<N>& part = parts[unit];
-        if (part.begin < 0) continue;
+    return sum;
+}
+
+// N = kWide<T> where every group is a multiple of it and everything is aligned; else 1.
+template <typename T, int N, int kBits>
+__global__ void __launch_bounds__(kDequantizeThreads, kDequantizeBlocks) dequantize(NumberArgs args) {
+    constexpr int kStep = kDequantizeThreads * N;
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kDequantizeUnits * kStep) + threadIdx.x * N;
+    int64_t group = quotient(first, args.group_size), begin = first - group * args.group_size;
+    if (args.num_copies == 1) {  // no factor either
+        write_numbers<T, N, kBits>(args, first, group, begin);
+        return;
+    }
+#pragma unroll 1
+    for (int unit = 0; unit < kDequantizeUnits && first + unit * kStep < args.numel; ++unit) {
+        Pack<float, N> sum = sum_of_copies<N, kBits>(args, group, begin);
         if (args.factor != 1.0f) {
 #pragma unroll
-            for (int i = 0; i < N; ++i) part.sum.at[i] = __fmul_rn(part.sum.at[i], args.factor);
+            for (int i = 0; i < N; ++i) sum.at[i] = __fmul_rn(sum.at[i], args.factor);
         }
-        write(static_cast<T*>(args.out) + part.group * args.group_size + part.begin, narrow<T>(part.sum));
+        write(static_cast<T*>(args.out) + first + unit * kStep, narrow<T>(sum));
+        to_next_unit(args, group, begin);
     }
 }
 

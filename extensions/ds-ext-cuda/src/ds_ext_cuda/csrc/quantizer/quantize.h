@@ -7,8 +7,9 @@
 namespace ds {
 
 constexpr int kQuantizeThreads = 256;
-// At least so many share a multiprocessor.
-constexpr int kBlocksPerProcessor = 2;
+// At least so many share a multiprocessor; what is not aligned is kept in more registers.
+template <bool kAligned>
+constexpr int kBlocksPerProcessor = kAligned ? 4 : 2;
 // Wide accesses that a thread keeps in registers.
 constexpr int kUnitsOfLane = 8, kUnitsOfThread = 8;
 
@@ -84,57 +85,58 @@ struct Unit {
         }
     }
 
-    __device__ __forceinline__ void store(const GroupArgs& args, const Place<T>& place, int begin,
-                                          const Scheme& scheme) const {
+    // Of a finite scheme.
+    template <int kBits>
+    __device__ __forceinline__ void store_integers(const Place<T>& place, int begin, const Scheme& scheme) const {
         const int count = count_of(place, begin);
         if (count == 0) return;
-        if (args.q == nullptr) {
-            store_fake(place.out + begin, count, scheme);
-        } else if (scheme.is_finite()) {
-            store_integers<integer_of_finite>(args, place.q, begin, count, scheme);
+        if constexpr (kAligned) {
+            write(reinterpret_cast<uint8_t*>(place.q) + begin * kBits / 8, integers_of<N, kBits>(widen(at), scheme));
         } else {
-            store_integers<integer_of>(args, place.q, begin, count, scheme);
+            store_any(kBits, place, begin, scheme);
         }
     }
 
-    template <int8_t kIntegerOf(float, const Scheme&)>
-    __device__ __forceinline__ void store_integers(const GroupArgs& args, int8_t* q, int begin, int count,
-                                                   const Scheme& scheme) const {
-        if (args.num_bits == 8) {
-            store_int8<kIntegerOf>(q + begin, count, scheme);
+    // Of any scheme.
+    __device__ __forceinline__ void store_any(int num_bits, const Place<T>& place, int begin,
+                                              const Scheme& scheme) const {
+        const int count = count_of(place, begin);
+        if (count == 0) return;
+        if (num_bits == 8) {
+            store_int8(place.q + begin, count, scheme);
         } else {
-            store_int4<kIntegerOf>(reinterpret_cast<uint8_t*>(q) + begin / 2, count, scheme);
+            store_int4(reinterpret_cast<uint8_t*>(place.q) + begin / 2, count, scheme);
         }
     }
 
-    __device__ __forceinline__ void store_fake(T* out, int count, const Scheme& scheme) const {
-        Pack<T, N> fake;
+    __device__ __forceinline__ void store_fake(const Place<T>& place, int begin, const Scheme& scheme) const {
+        const int count = count_of(place, begin);
+        if (count == 0) return;
+        Pack<float, N> fake = widen(at);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (i < count) {
-                fake.at[i] = narrow<T>(number_of(level_of(widen(at.at[i]), scheme), scheme.scale, scheme.offset));
-            }
+            fake.at[i] = number_of(level_of(fake.at[i], scheme), scheme.scale, scheme.offset);
         }
-        put<N>(out, fake, count);
+        put<N>(place.out + begin, narrow<T>(fake), count);
     }
 
-    template <int8_t kIntegerOf(float, const Scheme&)>
     __device__ __forceinline__ void store_int8(int8_t* q, int count, const Scheme& scheme) const {
         Pack<int8_t, N> integers;
+        const Pack<float, N> x = widen(at);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (i < count) integers.at[i] = kIntegerOf(widen(at.at[i]), scheme);
+            if (i < count) integers.at[i] = integer_of(x.at[i], scheme);
         }
         put<N>(q, integers, count);
     }
 
-    template <int8_t kIntegerOf(float, const Scheme&)>
     __device__ __forceinline__ void store_int4(uint8_t* q, int count, const Scheme& scheme) const {
         Pack<uint8_t, N / 2> bytes;
+        const Pack<float, N> x = widen(at);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {  // of an odd count the last high nibble is 0
-            const int8_t low = i < count ? kIntegerOf(widen(at.at[i]), scheme) : int8_t{0};
-            const int8_t high = i + 1 < count ? kIntegerOf(widen(at.at[i + 1]), scheme) : int8_t{0};
+            const int8_t low = i < count ? integer_of(x.at[i], scheme) : int8_t{0};
+            const int8_t high = i + 1 < count ? integer_of(x.at[i + 1], scheme) : int8_t{0};
             bytes.at[i / 2] = packed(low, high);
         }
         put<N / 2>(q, bytes, (count + 1) / 2);
@@ -187,15 +189,43 @@ struct Held {
     }
 
     __device__ __forceinline__ Range range(const Place<T>& place) const {
-        Range range;
+        if constexpr (kAligned && Pairs<T>::kHas) {
+            RangeOfPairs<T> range;
 #pragma unroll
-        for (int i = 0; i < kUnits; ++i) units[i].measure(place, begin(i), range);
-        return range;
+            for (int i = 0; i < kUnits; ++i) {
+                if (begin(i) < place.size) range.include(units[i].at);
+            }
+            return range.range();
+        } else {
+            Range range;
+#pragma unroll
+            for (int i = 0; i < kUnits; ++i) units[i].measure(place, begin(i), range);
+            return range;
+        }
+    }
+
+    template <typename Act>
+    __device__ __forceinline__ void each(Act act) const {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) act(units[i], begin(i));
     }
 
     __device__ __forceinline__ void store(const GroupArgs& args, const Place<T>& place, const Scheme& scheme) const {
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) units[i].store(args, place, begin(i), scheme);
+        using One = Unit<T, kAligned>;
+        if (args.q == nullptr) {
+            each([&](const One& unit, int begin) { unit.store_fake(place, begin, scheme); });
+        } else if (!scheme.is_finite()) {  // rare: read again, so that the units need not be kept for it
+#pragma unroll 1
+            for (int i = 0; i < kUnits; ++i) {
+                One unit;
+                unit.load(place, begin(i));
+                unit.store_any(args.num_bits, place, begin(i), scheme);
+            }
+        } else if (args.num_bits == 8) {
+            each([&](const One& unit, int begin) { unit.template store_integers<8>(place, begin, scheme); });
+        } else {
+            each([&](const One& unit, int begin) { unit.template store_integers<4>(place, begin, scheme); });
+        }
     }
 };
 
@@ -205,13 +235,13 @@ constexpr int kPiece = kQuantizeThreads * kUnitsOfThread * kWide<T>;
 
 // A group to `args.lanes` neighbours of a warp.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_lanes(GroupArgs args) {
-    const int lanes = args.lanes;
-    const int64_t group = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads / lanes) + threadIdx.x / lanes;
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor<kAligned>) quantize_by_lanes(GroupArgs args) {
+    const int lanes = args.lanes, lane_bits = __ffs(lanes) - 1, thread = threadIdx.x;
+    const int64_t group = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads >> lane_bits) + (thread >> lane_bits);
     const int64_t to = number_in_result(args, group);
     const Place<T> place(args, group, to, 0, kPiece<T>);
     Held<T, kAligned, kUnitsOfLane> held;
-    held.number = threadIdx.x % lanes;
+    held.number = thread & (lanes - 1);
     held.count = lanes;
     held.load(place);
     const Scheme scheme = scheme_of(joined_by_lanes(held.range(place), lanes), args.num_bits, args.symmetric);
@@ -230,7 +260,7 @@ struct HeldByBlock : Held<T, kAligned, kUnitsOfThread> {
 
 // A group to a block, of as many threads as have something to do.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_block(GroupArgs args) {
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor<kAligned>) quantize_by_block(GroupArgs args) {
     const int64_t to = number_in_result(args, blockIdx.x);
     const Place<T> place(args, blockIdx.x, to, 0, kPiece<T>);
     HeldByBlock<T, kAligned> held;
@@ -242,7 +272,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantiz
 
 // A long group, first of three: the range of each piece.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) measure_pieces(GroupArgs args) {
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor<kAligned>) measure_pieces(GroupArgs args) {
     const int64_t group = blockIdx.x / args.pieces, begin = blockIdx.x % args.pieces * kPiece<T>;
     const Place<T> place(args, group, group, begin, kPiece<T>);
     HeldByBlock<T, kAligned> held;
@@ -252,7 +282,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) measure
 }
 
 // Second: the range of each group, and its params.
-static __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) join_pieces(GroupArgs args) {
+static __global__ void __launch_bounds__(kQuantizeThreads) join_pieces(GroupArgs args) {
     const int64_t group = blockIdx.x;
     Range range;
     for (int64_t i = threadIdx.x; i < args.pieces; i += kQuantizeThreads) {
@@ -266,7 +296,7 @@ static __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) 
 
 // Third.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) convert_pieces(GroupArgs args) {
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor<kAligned>) convert_pieces(GroupArgs args) {
     const int64_t group = blockIdx.x / args.pieces, begin = blockIdx.x % args.pieces * kPiece<T>;
     const Place<T> place(args, group, number_in_result(args, group), begin, kPiece<T>);
     HeldByBlock<T, kAligned> held;

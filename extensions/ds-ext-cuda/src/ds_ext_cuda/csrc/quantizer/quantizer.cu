@@ -163,10 +163,14 @@ static void check_quantized(const char* op, const Tensor& q, const Tensor& param
 }
 
 template <typename T, int N>
-static void run_numbers(const char* op, const Tensor& q, const NumberArgs& args) {
+static void run_numbers(const char* op, const Tensor& q, NumberArgs args, int64_t num_bits) {
     const OnDevice device(q);
-    const int64_t blocks = divide_up(args.numel, int64_t{kDequantizeThreads} * kDequantizeUnits * N);
-    launch(dequantize<T, N>, grid_of({op, "q"}, blocks), kDequantizeThreads, device.stream(), args);
+    const int64_t step = int64_t{kDequantizeThreads} * N, size = std::max<int64_t>(args.group_size, 1);
+    args.step_groups = step / size;
+    args.step_begin = step % size;
+    const auto kernel = num_bits == 8 ? dequantize<T, N, 8> : dequantize<T, N, 4>;
+    launch(kernel, grid_of({op, "q"}, divide_up(args.numel, step * kDequantizeUnits)), kDequantizeThreads,
+           device.stream(), args);
 }
 
 // (G, S) numbers of `dtype`: the copies added up.
@@ -183,7 +187,6 @@ static Tensor numbers(const char* op, const Tensor& q, const Tensor& params, int
         .group_bytes = q.size(num_dims - 1),
         .num_groups = num_groups,
         .num_copies = num_copies,
-        .num_bits = static_cast<int32_t>(num_bits),
         .num_params = static_cast<int32_t>(params.size(num_dims - 1)),
         .factor = mean && num_copies > 0 ? static_cast<float>(1.0 / static_cast<double>(num_copies)) : 1.0f,
         .q = static_cast<const int8_t*>(integers.data_ptr()),
@@ -192,9 +195,9 @@ static Tensor numbers(const char* op, const Tensor& q, const Tensor& params, int
     by_dtype(kind, [&](auto one) {
         using T = decltype(one);
         if (is_aligned<kWide<T>>(args.q, group_size)) {
-            run_numbers<T, kWide<T>>(op, q, args);
+            run_numbers<T, kWide<T>>(op, q, args, num_bits);
         } else {
-            run_numbers<T, 1>(op, q, args);
+            run_numbers<T, 1>(op, q, args, num_bits);
         }
     });
     return out;
