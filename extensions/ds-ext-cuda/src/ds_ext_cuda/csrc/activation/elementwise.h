@@ -2,7 +2,6 @@
 // Formulas: deepspeed/ops/transformer/gelu.py.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "common/divide.h"
@@ -11,17 +10,14 @@
 namespace ds {
 
 constexpr int kElementThreads = 256;
-// Wide accesses of a thread, far apart: their reads are under way together.
-constexpr int kElementUnits = 2;
-// At least so many share a multiprocessor.
-constexpr int kElementBlocks = 6;
+// At least so many blocks share a multiprocessor.
+constexpr int kElementBlocks = 8;
 
 enum class Formula : int32_t { kGelu, kGeluTanh, kSum };
 
 struct ElementArgs {
     int64_t numel;
     int64_t cols;  // the bias repeats after so many; 1 where there is none
-    int64_t step;  // from one unit of a thread to the next, within `cols`
     FloatVector bias;
     const void* x;
     const void* residual;  // null: none
@@ -43,81 +39,50 @@ __device__ __forceinline__ float formula_of(float x) {
     return x;
 }
 
-// What is added to a thread's units. A kind of bias is chosen once, so that all reads are under way together.
-template <int N, typename B>
-__device__ __forceinline__ void read_bias(const ElementArgs& args, int64_t first, Pack<B, N> (&bias)[kElementUnits]) {
-    int64_t col = remainder(first, args.cols);
-#pragma unroll
-    for (int unit = 0; unit < kElementUnits; ++unit) {
-        bias[unit] = read<N>(static_cast<const B*>(args.bias.data) + col);
-        col += args.step;
-        if (col >= args.cols) col -= args.cols;
-    }
-}
-
 template <int N>
 __device__ __forceinline__ void add(Pack<float, N>& x, const Pack<float, N>& other) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x.at[i] += other.at[i];
 }
 
-// `B`: the dtype of the bias, or `NoBias`.
+// One wide access of a thread. `B`: the dtype of the bias, or `NoBias`; chosen once, so that all reads are under way
+// together.
 struct NoBias {};
 
 template <typename T, int N, Formula kFormula, typename B>
-__device__ __forceinline__ void element_units(const ElementArgs& args, int64_t block_first) {
-    const int64_t first = block_first + static_cast<int64_t>(threadIdx.x) * N;
-    constexpr int kStep = kElementThreads * N;
-    Pack<T, N> x[kElementUnits];
-    [[maybe_unused]] Pack<T, N> residual[kElementUnits];
-    [[maybe_unused]] Pack<std::conditional_t<std::is_same_v<B, NoBias>, T, B>, N> bias[kElementUnits];
-#pragma unroll
-    for (int unit = 0; unit < kElementUnits; ++unit) {
-        if (first + unit * kStep < args.numel) x[unit] = read<N>(static_cast<const T*>(args.x) + first + unit * kStep);
+__device__ __forceinline__ void element_unit(const ElementArgs& args) {
+    const int64_t at = (static_cast<int64_t>(blockIdx.x) * kElementThreads + threadIdx.x) * N;
+    if (at >= args.numel) return;
+    Pack<float, N> x = widen(read<N>(static_cast<const T*>(args.x) + at));
+    if constexpr (!std::is_same_v<B, NoBias>) {
+        add(x, widen(read<N>(static_cast<const B*>(args.bias.data) + remainder(at, args.cols))));
     }
-    if constexpr (kFormula == Formula::kSum) {
+    if constexpr (kFormula == Formula::kSum) add(x, widen(read<N>(static_cast<const T*>(args.residual) + at)));
 #pragma unroll
-        for (int unit = 0; unit < kElementUnits; ++unit) {
-            const int64_t at = first + unit * kStep;
-            if (at < args.numel) residual[unit] = read<N>(static_cast<const T*>(args.residual) + at);
-        }
-    }
-    if constexpr (!std::is_same_v<B, NoBias>) read_bias<N, B>(args, first, bias);
-#pragma unroll
-    for (int unit = 0; unit < kElementUnits; ++unit) {
-        const int64_t at = first + unit * kStep;
-        if (at >= args.numel) return;
-        Pack<float, N> wide = widen(x[unit]);
-        if constexpr (!std::is_same_v<B, NoBias>) add(wide, widen(bias[unit]));
-        if constexpr (kFormula == Formula::kSum) add(wide, widen(residual[unit]));
-#pragma unroll
-        for (int i = 0; i < N; ++i) wide.at[i] = formula_of<kFormula>(wide.at[i]);
-        write(static_cast<T*>(args.out) + at, narrow<T>(wide));
-    }
+    for (int i = 0; i < N; ++i) x.at[i] = formula_of<kFormula>(x.at[i]);
+    write(static_cast<T*>(args.out) + at, narrow<T>(x));
 }
 
 template <typename T, int N, Formula kFormula>
 __global__ void __launch_bounds__(kElementThreads, kElementBlocks) element_kernel(ElementArgs args) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kElementUnits * kElementThreads * N);
     if (args.bias.data == nullptr) {
-        element_units<T, N, kFormula, NoBias>(args, first);
+        element_unit<T, N, kFormula, NoBias>(args);
     } else if (args.bias.dtype == Dtype::kFp32) {
-        element_units<T, N, kFormula, float>(args, first);
+        element_unit<T, N, kFormula, float>(args);
     } else if (args.bias.dtype == Dtype::kBf16) {
-        element_units<T, N, kFormula, Bf16>(args, first);
+        element_unit<T, N, kFormula, Bf16>(args);
     } else {
-        element_units<T, N, kFormula, Fp16>(args, first);
+        element_unit<T, N, kFormula, Fp16>(args);
     }
 }
 
 template <typename T, int N>
-static void run_elements(const char* op, const Tensor& x, ElementArgs args, Formula formula) {
+static void run_elements(const char* op, const Tensor& x, const ElementArgs& args, Formula formula) {
     const OnDevice device(x);
-    args.step = int64_t{kElementThreads} * N % std::max<int64_t>(args.cols, 1);
     const auto kernel = formula == Formula::kGelu       ? element_kernel<T, N, Formula::kGelu>
                         : formula == Formula::kGeluTanh ? element_kernel<T, N, Formula::kGeluTanh>
                                                         : element_kernel<T, N, Formula::kSum>;
-    const int64_t blocks = divide_up(args.numel, int64_t{kElementThreads} * kElementUnits * N);
+    const int64_t blocks = divide_up(args.numel, int64_t{kElementThreads} * N);
     launch(kernel, grid_of({op, "x"}, blocks), kElementThreads, device.stream(), args);
 }
 

@@ -71,7 +71,6 @@ struct alignas(sizeof(T) * N < kAccessBytes ? sizeof(T) * N : kAccessBytes) Pack
     T at[N];
 };
 
-// N elements from an address that is a multiple of what one access takes of them.
 // Bits of the same size as another type.
 template <typename To, typename From>
 __device__ __forceinline__ To as_bits(From from) {
@@ -81,6 +80,7 @@ __device__ __forceinline__ To as_bits(From from) {
     return to;
 }
 
+// N elements from an address that is a multiple of what one access takes of them.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> read(const T* from) {
     DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(from) % alignof(Pack<T, N>) == 0, "misaligned read");
