@@ -7,8 +7,13 @@
 namespace ds {
 
 constexpr int kDequantizeThreads = 256;
-// What a thread makes at once, far apart: the reads are under way together.
-constexpr int kDequantizeUnits = 4;
+// Numbers that a thread makes of one read: as many as it writes by one access, but of int8 in 16 bits two accesses'
+// worth.
+template <typename T, int kBits>
+constexpr int kDequantizeWidth = kBits == 8 && sizeof(T) == 2 ? 16 : kWide<T>;
+// Reads of a thread, far apart: they are under way together.
+template <int N>
+constexpr int kDequantizeUnits = N == 16 ? 2 : 4;
 // At least so many share a multiprocessor.
 constexpr int kDequantizeBlocks = 4;
 
@@ -68,10 +73,10 @@ __device__ __forceinline__ void to_next_unit(const NumberArgs& args, int64_t& gr
 template <typename T, int N, int kBits>
 __device__ __forceinline__ void write_numbers(const NumberArgs& args, int64_t first, int64_t group, int64_t begin) {
     constexpr int kStep = kDequantizeThreads * N;
-    [[maybe_unused]] Pack<uint8_t, N == 1 ? 1 : N * kBits / 8> q[kDequantizeUnits];
-    float level[kDequantizeUnits], scale[kDequantizeUnits], offset[kDequantizeUnits];
+    [[maybe_unused]] Pack<uint8_t, N == 1 ? 1 : N * kBits / 8> q[kDequantizeUnits<N>];
+    float level[kDequantizeUnits<N>], scale[kDequantizeUnits<N>], offset[kDequantizeUnits<N>];
 #pragma unroll
-    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
+    for (int unit = 0; unit < kDequantizeUnits<N>; ++unit) {
         if (first + unit * kStep >= args.numel) continue;
         if constexpr (N > 1) {
             const auto from = reinterpret_cast<const uint8_t*>(args.q) + first * kBits / 8;
@@ -84,7 +89,7 @@ __device__ __forceinline__ void write_numbers(const NumberArgs& args, int64_t fi
         to_next_unit(args, group, begin);
     }
 #pragma unroll
-    for (int unit = 0; unit < kDequantizeUnits; ++unit) {
+    for (int unit = 0; unit < kDequantizeUnits<N>; ++unit) {
         if (first + unit * kStep >= args.numel) continue;
         Pack<float, N> numbers;
         if constexpr (N > 1) {
@@ -120,18 +125,18 @@ __device__ __forceinline__ Pack<float, N> sum_of_copies(const NumberArgs& args, 
     return sum;
 }
 
-// N = kWide<T> where every group is a multiple of it and everything is aligned; else 1.
+// N > 1 where every group is a multiple of it and everything is aligned.
 template <typename T, int N, int kBits>
 __global__ void __launch_bounds__(kDequantizeThreads, kDequantizeBlocks) dequantize(NumberArgs args) {
     constexpr int kStep = kDequantizeThreads * N;
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kDequantizeUnits * kStep) + threadIdx.x * N;
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kDequantizeUnits<N> * kStep) + threadIdx.x * N;
     int64_t group = quotient(first, args.group_size), begin = first - group * args.group_size;
     if (args.num_copies == 1) {  // no factor either
         write_numbers<T, N, kBits>(args, first, group, begin);
         return;
     }
 #pragma unroll 1
-    for (int unit = 0; unit < kDequantizeUnits && first + unit * kStep < args.numel; ++unit) {
+    for (int unit = 0; unit < kDequantizeUnits<N> && first + unit * kStep < args.numel; ++unit) {
         Pack<float, N> sum = sum_of_copies<N, kBits>(args, group, begin);
         if (args.factor != 1.0f) {
 #pragma unroll

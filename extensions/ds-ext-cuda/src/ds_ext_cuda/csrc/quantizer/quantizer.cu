@@ -162,15 +162,25 @@ static void check_quantized(const char* op, const Tensor& q, const Tensor& param
     }
 }
 
-template <typename T, int N>
-static void run_numbers(const char* op, const Tensor& q, NumberArgs args, int64_t num_bits) {
+template <typename T, int N, int kBits>
+static void launch_numbers(const char* op, const Tensor& q, NumberArgs args) {
     const OnDevice device(q);
     const int64_t step = int64_t{kDequantizeThreads} * N, size = std::max<int64_t>(args.group_size, 1);
     args.step_groups = step / size;
     args.step_begin = step % size;
-    const auto kernel = num_bits == 8 ? dequantize<T, N, 8> : dequantize<T, N, 4>;
-    launch(kernel, grid_of({op, "q"}, divide_up(args.numel, step * kDequantizeUnits)), kDequantizeThreads,
-           device.stream(), args);
+    launch(dequantize<T, N, kBits>, grid_of({op, "q"}, divide_up(args.numel, step * kDequantizeUnits<N>)),
+           kDequantizeThreads, device.stream(), args);
+}
+
+template <typename T, int kBits>
+static void run_numbers(const char* op, const Tensor& q, const NumberArgs& args) {
+    if (is_aligned<kDequantizeWidth<T, kBits>>(args.q, args.group_size)) {
+        launch_numbers<T, kDequantizeWidth<T, kBits>, kBits>(op, q, args);
+    } else if (is_aligned<kWide<T>>(args.q, args.group_size)) {
+        launch_numbers<T, kWide<T>, kBits>(op, q, args);
+    } else {
+        launch_numbers<T, 1, kBits>(op, q, args);
+    }
 }
 
 // (G, S) numbers of `dtype`: the copies added up.
@@ -194,11 +204,7 @@ static Tensor numbers(const char* op, const Tensor& q, const Tensor& params, int
         .out = out.data_ptr()};
     by_dtype(kind, [&](auto one) {
         using T = decltype(one);
-        if (is_aligned<kWide<T>>(args.q, group_size)) {
-            run_numbers<T, kWide<T>>(op, q, args, num_bits);
-        } else {
-            run_numbers<T, 1>(op, q, args, num_bits);
-        }
+        num_bits == 8 ? run_numbers<T, 8>(op, q, args) : run_numbers<T, 4>(op, q, args);
     });
     return out;
 }
