@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -10,8 +11,12 @@ import transformers
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
 
-from .test_inference import COMMON, ENCODERS, FAMILIES, create, logits_of, tokens_of
+from .test_inference import COMMON, ENCODERS, FAMILIES, LLAMA, create, logits_of, tokens_of
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"  # as the files of Mixtral have it
 
 
 def create_empty(name, **more):
@@ -64,7 +69,7 @@ def family_job(name, tp, checkpoint):
 
 
 IN_EVERY_RUN = {("gpt2", 1), ("gpt_neo", 2), ("gptj", 2), ("bloom", 3), ("llama", 3), ("falcon", 2), ("bert", 3)} | {
-    *(("gpt_neox", 2), ("t5", 2), ("llama", 1))
+    *(("gpt_neox", 2), ("t5", 2), ("llama", 1), ("mixtral", 2))
 }
 
 
@@ -224,6 +229,66 @@ def test_wrong_files_are_named(tmp_path):
     fails("w.bin is cut short", good)
     path.unlink()
     fails("w.bin is missing; check base_dir", good)
+
+
+def mixtral_files(folder, changes):
+    """Published names and forms; `changes` of the weights in one file."""
+    create("mixtral").save_pretrained(folder)
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    changes(state)
+    save_file(state, path)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            lambda state: state.pop(EXPERT),
+            r"1.mlp.experts.gate_up_proj is joined of .* 3 of .*w1.weight, 4 of .*w3.weight",
+        ),
+        (
+            lambda state: state.update({EXPERT: torch.zeros(39, 48)}),
+            r"joined of .*0.w1.* \(40, 48\) .*2.w1.* \(39, 48\)",
+        ),
+        (
+            lambda state: state.update({EXPERT: state[EXPERT].half()}),
+            r"joined of .* torch.float32 and .*2.w1.* torch.float16",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_together_are_named(tmp_path, changes, match):
+    fails(match, mixtral_files(tmp_path, changes), name="mixtral")
+
+
+def test_experts_of_other_families(tmp_path):
+    keys = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen3MoeConfig(**COMMON, **LLAMA, **keys)
+    torch.manual_seed(0)
+    plain = transformers.Qwen3MoeForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path, max_shard_size="40KB")
+    with deepspeed.OnDevice(dtype=torch.float, device="meta"):
+        empty = transformers.Qwen3MoeForCausalLM(config)
+    engine = deepspeed.init_inference(empty, dtype=torch.float, checkpoint=str(tmp_path))
+    for (name, found), expected in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_a_form_that_is_not_read_is_named(tmp_path):
+    config = transformers.Qwen3MoeConfig(**COMMON, **LLAMA)
+    with deepspeed.OnDevice(dtype=torch.float, device="meta"):
+        empty = transformers.Qwen3MoeForCausalLM(config)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    table = [WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", [Transpose()])]
+    torch.save({name: torch.zeros(48, 48)}, tmp_path / "w.bin")
+    with (
+        mock.patch("transformers.conversion_mapping.get_model_conversion_mapping", return_value=table),
+        pytest.raises(
+            CheckpointError, match=rf"w.bin has {name} of Qwen3Moe.* \(Transpose\) is not done here; load the"
+        ),
+    ):
+        deepspeed.init_inference(empty, dtype=torch.float, checkpoint=str(tmp_path / "w.bin"))
 
 
 def test_weights_without_a_place_are_warned_of(tmp_path, caplog):

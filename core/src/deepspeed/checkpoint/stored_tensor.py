@@ -1,7 +1,9 @@
 """A tensor that lies in a file, in pieces, and of which each rank reads the elements that it needs."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,6 +52,31 @@ class StackedTensor(StoredTensor):
             first, stop = max(start, index * size), min(start + numel, (index + 1) * size)
             if first < stop:
                 values[first - start : stop - start] = row.reshape(-1)[first - index * size : stop - index * size]
+        return values
+
+
+class JoinedTensor(StoredTensor):
+    """A tensor whose elements are those of others, one behind the other.
+
+    Args:
+        shape: of it.
+        pieces: of one dtype.
+    """
+
+    def __init__(self, shape: torch.Size, pieces: Sequence[StoredTensor]) -> None:
+        super().__init__(shape, pieces[0].dtype)
+        self.pieces = pieces
+        self._starts = list(accumulate((piece.numel() for piece in pieces), initial=0))
+        assert self._starts[-1] == self.numel()
+
+    def read(self, start: int, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=self.dtype)
+        stop = start + numel
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self.pieces)):
+            first, last = max(start, self._starts[index]), min(stop, self._starts[index + 1])
+            if first >= stop:
+                break
+            values[first - start : last - start] = self.pieces[index].read(first - self._starts[index], last - first)
         return values
 
 

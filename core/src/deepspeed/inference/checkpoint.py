@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.model_ranks import DIVISION, Division, Source
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.stored_tensor import JoinedTensor, StoredTensor
 from deepspeed.checkpoint.weight_files import WeightFile, open_weights
 from deepspeed.config.unknown import unknown_key
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
@@ -287,6 +287,36 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
                 self._held[other] = self._held.pop(name)
                 if name in self._own:
                     self._own.add(other)
+
+    def join(self, name: str, rows: Sequence[Sequence[str]], *, is_stacked: bool) -> None:
+        """Make one weight of others, whose elements lie one behind the other in it, row by row.
+
+        Args:
+            rows: names of weights; those of a row are joined along their first dimension.
+            is_stacked: the rows are those of a new first dimension; else there is one.
+
+        Raises:
+            CheckpointError: they differ in shape or dtype; names two.
+        """
+        names = [piece for row in rows for piece in row]
+        held = [self._held[piece][0] for piece in names]
+        stored = [each for _, each, _ in held]
+        of_row = stored[: len(rows[0])]
+        for place, each in enumerate(stored):
+            like = of_row[place % len(of_row)]
+            if each.shape != like.shape or each.shape[1:] != stored[0].shape[1:] or each.dtype != stored[0].dtype:
+                raise CheckpointError(
+                    f"checkpoint: {name} is joined of {names[0]} {tuple(stored[0].shape)} {stored[0].dtype} and "
+                    f"{names[place]} {tuple(each.shape)} {each.dtype} of {self.files.what}, which do not fit; the "
+                    "files are of different models"
+                )
+        first = sum(each.shape[0] for each in of_row)
+        shape = torch.Size(((len(rows),) if is_stacked else ()) + (first, *stored[0].shape[1:]))
+        if any(piece in self._own for piece in names):
+            self._own.add(name)
+        for piece in names:
+            del self._held[piece]
+        self._held[name] = [(None, JoinedTensor(shape, stored), held[0][2])]
 
     def find(self, names: Iterable[str]) -> Found | None:
         """The weight that has the first of `names` that there is; None: there is none. All of them count as used."""

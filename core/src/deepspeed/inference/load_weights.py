@@ -4,11 +4,8 @@ A model on the meta device has no values anyway. Each parameter gets memory for 
 and is read into that by rows, through a buffer of `BUFFER_BYTES`: no weight is whole on a rank that holds a part of it.
 """
 
-import functools
-import importlib.util
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.inference.checkpoint import CheckpointWeights, Found
+from deepspeed.inference.published_names import translate
 from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
 from deepspeed.tensor_parallel.entry import prepare_params
@@ -114,7 +112,7 @@ def load_weights(model: nn.Module, weights: CheckpointWeights, device: torch.dev
         names.setdefault(id(tensor), []).append(name)
         wanted[id(tensor)] = tensor
     prefix = str(getattr(model, "base_model_prefix", "") or "")
-    weights.rename(_renames(model))
+    translate(weights, model)
     found = {key: weights.find(_spellings(names[key], prefix)) for key in wanted}
     missing = [names[key][0] for key, tensor in wanted.items() if found[key] is None and tensor.is_meta]
     if missing:
@@ -140,17 +138,6 @@ def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
         yield name
         if prefix:
             yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
-
-
-def _renames(model: nn.Module) -> Callable[[str], str]:
-    """From the name of a weight in a file to its name in the model, by the table that transformers has of both."""
-    if "transformers" not in sys.modules or importlib.util.find_spec("transformers.conversion_mapping") is None:
-        return str
-    if not isinstance(model, sys.modules["transformers"].PreTrainedModel):
-        return str
-    table = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    renames = [each.rename_source_key for each in table if type(each).__name__ == "WeightRenaming"]
-    return lambda name: functools.reduce(lambda found, rename: str(rename(found)[0]), renames, name)
 
 
 def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
