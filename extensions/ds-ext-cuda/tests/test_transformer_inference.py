@@ -70,6 +70,16 @@ def test_norms_equal_the_reference_on_every_path(ops, numbers, cols, dtype):
     check_norms(ops, x[:2], residual[:2], None, bias)
 
 
+@pytest.mark.parametrize("accesses", [129, 512])
+def test_many_long_rows_are_taken_by_a_warp_each(ops, numbers, dtype, accesses):
+    cols = accesses * 16 // dtype.itemsize
+    x = numbers(1025, cols, dtype=dtype, shift=3.0, offset=0)
+    weight, bias = (numbers(cols, dtype=dtype, seed=seed, offset=0) for seed in (1, 2))
+    close(ops.layer_norm(x, weight, bias, 1e-5), layer_norm_reference(x, weight, bias, 1e-5))
+    close(ops.layer_norm(x, weight, None, 1e-5), layer_norm_reference(x, weight, None, 1e-5))
+    close(ops.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
 def test_one_misaligned_argument_is_enough_for_narrow_access(ops, numbers):
     aligned = [numbers(2, 64, offset=0), numbers(2, 64, seed=1, offset=0), numbers(64, offset=0), numbers(64, offset=0)]
     for index, one in enumerate(aligned):

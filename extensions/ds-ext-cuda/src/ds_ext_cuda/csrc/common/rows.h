@@ -36,15 +36,15 @@ struct RowThreads {
     static __device__ __forceinline__ float sum(float value) { return reduce(value, Sum{}, 0.0f); }
 };
 
-// What a thread keeps of a row in registers: `act(i, begin)` for its i-th N neighbours, which begin there. Reads are
-// done in a pass of their own before anything is written, so that all are under way together: the compiler may not move
-// a read over a write that it cannot tell apart.
-template <typename Threads, int N, typename Act>
-__device__ __forceinline__ void each_held(int64_t cols, Act act) {
+// What a thread keeps of a row in registers, from access `first` on: `act(i, begin)` for its i-th N neighbours, which
+// begin there. Reads are done in a pass of their own before anything is written, so that all are under way together:
+// the compiler may not move a read over a write that it cannot tell apart.
+template <typename Threads, int N, int kUnits = kUnitsOfRow, typename Act>
+__device__ __forceinline__ void each_held(int64_t cols, Act act, int first = 0) {
     const int count = Threads::count(), number = Threads::number(), end = static_cast<int>(cols);
 #pragma unroll
-    for (int i = 0; i < kUnitsOfRow; ++i) {
-        const int begin = (i * count + number) * N;
+    for (int i = 0; i < kUnits; ++i) {
+        const int begin = ((first + i) * count + number) * N;
         if (begin < end) act(i, begin);
     }
 }
