@@ -1,10 +1,12 @@
 """What `ccl` says when a rank does something else, does not come, or is gone; and that it leaves nothing behind."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def left_job():
     """Rank 0 leaves the group; nobody waits for the timeout, which is a minute."""
     with ccl_group("shm") as group:
         if torch_dist.get_rank() == 0:
-            group._get_backend(torch.device("cpu")).shutdown()  # as destroy_process_group does
+            leave(group)
             return raised_by(lambda: None)
         return raised_by(lambda: torch_dist.all_reduce(torch.ones(3), group=group))
 
@@ -222,6 +224,161 @@ def transport_job():
 def test_a_rank_that_leaves_is_named_at_once():
     text = run_ranks(2, left_job)[1]
     assert text.startswith("rank 0 has left the group, where rank 1 waits for it in an all-reduce (sum) of 3 float32")
+
+
+def leave(group):
+    """As destroy_process_group does, which only all ranks together may call."""
+    group._get_backend(torch.device("cpu")).shutdown()
+
+
+def text_of(call):
+    """As `raised_by`, for a rank alone."""
+    try:
+        call()
+    except torch_dist.DistError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def stopped(process):
+    """No thread of `process` runs meanwhile."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        tasks = [path / "stat" for path in Path(f"/proc/{process}/task").iterdir()]
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks):
+            os.sched_yield()
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def processes():
+    found = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(found, os.getpid())
+    return found
+
+
+def over_job(transport, numel, ends):
+    """Rank 0 stands still while rank 1 takes the message, and then leaves, or the timeout passes."""
+    rank, process, tensor = torch_dist.get_rank(), processes()[0], torch.ones(numel)
+    is_late = ends == "late"
+    with ccl_group(transport, timedelta(seconds=1 if is_late else 60)) as group:
+        if rank == 0:
+            work = torch_dist.isend(tensor, group=group, group_dst=1)
+        torch_dist.barrier()
+        if rank == 1:
+            with stopped(process):
+                torch_dist.recv(tensor.zero_(), group=group, group_src=0)
+                if not is_late:
+                    leave(group)
+                time.sleep(1.1 if is_late else 0.2)  # longer than a rank sleeps before it looks at its peers
+        torch_dist.barrier()
+        return raised_by(work.wait if rank == 0 else lambda: None), tensor.tolist()
+
+
+@pytest.mark.parametrize("ends", ["left", "late"])
+@pytest.mark.parametrize(("transport", "length"), [("read", 3), ("read", 0), ("shm", 0)])
+def test_a_message_that_was_taken_is_sent_though_its_sender_looks_late(transport, length, ends):
+    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
+        pytest.skip("the kernel does not let ranks read each other's memory")
+    assert run_ranks(2, over_job, transport, length, ends) == [("", [1.0] * length)] * 2
+
+
+def filled_job():
+    """Rank 2 has rank 1 grant the message and then stand still, while rank 0 fills the shared memory and leaves."""
+    rank, (sender, receiver, _), token = torch_dist.get_rank(), processes(), torch.zeros(1)
+    with ccl_group("shm", ranks=[0, 1]) as group:
+        message = torch.full((3,), 1.0 - rank)
+        if rank == 0:
+            work = torch_dist.isend(message, group=group, group_dst=1)
+        torch_dist.barrier()
+        if rank == 0:
+            torch_dist.recv(token, 2)
+            waited = text_of(lambda: work.wait(timedelta(seconds=0.2)))
+            leave(group)
+            message.fill_(7)
+            torch_dist.send(token, 2)
+            assert waited.startswith("wait(): the work is not over"), waited
+        if rank == 1:
+            torch_dist.recv(token, 2)
+            work = torch_dist.irecv(message, group=group, group_src=0)
+            torch_dist.send(token, 2)
+        if rank == 2:
+            with contextlib.ExitStack() as stack:
+                with stopped(sender):
+                    torch_dist.send(token, 1)
+                    torch_dist.recv(token, 1)
+                    stack.enter_context(stopped(receiver))
+                torch_dist.send(token, 0)
+                torch_dist.recv(token, 0)
+                time.sleep(0.2)  # longer than a rank sleeps before it looks at its peers
+        return raised_by(work.wait if rank < 2 else lambda: None), message.tolist()
+
+
+def test_a_message_in_shared_memory_arrives_though_its_sender_left():
+    sent, received, _ = run_ranks(3, filled_job)
+    assert sent[0] == ""
+    assert received == ("", [1.0] * 3)
+
+
+def unread_job(transport, numel):
+    """Rank 0 leaves with a send that nobody has taken, and uses its tensor again."""
+    rank, message = torch_dist.get_rank(), torch.ones(numel)
+    with ccl_group(transport) as group:
+        if rank == 0:
+            torch_dist.send(message, group=group, group_dst=1)
+            works = [torch_dist.isend(message, group=group, group_dst=1) for _ in range(3)]
+            leave(group)
+            texts = [text_of(work.wait) for work in works]
+            message.fill_(7)
+        else:
+            torch_dist.recv(message, group=group, group_src=0)  # looks whether the peer is there, the next one may not
+        torch_dist.barrier()
+        if rank == 1:
+            texts = [text_of(lambda: torch_dist.recv(message, group=group, group_src=0)) for _ in range(3)]
+        return texts, message.tolist()
+
+
+@pytest.mark.parametrize(("transport", "length"), [("read", 3), ("read", 0), ("shm", 3)])
+def test_the_memory_of_a_rank_that_left_is_not_read(transport, length):
+    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
+        pytest.skip("the kernel does not let ranks read each other's memory")
+    (sent, _), (received, message) = run_ranks(2, unread_job, transport, length)
+    start = f"rank 0 left the group before sending {4 * length} bytes with tag 0 to rank 1 was over"
+    assert [text.partition(";")[0] for text in sent] == [start] * 3
+    assert all("rank 0 has left the group, where rank 1 waits for it in receiving" in text for text in received)
+    assert message == [1.0] * length
+
+
+def reading_job():
+    """Rank 1 reads for a while from rank 0, which leaves meanwhile and uses its tensor again."""
+    rank = torch_dist.get_rank()
+    own = torch.ones([1 << 24, 1][rank])
+    with ccl_group("read") as group:
+        parts = [own, torch.zeros(1)] if rank == 0 else [torch.zeros(1 << 24), own]
+        work = torch_dist.all_gather(parts, own, group=group, async_op=True)
+        if rank == 0:
+            while parts[1].item() == 0:
+                os.sched_yield()
+            leave(group)
+        text = text_of(work.wait)
+        if rank == 0:
+            own[-1000:] = 7
+        torch_dist.barrier()
+        return text, bool((parts[0][-1000:] == 1).all())
+
+
+def test_a_collective_does_not_read_what_a_rank_that_left_wrote_later():
+    if run_ranks(2, transport_job) == ["shm", "shm"]:
+        pytest.skip("the kernel does not let ranks read each other's memory")
+    for _ in range(3):
+        (given, _), (taken, is_whole) = run_ranks(2, reading_job)
+        if given == "":
+            assert (taken, is_whole) == ("", True)
+        else:
+            assert given == "rank 0 left the group before an all-gather of float32 was over"
+            assert taken.startswith("rank 0 has left the group, where rank 1 waits for it in an all-gather of float32")
 
 
 def test_what_killed_ranks_left_is_swept_and_nothing_else(monkeypatch, tmp_path):

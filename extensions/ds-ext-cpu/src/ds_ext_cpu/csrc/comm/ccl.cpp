@@ -247,7 +247,7 @@ class ProcessGroupCCL : public c10d::Backend {
             static_cast<void>(core_.release());
             return;
         }
-        core_->group.close();
+        leave();
         if (Py_IsInitialized() == 0 || is_finalizing()) {  // a thread may need what Python has no more
             static_cast<void>(core_.release());
             return;
@@ -276,7 +276,7 @@ class ProcessGroupCCL : public c10d::Backend {
         is_coalescing_ = false;
         return c10::make_intrusive<Together>(getRank(), std::exchange(coalesced_, {}));
     }
-    void shutdown() override { core_->group.close(); }
+    void shutdown() override { leave(); }
     void abort() override { fail(core_->group.called(getRank()) + " aborted the group; its own output says why"); }
     // All ranks that wait here, or come to wait, raise this.
     void fail(const std::string& text) { core_->group.abort(text); }
@@ -514,6 +514,17 @@ class ProcessGroupCCL : public c10d::Backend {
 #else
         return _Py_IsFinalizing() != 0;
 #endif
+    }
+
+    void leave() {
+        std::unique_lock lock(mutex_);
+        const std::shared_ptr<Messages> messages = core_->messages;
+        lock.unlock();
+        if (messages != nullptr) {
+            messages->leave();
+        } else {
+            core_->group.close();
+        }
     }
 
     // What `run` raised, as torch knows it.

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -90,9 +91,7 @@ Group::~Group() {
 }
 
 void Group::close() noexcept {
-    if (is_closed_.exchange(true)) return;
-    cells_[rank].has_left.store(1);
-    wake_all();
+    if (cells_[rank].has_left.exchange(1) == 0) wake_all();
 }
 
 void Group::wake_all() noexcept {
@@ -159,17 +158,19 @@ void Group::wait_for(int peer, const Wait& wait) {
         pause();
     }
     Cell& cell = cells_[peer];
-    while (true) {
+    for (bool looks = false;;) {
+        // before the tick: a peer that came and then left has come, also where this thread did not run for long
+        const int64_t left = wait.deadline - now_ns();
+        const bool is_gone = looks && !lives(peer);
         const uint32_t seen = cell.tick.load(std::memory_order_acquire);
         if (static_cast<int32_t>(seen - target) >= 0) return;
         check_open(wait);
-        const int64_t left = wait.deadline - now_ns();
+        if (is_gone) check_alive(peer, wait.what());
         if (left <= 0) fail_late(peer, wait);
-        if (!sleep_on(cell.tick, cell.tick_sleepers, seen, left < kLookNs ? left : kLookNs) || cell.has_left.load()) {
-            if (look(peer, target)) return;
-            check_alive(peer, wait.what());
-            if (interrupted != nullptr && (*interrupted)()) fail(called(rank) + " was interrupted in " + wait.what());
+        if (looks && interrupted != nullptr && (*interrupted)()) {
+            fail(called(rank) + " was interrupted in " + wait.what());
         }
+        looks = !sleep_on(cell.tick, cell.tick_sleepers, seen, std::min(left, kLookNs)) || has_left(peer);
     }
 }
 
@@ -184,8 +185,10 @@ void Group::read(int peer, uint64_t address, void* to, size_t num_bytes, const W
     while (num_bytes > 0) {
         const iovec here{into, num_bytes}, there{reinterpret_cast<void*>(address), num_bytes};
         const ssize_t count = process_vm_readv(cells_[peer].process, &here, 1, &there, 1, 0);
+        const int error = errno;
+        if (has_left(peer)) check_alive(peer, wait.what());  // and may have written there meanwhile
         if (count <= 0) {
-            const int error = errno;
+            if (has_failed()) raise_failure(wait.what());
             check_alive(peer, wait.what());
             fail(called(rank) + " cannot read the memory of " + called(peer) + " in " + wait.what() + ": " +
                  std::strerror(error) + "; set DS_CCL_TRANSPORT=shm, with which no memory is read");
@@ -216,17 +219,21 @@ void Group::raise_failure(const std::string& what) const {
                   (is_whole ? std::string(head_->text) : "another rank failed"));
 }
 
-void Group::check_alive(int peer, const std::string& what) {
+bool Group::lives(int peer) const {
     const Cell& cell = cells_[peer];
-    if (cell.has_left.load()) {
+    if (has_left(peer)) return false;
+    if (cells_[rank].is_strange || cell.process == 0) return true;
+    return start_time_of(cell.process) == cell.start_time;
+}
+
+void Group::check_alive(int peer, const std::string& what) {
+    if (lives(peer)) return;
+    if (has_left(peer)) {
         fail(called(peer) + " has left the group, where " + called(rank) + " waits for it in " + what +
              "; it left out a call that this rank makes, or failed: its own output says why");
     }
-    if (cells_[rank].is_strange || cell.process == 0) return;
-    if (start_time_of(cell.process) != cell.start_time) {
-        fail("the process of " + called(peer) + " (" + std::to_string(cell.process) + ") has ended, where " +
-             called(rank) + " waits for it in " + what + "; its own output says why");
-    }
+    fail("the process of " + called(peer) + " (" + std::to_string(cells_[peer].process) + ") has ended, where " +
+         called(rank) + " waits for it in " + what + "; its own output says why");
 }
 
 std::string Group::seconds(int64_t ns) {

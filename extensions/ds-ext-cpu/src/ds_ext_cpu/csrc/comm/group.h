@@ -73,17 +73,20 @@ class Group {
     [[noreturn]] void fail(const std::string& text);
     // As `fail`, and raises nothing.
     void abort(const std::string& text) noexcept;
-    // This rank leaves: what it waits for ends, and peers that wait for it raise.
+    // This rank leaves: what it waits for ends, and peers that wait for it raise. They know of it before that ends, so
+    // that who reads the memory of this rank and then finds it there has read what it gave.
     void close() noexcept;
     bool has_failed() const { return head_->fault.load(std::memory_order_acquire) != 0; }
     [[noreturn]] void raise_failure(const std::string& what) const;
-    bool is_open() const { return !has_failed() && !is_closed_.load(); }
+    bool is_open() const { return !has_failed() && !has_left(rank); }
     // Raises after a failure, and after `close`.
     void check_open(const Wait& wait) const {
         if (has_failed()) raise_failure(wait.what());
-        if (is_closed_.load()) throw Failure(called(rank) + " left the group before " + wait.what() + " was over");
+        if (has_left(rank)) throw Failure(called(rank) + " left the group before " + wait.what() + " was over");
     }
-    // Raises where that peer cannot come any more.
+    // False: that peer cannot come any more. It may have come before: ask first, then look for what it left.
+    bool lives(int peer) const;
+    // Raises where it does not live.
     void check_alive(int peer, const std::string& what);
     // "rank 3", by its number in the job.
     std::string called(int peer) const { return "rank " + std::to_string(ranks_[peer]); }
@@ -96,6 +99,7 @@ class Group {
     bool look(int peer, uint32_t target) const {
         return static_cast<int32_t>(cells_[peer].tick.load(std::memory_order_acquire) - target) >= 0;
     }
+    bool has_left(int peer) const { return cells_[peer].has_left.load() != 0; }
     [[noreturn]] void fail_late(int peer, const Wait& wait);
 
     char* const base_;
@@ -104,7 +108,6 @@ class Group {
     Offer* const offers_;
     const std::vector<int> ranks_;
     uint32_t tick_ = 0;
-    std::atomic<bool> is_closed_ = false;
     void wake_all() noexcept;
     int num_looks_;
     uint64_t proof_;

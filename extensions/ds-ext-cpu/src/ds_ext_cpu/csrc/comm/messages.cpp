@@ -41,7 +41,14 @@ void Messages::poll() {
     tell(ended, failure);
 }
 
+void Messages::leave() {
+    const std::lock_guard lock(mutex_);
+    withdraw(!group_.has_failed());
+    group_.close();
+}
+
 void Messages::stop() {
+    leave();
     {
         const std::lock_guard lock(mutex_);
         is_stopped_ = true;
@@ -63,22 +70,17 @@ void Messages::run() {
         const uint32_t seen = own.bell.load();
         Open ended;
         std::string failure;
-        bool is_idle;
+        bool is_idle, is_stopped;
         {
             const std::lock_guard lock(mutex_);
-            if (is_stopped_) break;
             failure = attempt(&ended);
             is_idle = open_.empty();
+            is_stopped = is_stopped_;
         }
         tell(ended, failure);
+        if (is_stopped) return;
         sleep_on(own.bell, own.bell_sleepers, seen, is_idle ? kIdleNs : kLookNs);
     }
-    Open left;
-    {
-        const std::lock_guard lock(mutex_);
-        left.swap(open_);
-    }
-    tell(left, group_.called(group_.rank) + " left the group");
 }
 
 // Each message as far as it goes. `ended` gets those that are over; what failed, and then all of them, or "".
@@ -86,14 +88,14 @@ std::string Messages::attempt(Open* ended) {
     if (open_.empty()) return "";
     try {
         if (!group_.is_open()) {
+            const auto first =
+                std::find_if(open_.begin(), open_.end(), [](const Message& each) { return !each.is_over; });
             Wait wait(nullptr, 0);
-            wait.text = described(open_.front());
+            wait.text = described(first == open_.end() ? open_.front() : *first);
             group_.check_open(wait);
         }
-        if (now_ns() > looked_ + kLookNs) {
-            look_at_peers();
-            looked_ = now_ns();
-        }
+        // before the slots: what was over then is over, also where this thread did not run for long
+        const Look look = look_at_peers();
         for (bool has_moved = true; has_moved;) {
             has_moved = false;
             for (auto place = open_.begin(); place != open_.end();) {
@@ -103,11 +105,25 @@ std::string Messages::attempt(Open* ended) {
                 place = next;
             }
         }
+        fail_lost(look);
         return "";
     } catch (const Failure& failure) {
+        withdraw(false);
         passing_ = nullptr;
         ended->splice(ended->end(), open_);
         return failure.what();
+    }
+}
+
+// What has arrived is over. An offer is taken back before its memory is given back, the last one first, as the peer
+// takes the first one. Where this rank `leaves`, and nothing failed, the peer still takes what lies in shared memory.
+void Messages::withdraw(bool leaves) {
+    for (auto message = open_.rbegin(); message != open_.rend(); ++message) {
+        if (!message->is_sent || message->offer == nullptr || message->is_over) continue;
+        uint32_t state = value(OfferState::kOffered);
+        if (message->offer->state.compare_exchange_strong(state, value(OfferState::kWithdrawn))) continue;
+        message->is_over = state == value(OfferState::kDone) ||
+                           (state == value(OfferState::kGranted) && leaves && has_all_chunks(*message));
     }
 }
 
@@ -163,8 +179,7 @@ bool Messages::send(Message& message) {
     if (state != value(OfferState::kGranted) || (passing_ != nullptr && passing_ != &message)) return false;
     passing_ = &message;
     bool has_moved = false;
-    while (message.chunks * uint64_t{group_.layout.chunk_bytes} < message.num_bytes &&
-           message.chunks - offer.taken.load(std::memory_order_acquire) < kChunks) {
+    while (!has_all_chunks(message) && message.chunks - offer.taken.load(std::memory_order_acquire) < kChunks) {
         const size_t start = message.chunks * group_.layout.chunk_bytes;
         std::memcpy(group_.chunk(group_.rank, message.chunks), message.data + start, in_chunk(message));
         offer.filled.store(++message.chunks, std::memory_order_release);
@@ -190,11 +205,13 @@ bool Messages::receive(Message& message) {
     bool has_moved = false;
     if (message.offer == nullptr) {
         if (!is_first(message)) return false;
+        uint32_t state = value(OfferState::kOffered);
         // One look may miss the first offer: it may come into a slot that was passed, and a later one into a slot that
         // was not. Who has seen the later one sees, in a look after that, all that were offered before it.
         if (first_offer(message) == nullptr) return false;
-        message.offer = first_offer(message);
-        Offer& offer = *message.offer;
+        Offer* const found = first_offer(message);
+        if (found == nullptr) return false;  // withdrawn meanwhile
+        Offer& offer = *found;
         if (offer.num_bytes != message.num_bytes) {
             group_.fail(group_.called(group_.rank) + " receives a message of " + std::to_string(message.num_bytes) +
                         " bytes with tag " + std::to_string(message.tag) + " from " + group_.called(message.peer) +
@@ -207,12 +224,14 @@ bool Messages::receive(Message& message) {
                 wait.text = described(message);
                 group_.read(message.peer, offer.address, message.data, message.num_bytes, wait);
             }
-            offer.state.store(value(OfferState::kDone), std::memory_order_release);
+            // withdrawn: what was read there may not be the message
+            if (!offer.state.compare_exchange_strong(state, value(OfferState::kDone))) return false;
             ring(message.peer);
             message.is_over = true;
             return true;
         }
-        offer.state.store(value(OfferState::kGranted), std::memory_order_release);
+        if (!offer.state.compare_exchange_strong(state, value(OfferState::kGranted))) return false;
+        message.offer = found;
         ring(message.peer);
         has_moved = true;
     }
@@ -222,7 +241,7 @@ bool Messages::receive(Message& message) {
         std::memcpy(message.data + start, group_.chunk(message.peer, message.chunks), in_chunk(message));
         offer.taken.store(++message.chunks, std::memory_order_release);
         has_moved = true;
-        if (message.chunks * uint64_t{group_.layout.chunk_bytes} >= message.num_bytes) {
+        if (has_all_chunks(message)) {
             offer.state.store(value(OfferState::kDone), std::memory_order_release);
             ring(message.peer);
             message.is_over = true;
@@ -238,10 +257,21 @@ std::string Messages::described(const Message& message) const {
            std::to_string(message.tag) + (message.is_sent ? " to " : " from ") + group_.called(message.peer);
 }
 
-void Messages::look_at_peers() {
+// Now and then: nothing has ended where it is not time to look.
+Messages::Look Messages::look_at_peers() {
+    Look look{now_ns(), {}};
+    if (look.time <= looked_ + kLookNs) return {};
+    looked_ = look.time;
+    std::bitset<kMaxRanks> peers;
+    for (const Message& message : open_) peers.set(message.peer);
+    for (int peer = 0; peer < group_.size; ++peer) look.gone[peer] = peers[peer] && !group_.lives(peer);
+    return look;
+}
+
+void Messages::fail_lost(const Look& look) {
     for (const Message& message : open_) {
-        group_.check_alive(message.peer, described(message));
-        if (now_ns() > message.deadline) {
+        if (look.gone[message.peer]) group_.check_alive(message.peer, described(message));
+        if (look.time > message.deadline) {
             group_.fail(group_.called(group_.rank) + " waited " + Group::seconds(message.limit_ns) +
                         " (the timeout) in " + described(message) + ", whose process lives; does that rank " +
                         (message.is_sent ? "receive" : "send") + " it, with this tag?");

@@ -5,6 +5,7 @@
 // that none waits for one which nobody takes.
 #pragma once
 
+#include <bitset>
 #include <functional>
 #include <list>
 #include <memory>
@@ -37,7 +38,10 @@ class Messages {
     void start(Message message);
     // As much as can be done now, by a thread that waits for a message.
     void poll();
-    // Ends the thread; what is unfinished fails.
+    // Closes the group: what is unfinished fails, and peers take none of it after that. What lies whole in shared
+    // memory is sent. The thread says so.
+    void leave();
+    // Leaves, and ends the thread.
     void stop();
 
   private:
@@ -48,7 +52,17 @@ class Messages {
     bool receive(Message& message);
     Offer* first_offer(const Message& message) const;
     bool is_first(const Message& message) const;
-    void look_at_peers();
+    // What ends messages, but for those that are over.
+    struct Look {
+        int64_t time = 0;
+        std::bitset<kMaxRanks> gone;
+    };
+    Look look_at_peers();
+    void fail_lost(const Look& look);
+    void withdraw(bool leaves);
+    bool has_all_chunks(const Message& message) const {
+        return message.chunks * uint64_t{group_.layout.chunk_bytes} >= message.num_bytes;
+    }
     static void tell(Open& ended, const std::string& failure);
     void ring(int peer);
     std::string described(const Message& message) const;

@@ -56,9 +56,10 @@ struct Cell {
     alignas(kLine) Description descriptions[2];
 };
 
-enum class OfferState : uint32_t { kFree, kOffered, kGranted, kDone };
+enum class OfferState : uint32_t { kFree, kOffered, kGranted, kDone, kWithdrawn };
 
-// A message from one rank to another, written by the sender, who frees it; the receiver grants and ends it.
+// A message from one rank to another, written by the sender, who frees it; the receiver grants and ends it. What is
+// offered either gets: the receiver grants or ends it, or the sender withdraws it, for good.
 struct alignas(kLine) Offer {
     std::atomic<uint32_t> state;
     uint32_t tag;
