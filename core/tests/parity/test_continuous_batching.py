@@ -32,6 +32,10 @@ _FALCON = {"hidden_size": 32, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_
 _NEO = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**_GROUPED, "head_dim": 8}),
+    "gemma 2": (
+        "Gemma2",
+        {**_GROUPED, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
     "gpt2": ("GPT2", _GPT2),
     "gpt-neo, local": ("GPTNeo", {**_NEO, "window_size": 5, "attention_types": [[["global", "local"], 1]]}),
@@ -53,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_EAGER_ONLY = ("gpt-neo, local", "gpt-j", "bloom")
+_EAGER_ONLY = ("gpt-neo, local", "gpt-j", "bloom", "gemma 2")
 
 
 def make_model(name: str = "llama", **words: Any) -> Any:
@@ -388,12 +392,6 @@ def test_a_key_that_is_not_there_names_the_nearest() -> None:
         InferenceEngineV2(make_model(), {"state_manager": {"max_raged_batch_size": 3}})
     with pytest.raises(ConfigError, match="offload"):
         InferenceEngineV2(make_model(), {"state_manager": {"offload": True}})
-
-
-def test_capped_scores_are_refused() -> None:
-    config = transformers.Gemma2Config(**_GROUPED, head_dim=8)
-    with pytest.raises(ConfigError, match="attn_logit_softcapping and final_logit_softcapping .*; use init_inference"):
-        InferenceEngineV2(transformers.Gemma2ForCausalLM(config), settings())
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8", "fp6", "wf6af16"])

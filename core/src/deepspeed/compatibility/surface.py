@@ -456,8 +456,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.inference.v2.InferenceEngineV2",
             D,
-            "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks, "
-            "but not for Gemma 2. `flush` of what is not tracked is an error; `serialize` writes plain transformers.",
+            "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks. "
+            "`flush` of what is not tracked is an error; `serialize` writes plain transformers.",
         ),
         (
             "deepspeed.DeepSpeedHybridEngine",

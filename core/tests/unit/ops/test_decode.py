@@ -33,7 +33,7 @@ def test_gated_activation_is_torchs(name):
     assert gated_activation(gate.bfloat16(), up.bfloat16(), name).dtype == torch.bfloat16
 
 
-def alone(q, keys, values, scale, bias, window):
+def alone(q, keys, values, scale, bias, window, softcap):
     """torch's attention for one sequence, with the mask written out. keys: (kv_heads, tokens, D)."""
     heads, num_queries, _ = q.shape
     length = keys.shape[1]
@@ -47,22 +47,27 @@ def alone(q, keys, values, scale, bias, window):
     mask = mask.masked_fill(~seen, float("-inf"))
     group = heads // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    return F.scaled_dot_product_attention(q[None], keys[None], values[None], mask[None], scale=scale)[0]
+    if softcap is None:
+        return F.scaled_dot_product_attention(q[None], keys[None], values[None], mask[None], scale=scale)[0]
+    return (softcap * torch.tanh(scale * q @ keys.mT / softcap) + mask).softmax(-1) @ values
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize(("alibi", "window"), [(False, None), (True, None), (False, 4), (True, 1)])
-def test_attention_equals_torchs_for_each_sequence(num_queries, kv_heads, alibi, window):
+@pytest.mark.parametrize(
+    ("alibi", "window", "softcap"),
+    [(False, None, None), (True, None, None), (False, 4, None), (True, 1, None), (False, None, 0.5), (True, 4, 0.5)],
+)
+def test_attention_equals_torchs_for_each_sequence(num_queries, kv_heads, alibi, window, softcap):
     lengths = torch.tensor([5, 12, 3])
     q, k, v = numbers(3, 6, num_queries, 8), numbers(3, kv_heads, 12, 8, seed=1), numbers(3, kv_heads, 12, 8, seed=2)
     slopes = torch.rand(6, generator=torch.Generator().manual_seed(3)) if alibi else None
     wanted = torch.stack(
-        [alone(q[b], k[b, :, :n], v[b, :, :n], 0.3, slopes, window) for b, n in enumerate(lengths.tolist())]
+        [alone(q[b], k[b, :, :n], v[b, :, :n], 0.3, slopes, window, softcap) for b, n in enumerate(lengths.tolist())]
     )
     for b, n in enumerate(lengths.tolist()):  # what lies behind the end is not read
         k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
-    found = decode_attention(q, k, v, lengths, 0.3, None, slopes, window)
+    found = decode_attention(q, k, v, lengths, 0.3, None, slopes, window, softcap)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     # the same in blocks of 4 tokens, strewn over a larger cache
     table = torch.tensor([[7, 2, -1], [9, 0, 5], [3, -1, -1]], dtype=torch.int32)
@@ -72,9 +77,9 @@ def test_attention_equals_torchs_for_each_sequence(num_queries, kv_heads, alibi,
             for index, block in enumerate(table[b].tolist()):
                 if block >= 0:
                     cache[block] = whole[b, :, 4 * index : 4 * index + 4].transpose(0, 1)
-    paged = decode_attention(q, *caches, lengths.int(), 0.3, table, slopes, window)
+    paged = decode_attention(q, *caches, lengths.int(), 0.3, table, slopes, window, softcap)
     torch.testing.assert_close(paged, wanted, rtol=1e-5, atol=1e-6)
-    halves = decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), lengths, 0.3, None, slopes, window)
+    halves = decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), lengths, 0.3, None, slopes, window, softcap)
     torch.testing.assert_close(halves.float(), wanted, rtol=5e-2, atol=5e-2)
 
 
@@ -113,6 +118,7 @@ def test_refuses_by_name():
             r"alibi_slopes: found torch.float32 of shape \(3,\)",
             lambda: decode_attention(q, cache, cache, lengths, 1.0, alibi_slopes=torch.ones(3)),
         ),
+        ("softcap: found 0", lambda: decode_attention(q, cache, cache, lengths, 1.0, softcap=0.0)),
         ("window: found 0", lambda: decode_attention(q, cache, cache, lengths, 1.0, window=0)),
     ):
         with pytest.raises(ConfigError, match=match):

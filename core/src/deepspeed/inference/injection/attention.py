@@ -29,6 +29,7 @@ class AttendingCache(Protocol):
         scale: float,
         alibi_slopes: Tensor | None,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Write keys and values of new tokens, and give their attention's output, [B, T, H D].
 
@@ -36,6 +37,7 @@ class AttendingCache(Protocol):
             query: [B, H, T, D]. key, value: [B, G, T, D].
             alibi_slopes: [H].
             window: tokens that a query sees; None: all.
+            softcap: as `decode_attention` has it.
         """
         ...
 

@@ -209,7 +209,14 @@ class FusedBlock:
                 (alibi[:, 0, 1] - alibi[:, 0, 0]).float() if policy.alibi == "added" and alibi is not None else None
             )
             return cache.attend(
-                query, key, value, self.layer_index, scale=self.scale, alibi_slopes=slopes, window=self.sliding_window
+                query,
+                key,
+                value,
+                self.layer_index,
+                scale=self.scale,
+                alibi_slopes=slopes,
+                window=self.sliding_window,
+                softcap=self.softcap,
             )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)

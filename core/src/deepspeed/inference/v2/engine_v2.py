@@ -440,14 +440,6 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise ConfigError(f"InferenceEngineV2: {name} is no causal language model of transformers")
-    capped = [
-        name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(model.config, name, None)
-    ]
-    if capped:
-        raise ConfigError(
-            f"InferenceEngineV2: {name} has {' and '.join(capped)} in its configuration, which attention over blocks "
-            "of a cache does not do; use init_inference and generate"
-        )
     by_length = next((kind for kind in _rotary_types(model.config) if kind in _ROTARY_BY_LENGTH), None)
     if by_length is not None:
         raise ConfigError(

@@ -162,6 +162,7 @@ class PagedCache:
         scale: float,
         alibi_slopes: Tensor | None,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Write the new keys and values, and attend over all that each sequence has: [1, T, H D].
 
@@ -178,7 +179,7 @@ class PagedCache:
             count = group.lengths.shape[0]
             own = query[0, :, group.first : group.first + count * group.num_new]
             own = own.unflatten(1, (count, group.num_new)).transpose(0, 1)
-            out = decode_attention(own, keys, values, group.lengths, scale, group.table, alibi_slopes, window)
+            out = decode_attention(own, keys, values, group.lengths, scale, group.table, alibi_slopes, window, softcap)
             parts.append(out.transpose(1, 2).reshape(count * group.num_new, -1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 

@@ -4,7 +4,8 @@
 
 The `lengths[b]` tokens of sequence b that lie in the cache include the Q new ones, so query i is token
 p = lengths[b] - Q + i, and sees j <= p; with a window, p - window < j <= p. With ALiBi (arXiv 2108.12409) the bias is
-slope[h] (j - p). Grouped heads: arXiv 2305.13245. Blocks of a cache and tables of them: arXiv 2309.06180.
+slope[h] (j - p). With a softcap c a product s = scale q . k is c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2).
+Grouped heads: arXiv 2305.13245. Blocks of a cache and tables of them: arXiv 2309.06180.
 Arithmetic is fp32, rounded once to q's dtype.
 """
 
@@ -26,6 +27,7 @@ def decode_attention(
     block_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The attention's output for the newest tokens. Called after their keys and values were written into the cache.
 
@@ -41,6 +43,7 @@ def decode_attention(
         block_table: int32 or int64 (B, blocks of the longest): token j lies in block `block_table[b, j // block_size]`.
         alibi_slopes: fp32 (heads,).
         window: tokens that a query sees, itself among them; None: all before it.
+        softcap: c, above which no score lies; None: there is no bound. No kernel has it: torch computes these.
 
     Returns:
         Contiguous, of q's shape and dtype.
@@ -53,9 +56,12 @@ def decode_attention(
     tensor([2., 2.])
     """
     _check(q, k_cache, v_cache, lengths, block_table, alibi_slopes, window)
-    if (kernel := operator_for(OP, "decode_attention", q, k_cache, v_cache, alibi_slopes)) is not None:
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap: found {softcap}, but it must be positive")
+    kernel = None if softcap is not None else operator_for(OP, "decode_attention", q, k_cache, v_cache, alibi_slopes)
+    if kernel is not None:
         return kernel(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)
-    return decode_attention_reference(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)
+    return decode_attention_reference(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window, softcap)
 
 
 def decode_attention_reference(
@@ -67,6 +73,7 @@ def decode_attention_reference(
     block_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`decode_attention` in torch, over the whole cache; what kernels are compared with."""
     batch, heads, num_queries, head_dim = q.shape
@@ -74,6 +81,8 @@ def decode_attention_reference(
     kv_heads, num_tokens = keys.shape[1:3]
     queries = q.float().reshape(batch, kv_heads, -1, head_dim)  # the heads of a group side by side
     scores = (queries @ keys.float().mT).mul(scale).view(batch, heads, num_queries, num_tokens)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     first = lengths.to(q.device).view(-1, 1, 1, 1) - num_queries
     position = first + torch.arange(num_queries, device=q.device).view(1, 1, -1, 1)
     distance = torch.arange(num_tokens, device=q.device) - position  # (B, 1, Q, tokens), 0 for the query's own
