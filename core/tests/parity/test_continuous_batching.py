@@ -36,6 +36,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {**_GROUPED, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
+    "gemma 3": (
+        "Gemma3Text",
+        {**_GROUPED, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
     "gpt2": ("GPT2", _GPT2),
     "gpt-neo, local": ("GPTNeo", {**_NEO, "window_size": 5, "attention_types": [[["global", "local"], 1]]}),
@@ -65,6 +69,7 @@ def make_model(name: str = "llama", **words: Any) -> Any:
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**sizes, **ids, **words})
+    family = family.removesuffix("Text")
     model_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     model = model_class(config).eval()
     with torch.no_grad():

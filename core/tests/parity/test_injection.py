@@ -87,6 +87,14 @@ FAMILIES = {
         "Gemma2Config",
         {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **{**_GROUPED, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 4},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8}),
@@ -412,12 +420,14 @@ _DIVIDED = (
     "opt",
     "gemma",
     "gemma2",
+    "gemma3",
     "mixtral",
     "bert",
 )
 _IN_EVERY_RUN = {
     ("gemma", 2),
     ("gemma2", 2),
+    ("gemma3", 2),
     ("mixtral", 2),
     ("mixtral", 3),
     ("llama", 2),

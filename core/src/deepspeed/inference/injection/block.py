@@ -339,7 +339,7 @@ def norm_of(module: Any) -> "FusedNorm":
 
 
 # RMS norms that multiply by 1 + weight, in fp32
-_FROM_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm")
+_FROM_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
 class FusedNorm:

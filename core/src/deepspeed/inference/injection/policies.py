@@ -193,6 +193,12 @@ _GEMMA2 = replace(
     softcap="attn_logit_softcapping",
     scale="scaling",
 )
+_GEMMA3 = replace(
+    _GEMMA2,
+    norm_query="self_attn.q_norm",
+    norm_key="self_attn.k_norm",
+    when=(("self_attn.is_causal", True),),  # not those that embed texts
+)
 _QWEN3 = replace(_LLAMA, norm_query="self_attn.q_norm", norm_key="self_attn.k_norm")
 _PHI = replace(
     _LLAMA,
@@ -244,6 +250,7 @@ POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": (_LLAMA,),
     "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": (_LLAMA,),
     "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer": (_GEMMA2,),
+    "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer": (_GEMMA3,),
     "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (_MIXTRAL,),
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": (_LLAMA,),
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": (_QWEN3,),
