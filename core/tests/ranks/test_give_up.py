@@ -15,6 +15,7 @@ from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.group_backend import forget
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import nn
@@ -257,6 +258,56 @@ def evaluate_and_fail():
 def test_an_evaluation_that_fails_is_told_to_nobody():
     first, second = run_ranks(2, evaluate_and_fail)
     assert first == second
+
+
+class DividedNet(Net):
+    """Its attention has the first collective of the ranks that share a sequence."""
+
+    def __init__(self, group):
+        super().__init__(has_experts=False)
+        self.attention = DistributedAttention(nn.functional.scaled_dot_product_attention, group, 2, 1)
+
+    def forward(self, x_BTD):
+        heads_BTHK = x_BTD.unflatten(2, (2, WIDTH // 2))
+        if self.fails_in == "forward":
+            fail()
+        return super().forward(self.attention(heads_BTHK, heads_BTHK, heads_BTHK).flatten(2))
+
+
+def evaluate_divided_and_fail(path, stage, num_evaluations):
+    """What ended each evaluation, and the weights after two steps."""
+    take_path(path)
+    mesh = deepspeed.utils.groups.set_mesh({"sp": 2})
+    torch.manual_seed(0)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    model = DividedNet(mesh.group("sp"))
+    engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})
+    tokens, found = torch.full((2, 4, WIDTH), 1.0 + torch.distributed.get_rank()), []
+    for number in range(num_evaluations):
+        model.fails_in = "forward" if number == 0 and torch.distributed.get_rank() == 1 else ""
+        try:
+            with torch.no_grad():
+                found.append(float(engine(tokens * (1 + number))))
+        except Exception as error:  # noqa: BLE001
+            found.append(f"{type(error).__name__}: {error}")
+    model.fails_in = ""
+    for _ in range(2):
+        engine.backward(engine(tokens))
+        engine.step()
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+@pytest.mark.parametrize(("stage", "num_evaluations"), [(0, 1), (1, 2), (3, 1)])
+def test_an_evaluation_that_fails_before_the_first_collective_of_a_sequence(path, stage, num_evaluations):
+    (peer, weights), (failed, others) = run_ranks(2, evaluate_divided_and_fail, path, stage, num_evaluations)
+    assert failed[0] == "MemoryError: no memory"
+    assert re.match(f"PeerFailed: .*{CAUSE}", peer[0]), peer
+    assert len(peer) == len(failed) == num_evaluations
+    assert all(isinstance(each, float) for each in (*peer[1:], *failed[1:]))
+    assert weights == others
 
 
 class Layer(nn.Linear):

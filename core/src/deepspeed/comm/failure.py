@@ -185,12 +185,16 @@ class FailureRecord:
             epoch += 1
         return epoch
 
-    def refusal(self, epoch: int) -> PeerFailed | None:
-        """What a rank is to raise that waits for others who are to come to this epoch; None while they may."""
+    def refusal(self, epoch: int, *, has_met: bool) -> PeerFailed | None:
+        """What a rank is to raise that waits for others who are to come to this epoch; None while they may.
+
+        Args:
+            has_met: they have been in an earlier one together, so that each of them has the record.
+        """
         cause = self.first(epoch)
         if cause:
             return _consequence(cause)
-        return unheard() if epoch == 0 else None  # who has been in an epoch has the record
+        return None if has_met else unheard()
 
     def first(self, epoch: int) -> str:
         """The first failure of this epoch in words; "" where none is known."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm import parted
+from deepspeed.comm import failure, parted
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.backend import Work
 from deepspeed.comm.ended import ended_clause
@@ -38,8 +38,9 @@ class Watch:
             self.ranks,
             self._failures.name,
             timeout_of(group).total_seconds(),
-            lambda: self._failures.refusal(self._epoch),
+            lambda: self._failures.refusal(self._epoch, has_met=self._has_met),
         )
+        self._has_met = False  # all ranks know this group, and leave it after a failure
         self._epoch = 0
         self._begin_epoch()
         self._failure: CommError | None = None  # where no connections of this group can be made again
@@ -65,8 +66,12 @@ class Watch:
             PeerFailed: a rank failed before all had come.
             CommError: a rank has ended, waits for this one in another call, or did not come within the group's timeout.
         """
+        if not self._has_met and (num_told := failure.num_told()) > self._epoch:
+            # those that have heard of a failure wait for the others until these have heard, too, and failed
+            self.join_epoch(num_told)
         after = f" after failure {self._epoch}" if self._epoch else ""
         number = self._arrivals.wait_for_all(f"the first collective of {len(self.ranks)} ranks{after}")
+        self._has_met = True
         return f"{self._failures.name}/{self._epoch}/{number}"
 
     def start(self, call: Callable[[], Work], collective: Collective) -> Work:

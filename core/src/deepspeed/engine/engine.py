@@ -113,6 +113,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._note_gone.atexit = False
         self._running = RunningModel(partial(mesh.group, "tp"))
         self._leading: GenerateOfModule | None = None
+        #: the group of such ranks is made in the first forward; a rank that fails before knows of none to leave
+        self._divides_sequences = mesh.size("sp") > 1
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
         if (is_divided or self.sharding.sharded_units()) and callable(getattr(module, "generate", None)):
             self._leading = lead_generate(module, self._generate_of_module)
@@ -135,7 +137,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             try:
                 outputs = self.module(*inputs, **kwargs)
             except BaseException as error:
-                self.sharding.forward_failed(error)
+                self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
                 if isinstance(error, RuntimeError | ValueError):
                     self.sharding.refuse_converted()
                     add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
@@ -153,7 +155,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 return own(*inputs, **kwargs)
         except BaseException as error:
             with torch.no_grad():
-                self.sharding.forward_failed(error)
+                self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
             raise
 
     def backward(
