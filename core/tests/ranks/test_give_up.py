@@ -16,6 +16,7 @@ from deepspeed.comm.group_backend import forget
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.sequence.loss import mean_over_sequence
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import nn
@@ -271,18 +272,25 @@ class DividedNet(Net):
         heads_BTHK = x_BTD.unflatten(2, (2, WIDTH // 2))
         if self.fails_in == "forward":
             fail()
-        return super().forward(self.attention(heads_BTHK, heads_BTHK, heads_BTHK).flatten(2))
+        context_BTD = self.attention(heads_BTHK, heads_BTHK, heads_BTHK).flatten(2)
+        if self.fails_in == "head":
+            fail()
+        return super().forward(context_BTD)
 
 
-def evaluate_divided_and_fail(path, stage, num_evaluations):
-    """What ended each evaluation, and the weights after two steps."""
+def create_divided(path, stage):
     take_path(path)
     mesh = deepspeed.utils.groups.set_mesh({"sp": 2})
     torch.manual_seed(0)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     model = DividedNet(mesh.group("sp"))
-    engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})
+    return model, deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})[0], mesh.group("sp")
+
+
+def evaluate_divided_and_fail(path, stage, num_evaluations):
+    """What ended each evaluation, and the weights after two steps."""
+    model, engine, _ = create_divided(path, stage)
     tokens, found = torch.full((2, 4, WIDTH), 1.0 + torch.distributed.get_rank()), []
     for number in range(num_evaluations):
         model.fails_in = "forward" if number == 0 and torch.distributed.get_rank() == 1 else ""
@@ -308,6 +316,38 @@ def test_an_evaluation_that_fails_before_the_first_collective_of_a_sequence(path
     assert len(peer) == len(failed) == num_evaluations
     assert all(isinstance(each, float) for each in (*peer[1:], *failed[1:]))
     assert weights == others
+
+
+def train_divided(path, stage, fails, skipped):
+    """What ended each of four steps, and the weights after them. In the second one rank 1 `fails` behind the last
+    collective of its forward, while the other one computes the loss of both; or all leave out the step `skipped`."""
+    model, engine, group = create_divided(path, stage)
+    found = {}
+    for number in range(4):
+        if number == skipped:
+            continue
+        model.fails_in = "head" if fails and number == 1 and torch.distributed.get_rank() == 1 else ""
+        try:
+            loss = engine(torch.full((2, 4, WIDTH), 1.0 + number + 0.5 * torch.distributed.get_rank()))
+            loss = mean_over_sequence(loss, 4, group)
+            engine.backward(loss)
+            engine.step()
+            found[number] = float(loss)
+        except Exception as error:  # noqa: BLE001
+            found[number] = f"{type(error).__name__}: {error}"
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_of_a_sequence_whose_peer_failed_costs_one_step(path, stage):
+    (peer, weights), (failed, others) = run_ranks(2, train_divided, path, stage, True, None)
+    assert failed.pop(1) == "MemoryError: no memory"
+    assert re.match(f"Peer(Left|Failed): .*{CAUSE}", peer[1]), peer
+    del peer[1]
+    assert (peer, weights) == (failed, others)
+    assert run_ranks(2, train_divided, path, stage, False, 1) == [(peer, weights)] * 2
 
 
 class Layer(nn.Linear):

@@ -11,10 +11,11 @@ it is handled, such as `destroy()`: the exception is marked. A mark is void when
 inside the `except`. Those who fail because of a peer go to where it is: `FailureRecord.next_epoch`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
+import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import failure
@@ -74,6 +75,23 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
                 backend.abandon(unrecorded(left), failed=True)
         for party in list(_parties):
             party.abandon()
+
+
+_ends_of_graphs: list[Callable[[Iterable[torch.Tensor]], None]] = []
+
+
+def on_failure_after(end: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """`end` makes engines fail whose outputs are in the graph of these tensors; called once."""
+    _ends_of_graphs.append(end)
+
+
+def give_up_after(tensors: Iterable[torch.Tensor]) -> None:
+    """`give_up` where a script computes with an engine's outputs, between its calls; called while the exception is
+    handled. No call of the engine sees it, so the engine in the graph of `tensors` is made to fail here: else this rank
+    would hear of a peer's failure twice, and lose a step that the peer makes."""
+    for end in _ends_of_graphs:
+        end(tensors)
+    give_up()
 
 
 @runtime_checkable

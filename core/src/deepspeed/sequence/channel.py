@@ -6,7 +6,9 @@ would be matched by their order. So each sequence-parallel group gets a second p
 its first use, by all of them together.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,8 +16,12 @@ from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.give_up import give_up_after
 from deepspeed.comm.members import group_of_members
+from deepspeed.errors import CommError
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _own: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 #: elements of a layout that ranks compare: of up to three tensors, number of dims, sizes, and bytes of an element
 _HEADER_NUMEL = 24
@@ -30,6 +36,24 @@ def channel(group: ProcessGroup) -> GroupBackend:
     backend = dist.group_backend(own)
     backend.connect()
     return backend
+
+
+def fails_with_engine(loss: _F) -> _F:
+    """Decorator of a loss of a tensor, which a script computes between an engine's forward and its backward. If it
+    fails on this rank, or because a peer did in a call of its engine, no call of the engine here sees it: see
+    `give_up_after`. Not where ranks make different collectives: one of them has gone on to its next step then, which
+    that error costs it, so this rank is to lose its next step too, and it does in its next collective."""
+
+    @functools.wraps(loss)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return loss(tensor, *args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, PeerFailed) or not isinstance(error, CommError):
+                give_up_after((tensor,))
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def check_layout(backend: GroupBackend, tensors: Sequence[torch.Tensor], asked: str) -> None:

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.sequence.channel import channel, check_layout
+from deepspeed.sequence.channel import channel, check_layout, fails_with_engine
 
 
+@fails_with_engine
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup, ignore_index: int = -100
 ) -> torch.Tensor:
@@ -47,6 +48,7 @@ def vocab_parallel_cross_entropy(
     return _VocabParallel.apply(logits, target, backend, ignore_index)  # type: ignore[no-any-return,no-untyped-call]
 
 
+@fails_with_engine
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: ProcessGroup
 ) -> torch.Tensor:

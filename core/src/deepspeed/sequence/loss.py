@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed.sequence.channel import channel
+from deepspeed.sequence.channel import channel, fails_with_engine
 
 
+@fails_with_engine
 def mean_over_sequence(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: ProcessGroup) -> torch.Tensor:
     """The mean loss per token of the whole sequence, the same on each of its ranks. A collective of two numbers.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from deepspeed.comm.give_up import on_failure_after
 from deepspeed.zero.backward_window import BackwardWindow, is_in_backward, window_of_output
 from deepspeed.zero.managed import manager_of
 
@@ -33,6 +34,7 @@ def see_failures(window: BackwardWindow) -> None:
         return  # torch may rename it: then the next call of the engine finds that a backward has failed
     for module in (torch.autograd.graph, torch.autograd):  # torch.compiler puts back what the first of them has
         setattr(module, _NAME, _seeing(former))
+    on_failure_after(_end)
 
 
 def _seeing(former: Callable[..., Any]) -> Callable[..., Any]:
