@@ -26,7 +26,6 @@ def made(rank, step, length):
         "input_ids": tokens,
         "labels": tokens,
         "attention_mask": mask,
-        "position_ids": torch.arange(length).expand(2, -1),
         "scale": torch.tensor(0.5 * rank),
         "step": step,
     }
@@ -76,8 +75,7 @@ def test_a_wrong_batch_of_one_rank_is_refused_on_all():
 
 
 class Loader:
-    """Fails on one rank: as it begins, at its second batch, or with a batch that cannot be told to others or has no
-    positions."""
+    """Fails on one rank: as it begins, at its second batch, or with a batch that cannot be told to others."""
 
     def __init__(self, fails, error):
         self.fails, self.error = fails, error
@@ -91,10 +89,7 @@ class Loader:
         yield made(0, 0, 6)
         if self.fails == "second":
             raise self.error
-        last = made(0, 1, 6) | ({"what": object()} if self.fails == "told" else {})
-        if self.fails == "placed":
-            del last["position_ids"]
-        yield last
+        yield made(0, 1, 6) | ({"what": object()} if self.fails == "told" else {})
 
 
 def failing_loader_job(path, fails, error):
@@ -115,7 +110,6 @@ def failing_loader_job(path, fails, error):
         ("begin", OSError("the disk is gone"), "OSError: the disk is gone"),
         ("second", KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
         ("told", None, "ValueError: a batch of rank 1 of the sequence-parallel group: Object of type object is not"),
-        ("placed", None, "ValueError: a batch of rank 1 of the sequence-parallel group: position_ids: found none"),
     ],
 )
 def test_a_loader_that_fails_on_one_rank_fails_on_all(path, fails, error, reason):

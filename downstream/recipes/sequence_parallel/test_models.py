@@ -43,7 +43,7 @@ def batches(padded):
     made = []
     for number in range(3):
         tokens = torch.randint(1, 64, (2, 13), generator=generator)
-        batch = {"input_ids": tokens, "labels": tokens.clone(), "position_ids": torch.arange(13).repeat(2, 1)}
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
         batch["labels"][:, : number * 3] = -100
         if padded:
             batch["attention_mask"] = torch.ones_like(tokens)

@@ -24,13 +24,11 @@ NUM_STEPS, ACCUMULATION, BATCH, LEARNING_RATE, SP = 8, 2, 2, 3e-3, 2
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """Those of the task, with prompts of different lengths that do not count, so that ranks have unequal tokens. Each
-    has its positions, which the ranks need for their parts."""
+    """Those of the task, with prompts of different lengths that do not count, so that ranks have unequal tokens."""
     made = create_samples(NUM_STEPS * ACCUMULATION * BATCH)
     for number, sample in enumerate(made):
         sample["labels"] = sample["labels"].clone()
         sample["labels"][: 2 + number % 9] = -100
-        sample["position_ids"] = torch.arange(LENGTH)
     return made
 
 

@@ -38,9 +38,9 @@ class UlyssesSPDataLoaderAdapter:
     """Iterates over parts of the batches of `dl`; other attributes are the loader's own.
 
     Each batch is a mapping. Tensors with tokens in dim 1 (those as long as `input_ids`) are divided, others are whole
-    on every rank. It must have `position_ids`, by which each token keeps its place; `labels` become `shift_labels`. A
-    length that is no multiple of the ranks is padded: labels with -100, positions go on, all else with 0. A model that
-    attends in both directions then needs an `attention_mask` in its batches.
+    on every rank. `position_ids` are added where they are absent; `labels` become `shift_labels`. A length that is no
+    multiple of the ranks is padded: labels with -100, positions go on, all else with 0. A model that attends in both
+    directions then needs an `attention_mask` in its batches.
 
     Args:
         dl: the loader; all ranks of the group iterate together. Those whose loader ends earlier take part in the
@@ -164,11 +164,10 @@ _NOTHING = _Parts(None, [])
 
 
 def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict[str, Any]:
-    """A batch whose sequences can be divided: labels shifted, and a length that is a multiple.
+    """A batch whose sequences can be divided: with positions, labels shifted, and a length that is a multiple.
 
     Raises:
-        ValueError: if it has no tokens or no positions, is packed of several sequences, or is to be padded and `pads`
-            is False.
+        ValueError: if it has no tokens, is packed of several sequences, or is to be padded and `pads` is False.
     """
     prepared = dict(batch)
     known = [key for key in _TOKENS if isinstance(prepared.get(key), torch.Tensor) and prepared[key].dim() >= 2]
@@ -176,15 +175,9 @@ def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict
         raise ValueError(f"found the keys {', '.join(prepared) or 'none'}; sequences are known by input_ids [B, T]")
     first = prepared[known[0]]
     length = first.shape[-1] if known[0] == "position_ids" else first.shape[1]
-    positions = prepared.get("position_ids")
-    if not isinstance(positions, torch.Tensor):
-        found = f"{positions!r:.60}" if "position_ids" in prepared else "none"
-        raise ValueError(
-            f"position_ids: found {found} in a batch of {', '.join(key for key in prepared if key != 'position_ids')}; "
-            "each rank needs the positions of its part, so let the collator add them: torch.arange(length) for each "
-            "sequence, as a tensor like input_ids"
-        )
-    if not _is_consecutive(positions, prepared.get("attention_mask")):
+    if "position_ids" not in prepared:
+        prepared["position_ids"] = torch.arange(length, device=first.device).repeat(first.shape[0], 1)
+    elif not _is_consecutive(prepared["position_ids"], prepared.get("attention_mask")):
         raise ValueError(
             "position_ids begin again within a sequence: several documents were packed into one, and attention over "
             "divided sequences keeps no documents apart; give one document per sequence, padded"

@@ -8,7 +8,7 @@
 transformers looks its attention functions and the functions that make their masks up by name. Registering puts others
 under the name: the mask is that of the whole sequence, and all-to-alls redistribute heads and tokens around the former
 function. All models of the process with that implementation then work on divided sequences, until
-`unregister_from_transformers`. Batches come from `UlyssesSPDataLoaderAdapter`, with the positions of each part.
+`unregister_from_transformers`. Batches come from `UlyssesSPDataLoaderAdapter`, which gives each part its positions.
 """
 
 import sys
