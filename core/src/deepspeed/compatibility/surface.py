@@ -393,7 +393,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`register_with_transformers` and `unregister_from_transformers`, on the CPU too; sdpa, eager and flash "
             "attention, sliding windows and padding. Packed documents and linear attention are refused.",
         ),
-        ("deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", W, "As documented."),
+        (
+            "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter",
+            W,
+            "A batch without `position_ids` gets them, as its documentation after 0.19.6 says; 0.19.6 raises.",
+        ),
         (
             "deepspeed.moe.layer.MoE",
             W,
