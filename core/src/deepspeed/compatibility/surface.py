@@ -299,7 +299,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "universal checkpoints, ds_to_universal",
             W,
             "Both are loaded, and made, which only DeepSpeed needs: any number of ranks and any stage loads a "
-            "checkpoint here as it is. There are no temporary files.",
+            "checkpoint here as it is. There are no temporary files. One of a model that is divided over "
+            "tensor-parallel ranks or pipeline stages is refused: load it on one rank and save it again.",
         ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],

@@ -198,8 +198,9 @@ def _weight(module: nn.Module, path: str) -> Tensor:
     )
     if not is_linear and not _is_transposed(module):
         raise ConfigError(
-            f"{path}: found a {type(module).__name__}, and only linear layers can be divided; divide the model before "
-            "its layers are replaced by others, or keep this one whole"
+            f"{path}: found a {type(module).__module__}.{type(module).__qualname__}, and only layers that compute as "
+            "torch.nn.Linear does can be divided; divide the model before its layers are replaced by others, or keep "
+            "this one whole"
         )
     weight = module.weight
     assert isinstance(weight, Tensor)
