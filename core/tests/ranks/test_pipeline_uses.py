@@ -155,6 +155,7 @@ def test_all_stages_skip_a_step_that_overflows():
 def loader_job():
     dataset = [sample for inputs, labels in samples(count=4) for sample in zip(inputs, labels, strict=True)]
     engine = create(initialize={"training_data": dataset})
+    assert list(engine.training_dataloader.data_sampler) == list(range(len(dataset)))  # not shuffled
     first = [engine.train_batch().item() for _ in range(4)]  # two epochs
     engine.set_batch_fn(lambda pair: (pair["x"], pair["y"]))
     for call, value, told in (

@@ -113,7 +113,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.DeepSpeedEngine.no_sync", W, "Stages 0 and 1; stages 2 and 3 refuse it, as documented."),
         ("deepspeed.DeepSpeedEngine.compile", W, "`torch.compile` of the module; DeepCompile's schedule is refused."),
         ("deepspeed.runtime.compiler.is_compile_supported", W, "`disable`, `enable`, `is_compiling` too."),
-        ("deepspeed.runtime.dataloader.RepeatingLoader", W, "Also in `deepspeed.utils`."),
+        (
+            "deepspeed.runtime.dataloader.RepeatingLoader",
+            D,
+            "Also in `deepspeed.utils`. Each epoch of a loader that shuffles has another order, as torch asks for by "
+            "`set_epoch`; DeepSpeed repeats that of the first one.",
+        ),
         ("deepspeed.utils.logger", W, "With `log_dist`; `DS_LOG_LEVEL` sets the level."),
     ],
     "Helpers": [
@@ -262,7 +267,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.DeepSpeedEngine.load_checkpoint",
             D,
             "Takes DeepSpeed 0.19's files of stages 0 to 3, and those of torch.distributed.checkpoint; never unpickles "
-            "arbitrary objects.",
+            "arbitrary objects. The client state has the caller's own keys only.",
         ),
         (
             "checkpoints for DeepSpeed 0.19",
@@ -380,7 +385,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "not only `tied_weight_attr`. Also `interleave`, and `profile` with `sample_inputs`. Of cuts whose "
             "heaviest stage is as light as can be, the most even one; rarely another one than DeepSpeed's.",
         ),
-        ("deepspeed.PipelineEngine", W, "ZeRO 0 to 3. All ranks agree on a batch before its first micro-batch runs."),
+        (
+            "deepspeed.PipelineEngine",
+            W,
+            "ZeRO 0 to 3. All ranks agree on a batch before its first micro-batch runs. What `initialize` returns for "
+            "`training_data` is the loader, which the engine repeats; give it to `RepeatingLoader` to call `next`.",
+        ),
         ("deepspeed.runtime.pipe.schedule", W, "Also interleaved and zero-bubble schedules: `pipeline.schedule`."),
         ("deepspeed.runtime.pipe.topology", W, "Axes of a pipeline's topology are pipe, data and model."),
         (

@@ -85,7 +85,7 @@ def compute_elastic_config(
         raise ElasticityConfigError(f"{ELASTICITY}: the configuration has no such section; add it, with enabled true")
     config = ElasticityConfig(ds_config[ELASTICITY])
     if not config.enabled:
-        raise ElasticityError(f"{ELASTICITY}.{ENABLED}: found false; set it to true to have batch sizes chosen")
+        raise ElasticityConfigError(f"{ELASTICITY}.{ENABLED}: found false; set it to true to have batch sizes chosen")
     _check_version(target_deepspeed_version)
     wants_micro = world_size > 0 or return_microbatch
     if world_size < 1 and (wants_micro or config.version > 0.1):

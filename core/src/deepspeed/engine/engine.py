@@ -119,7 +119,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if (is_divided or self.sharding.sharded_units()) and callable(getattr(module, "generate", None)):
             self._leading = lead_generate(module, self._generate_of_module)
         data = arguments.get("training_data")
-        self.training_dataloader = self.deepspeed_io(data) if data is not None else None
+        self.training_dataloader = self._training_loader(data) if data is not None else None
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
@@ -372,6 +372,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     @property
     def is_compiled(self) -> bool:
         return self.__dict__.get("_is_compiled", False)
+
+    def _training_loader(self, data: Dataset[Any]) -> DeepSpeedDataLoader:
+        """Of `initialize(training_data=...)`."""
+        return self.deepspeed_io(data)
 
     def deepspeed_io(
         self,

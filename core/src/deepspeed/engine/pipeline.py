@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import begin_use
@@ -16,7 +17,7 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.parallel import PipelineConfig
-from deepspeed.data import RepeatingLoader
+from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.training import Training
@@ -163,6 +164,10 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self.module.train(was_training)
         return (value, outputs if self.is_last_stage() else None) if return_logits else value
+
+    def _training_loader(self, data: Dataset[Any]) -> DeepSpeedDataLoader:
+        """In the order of the dataset, as DeepSpeed's."""
+        return self.deepspeed_io(data, route="eval")
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take micro-batches from a loader, which starts again at its end."""
