@@ -141,7 +141,7 @@ class Membership:
         if self.verdict is not None or not self._is_forming:
             return None
         limit = LAST_CALL_S if self._round < 0 and self._num_ready() >= self._min_nodes else MEETING_TIMEOUT_S
-        return max(0.0, self._since + limit - now_s)
+        return min(limit, max(0.0, self._since + limit - now_s))  # a sum of floats may be rounded up
 
     def pass_time(self, now_s: float) -> None:
         """Go on with the nodes that are there once the others had their time, or give up."""

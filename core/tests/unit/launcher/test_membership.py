@@ -50,6 +50,13 @@ def test_the_first_round_waits_for_all_and_goes_by_node_rank():
     assert job.news() == {5: ["round 0.0"], 6: ["round 0.1"], 7: ["round 0.2"]}
 
 
+def test_no_wait_is_longer_than_its_limit():
+    nodes = Job(least=2, expected=3).nodes
+    for nodes._since in (7989.049428832, 0.1, 1e6 + 1 / 3):  # the first one more 900 and less itself is more than 900
+        assert nodes.wait_s(nodes._since) <= MEETING_TIMEOUT_S
+        assert nodes.wait_s(nodes._since + MEETING_TIMEOUT_S) == 0.0
+
+
 def test_the_first_round_goes_on_without_those_that_do_not_come():
     job = Job(least=2, expected=3)
     job.come(1)
