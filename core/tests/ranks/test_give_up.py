@@ -329,7 +329,7 @@ def train_divided(path, stage, fails, skipped):
         model.fails_in = "head" if fails and number == 1 and torch.distributed.get_rank() == 1 else ""
         try:
             loss = engine(torch.full((2, 4, WIDTH), 1.0 + number + 0.5 * torch.distributed.get_rank()))
-            loss = mean_over_sequence(loss, 4, group)
+            loss = mean_over_sequence(loss=loss, num_tokens=4, group=group)
             engine.backward(loss)
             engine.step()
             found[number] = float(loss)

@@ -77,12 +77,12 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
             party.abandon()
 
 
-_ends_of_graphs: list[Callable[[Iterable[torch.Tensor]], None]] = []
+_ends_of_graphs: set[Callable[[Iterable[torch.Tensor]], None]] = set()
 
 
 def on_failure_after(end: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """`end` makes engines fail whose outputs are in the graph of these tensors; called once."""
-    _ends_of_graphs.append(end)
+    """`end` makes engines fail whose outputs are in the graph of these tensors."""
+    _ends_of_graphs.add(end)
 
 
 def give_up_after(tensors: Iterable[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.inference.checkpoint import CheckpointWeights, Found
-from deepspeed.inference.published_names import translate
+from deepspeed.inference.weight_conversion import convert
 from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
 from deepspeed.tensor_parallel.entry import prepare_params
@@ -112,7 +112,7 @@ def load_weights(model: nn.Module, weights: CheckpointWeights, device: torch.dev
         names.setdefault(id(tensor), []).append(name)
         wanted[id(tensor)] = tensor
     prefix = str(getattr(model, "base_model_prefix", "") or "")
-    translate(weights, model)
+    convert(weights, model)
     found = {key: weights.find(_spellings(names[key], prefix)) for key in wanted}
     missing = [names[key][0] for key, tensor in wanted.items() if found[key] is None and tensor.is_meta]
     if missing:

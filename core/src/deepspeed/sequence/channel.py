@@ -39,18 +39,18 @@ def channel(group: ProcessGroup) -> GroupBackend:
 
 
 def fails_with_engine(loss: _F) -> _F:
-    """Decorator of a loss of a tensor, which a script computes between an engine's forward and its backward. If it
+    """Decorator of a loss, which a script computes between an engine's forward and its backward. If it
     fails on this rank, or because a peer did in a call of its engine, no call of the engine here sees it: see
     `give_up_after`. Not where ranks make different collectives: one of them has gone on to its next step then, which
     that error costs it, so this rank is to lose its next step too, and it does in its next collective."""
 
     @functools.wraps(loss)
-    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return loss(tensor, *args, **kwargs)
+            return loss(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, PeerFailed) or not isinstance(error, CommError):
-                give_up_after((tensor,))
+                give_up_after([each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)])
             raise
 
     return call  # type: ignore[return-value]

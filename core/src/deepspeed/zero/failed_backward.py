@@ -29,12 +29,12 @@ _windows: WeakSet[BackwardWindow] = WeakSet()
 def see_failures(window: BackwardWindow) -> None:
     """From now on a backward of this engine that fails ends the window at once. Called when an engine is built."""
     _windows.add(window)
+    on_failure_after(_end)
     former = getattr(torch.autograd, _NAME, None)
     if former is None or hasattr(former, "_is_of_zero"):
         return  # torch may rename it: then the next call of the engine finds that a backward has failed
     for module in (torch.autograd.graph, torch.autograd):  # torch.compiler puts back what the first of them has
         setattr(module, _NAME, _seeing(former))
-    on_failure_after(_end)
 
 
 def _seeing(former: Callable[..., Any]) -> Callable[..., Any]:

@@ -196,8 +196,7 @@ def start_ranks(tmp_path, *arguments, environment=()):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_named_at_once_and_leaves_nothing(tmp_path, transport):
-    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
-        pytest.skip("the kernel does not let ranks read each other's memory")
+    skip_unless_possible(transport)
     children = start_ranks(tmp_path, "killed", environment={"DS_CCL_TRANSPORT": transport})
     out, err = children[0].communicate(timeout=120)  # the group's timeout is 5 minutes
     segments, text = out.splitlines()
@@ -219,6 +218,11 @@ def test_ctrl_c_ends_a_wait_and_peers_are_told(tmp_path):
 def transport_job():
     with ccl_group() as group:
         return ccl.transport(group)
+
+
+def skip_unless_possible(transport):
+    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
+        pytest.skip("the kernel does not let ranks read each other's memory")
 
 
 def test_a_rank_that_leaves_is_named_at_once():
@@ -280,8 +284,7 @@ def over_job(transport, numel, ends):
 @pytest.mark.parametrize("ends", ["left", "late"])
 @pytest.mark.parametrize(("transport", "length"), [("read", 3), ("read", 0), ("shm", 0)])
 def test_a_message_that_was_taken_is_sent_though_its_sender_looks_late(transport, length, ends):
-    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
-        pytest.skip("the kernel does not let ranks read each other's memory")
+    skip_unless_possible(transport)
     assert run_ranks(2, over_job, transport, length, ends) == [("", [1.0] * length)] * 2
 
 
@@ -342,8 +345,7 @@ def unread_job(transport, numel):
 
 @pytest.mark.parametrize(("transport", "length"), [("read", 3), ("read", 0), ("shm", 3)])
 def test_the_memory_of_a_rank_that_left_is_not_read(transport, length):
-    if transport == "read" and run_ranks(2, transport_job) == ["shm", "shm"]:
-        pytest.skip("the kernel does not let ranks read each other's memory")
+    skip_unless_possible(transport)
     (sent, _), (received, message) = run_ranks(2, unread_job, transport, length)
     start = f"rank 0 left the group before sending {4 * length} bytes with tag 0 to rank 1 was over"
     assert [text.partition(";")[0] for text in sent] == [start] * 3
@@ -370,8 +372,7 @@ def reading_job():
 
 
 def test_a_collective_does_not_read_what_a_rank_that_left_wrote_later():
-    if run_ranks(2, transport_job) == ["shm", "shm"]:
-        pytest.skip("the kernel does not let ranks read each other's memory")
+    skip_unless_possible("read")
     for _ in range(3):
         (given, _), (taken, is_whole) = run_ranks(2, reading_job)
         if given == "":

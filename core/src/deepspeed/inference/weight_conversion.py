@@ -1,4 +1,4 @@
-"""The names and forms in which transformers publishes the weights of a model, read as those that the model has.
+"""Checkpoints of transformers whose keys and shapes are not those of the model, read as those that the model has.
 
 Files of older models have other names. Those of models with experts have a weight for each of them
 (`block_sparse_moe.experts.3.w1.weight`) where the model has one for all (`mlp.experts.gate_up_proj`), and transformers
@@ -24,7 +24,7 @@ from deepspeed.inference.checkpoint import CheckpointWeights
 _STACK, _STACKS, _JOIN = (("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1)), (("Concatenate", 0),)
 
 
-def translate(weights: CheckpointWeights, model: nn.Module) -> None:
+def convert(weights: CheckpointWeights, model: nn.Module) -> None:
     """Give the weights in the files the names that `model` has for them, and join those that it has in one.
 
     Raises:
@@ -76,7 +76,7 @@ def _in_order(
     operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in converter.operations)
     if operations not in (_STACK, _STACKS, _JOIN) or len(converter.target_patterns) > 1:
         raise CheckpointError(
-            f"checkpoint: {what} has {target} of {model} as transformers publishes it, and what it takes to read that "
+            f"checkpoint: {what} has {target} of {model} as transformers saves it, and the conversion to the model's "
             f"({', '.join(name for name, _ in operations)}) is not done here; load the model with from_pretrained, and "
             "leave checkpoint out"
         )
