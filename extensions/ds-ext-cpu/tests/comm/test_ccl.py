@@ -302,7 +302,8 @@ def own_progress_job(transport):
             talk.wait()
             assert bool((message == 0).all())
         torch_dist.barrier()  # over gloo: rank 1 comes when it has waited
-        assert work.is_completed()
+        while not work.is_completed():  # the thread of this rank may still have to see that rank 1 is through
+            os.sched_yield()
         assert work.get_future().value()[0] is not None
         assert bool((tensor == 3).all())
 
