@@ -4,6 +4,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.convert import convert
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -92,7 +93,7 @@ def resume_job(folder, *args):
         with torch.no_grad():
             for param in engine.module.parameters():
                 param.zero_()
-        engine.load_checkpoint(folder, tag="a")
+        engine.load_checkpoint(folder)
     losses = train(engine, STEPS)
     engine.destroy()
     return losses
@@ -160,3 +161,19 @@ def test_fp32_weights_of_divided_experts_are_whole(tmp_path, expert, world, ep, 
     for name, value in expected.items():  # in bf16 gradients are rounded before they are averaged
         tolerance = 1e-6 if dtype == "fp32" else 1e-2
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+JOINED = [
+    ("copies", (2, 2, 1), "universal", (1, 1, 2)),
+    ("stacked", (4, 2, 3), "universal", (2, 2, 3)),
+    ("stacked", (2, 2, 0), "dcp", (2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("expert", "source", "form", "target"), JOINED)
+def test_what_is_joined_of_divided_experts_trains_on(tmp_path, expert, source, form, target):
+    run_ranks(source[0], save_job, tmp_path / "saved", expert, *source[1:], "fp32")
+    convert(tmp_path / "saved", tmp_path / "joined", form)
+    unbroken = run_ranks(1, resume_job, None, expert, 1, 0, "fp32")[0]
+    for losses in run_ranks(target[0], resume_job, tmp_path / "joined", expert, *target[1:], "fp32"):
+        assert losses == pytest.approx(unbroken, rel=1e-5)

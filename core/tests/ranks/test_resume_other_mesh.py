@@ -105,13 +105,13 @@ def save_job(folder, tp, stage, dtype):
     engine.destroy()
 
 
-def resume_job(folder, tp, stage, dtype, states=True):
+def resume_job(folder, tp, stage, dtype, states=True, tag="a"):
     deepspeed.init_distributed()
     engine = make_engine(tp, stage, dtype)
     if folder is None:
         train(engine, 0)
     else:
-        engine.load_checkpoint(folder, tag="a", load_optimizer_states=states)
+        engine.load_checkpoint(folder, tag=tag, load_optimizer_states=states)
         assert engine.module.count.item() == 9.0
         assert engine.global_steps == STEPS
     if states:
@@ -180,6 +180,8 @@ def test_a_model_whose_division_is_not_known_loads_only_as_it_was_saved(tmp_path
     (tmp_path / "b").rename(tmp_path / "a")
     (told,) = run_ranks(1, unmarked_job, tmp_path, 1, True)
     assert "was saved by 2 model parallel ranks, this job has 1, and the run that saved it did not say" in told
+    with pytest.raises(CheckpointError, match="saved by 2 model parallel ranks, and its files do not say which part"):
+        convert(tmp_path, tmp_path / "joined", "universal", tag="a")
 
 
 CONSOLIDATED = [(2, 2, 0, "bf16"), (3, 3, 3, "fp32"), (2, 4, 2, "bf16")]
@@ -226,11 +228,55 @@ def test_parts_that_are_missing_are_named(tmp_path):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, "a")
 
 
-def test_other_formats_of_a_divided_model_are_refused(tmp_path):
-    run_ranks(2, save_job, tmp_path / "saved", 2, 1, "fp32")
-    convert(tmp_path / "saved", tmp_path / "weights", "safetensors", tag="a")
-    with pytest.raises(CheckpointError, match="of a model that is divided over ranks.*convert the weights alone"):
-        convert(tmp_path / "saved", tmp_path / "dcp", "dcp", tag="a")
+JOINED = [
+    # tp and ranks of the save; stage; format; tp and ranks of the load; stage; dtype
+    ((2, 2), 1, "universal", (1, 1), 0, "fp32"),
+    ((2, 4), 3, "universal", (1, 2), 3, "bf16"),
+    ((3, 3), 0, "universal", (2, 2), 3, "bf16"),
+    ((2, 4), 2, "dcp", (1, 2), 1, "fp32"),
+    ((2, 2), 3, "dcp", (3, 3), 0, "fp32"),
+]
+ALL_JOINED = [
+    (source, saved, form, target, loaded, "fp32")
+    for source in WORLDS[2:]
+    for target in WORLDS
+    for saved, loaded in ((0, 1), (1, 3), (2, 0), (3, 2), (3, 3))
+    for form in ("universal", "dcp")
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "saved", "form", "target", "loaded", "dtype"),
+    swept([*JOINED, *ALL_JOINED], lambda *case: case in JOINED),
+)
+def test_what_is_joined_of_a_divided_model_trains_on(tmp_path, source, saved, form, target, loaded, dtype):
+    run_ranks(source[1], save_job, tmp_path / "saved", source[0], saved, dtype)
+    joined_folder = tmp_path / "joined" if form == "universal" else tmp_path / "joined" / "a"
+    convert(tmp_path / "saved", joined_folder, form, tag="a")
+    tag = "a_universal" if form == "universal" else "a"
+    found = joined(run_ranks(target[1], resume_job, tmp_path / "joined", target[0], loaded, dtype, True, tag))
+    unbroken = joined(run_ranks(1, resume_job, None, 1, loaded, dtype))
+    assert found.keys() == unbroken.keys()
+    for key, value in unbroken.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6, msg=str(key))
+
+
+def dtypes_job(folder):
+    deepspeed.init_distributed()
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(4)) for name in "abc"})
+    model["b"] = torch.nn.Parameter(torch.ones(6, dtype=torch.float64))
+    groups = [{"params": [model["a"], model["b"]]}, {"params": [model["c"]], "lr": 0.5}]
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.1), config=config)[0]
+    engine.save_checkpoint(folder, tag="a")
+    engine.destroy()
+
+
+def test_a_group_of_several_dtypes_is_whole_where_others_read_it(tmp_path):
+    run_ranks(1, dtypes_job, tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "joined", "universal", tag="a")
+    groups = torch.load(tmp_path / "joined/a_universal/zero/optimizer_state.pt", weights_only=True)["param_groups"]
+    assert [(group["lr"], group["params"]) for group in groups] == [(0.1, [0, 1]), (0.5, [2])]
 
 
 def stages_job(folder, num_stages, zero_stage):

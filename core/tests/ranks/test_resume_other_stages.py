@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint.convert import convert
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
@@ -101,3 +102,39 @@ def test_losses_are_those_of_the_unbroken_run(tmp_path, world, source, targets, 
     for (pp, tp), stage in targets.items():
         for losses in run_ranks(pp * tp, load_job, tmp_path, pp, tp, stage):
             assert losses == pytest.approx(saved[0], rel=1e-5), (pp, tp, stage)
+
+
+@pytest.mark.parametrize(
+    ("world", "source", "stage", "form", "targets"),
+    [
+        (4, (2, 2), 1, "universal", {(1, 1): 0, (1, 2): 2, (4, 1): 1}),
+        (4, (2, 1), 3, "universal", {(1, 1): 3, (2, 1): 3}),
+        (2, (1, 2), 2, "dcp", {(1, 1): 2, (2, 1): 1}),
+        (2, (2, 1), 0, "dcp", {(1, 1): 3}),
+        pytest.param(4, (4, 1), 2, "universal", {(2, 1): 1, (1, 1): 1}, marks=pytest.mark.sweep),
+        pytest.param(4, (2, 2), 3, "universal", {(2, 1): 1, (1, 2): 3}, marks=pytest.mark.sweep),
+        pytest.param(4, (2, 2), 3, "dcp", {(2, 2): 3, (1, 1): 0}, marks=pytest.mark.sweep),
+        pytest.param(4, (2, 2), 0, "universal", {(2, 2): 0, (1, 1): 1}, marks=pytest.mark.sweep),
+    ],
+)
+def test_what_is_joined_of_a_checkpoint_goes_on_with_its_losses(tmp_path, world, source, stage, form, targets):
+    saved = run_ranks(world, save_job, tmp_path / "divided", *source, stage)
+    convert(tmp_path / "divided", tmp_path / "joined", form)
+    for (pp, tp), zero_stage in targets.items():
+        for losses in run_ranks(pp * tp, load_job, tmp_path / "joined", pp, tp, zero_stage):
+            assert losses == pytest.approx(saved[0], rel=1e-5), (pp, tp, zero_stage)
+
+
+def test_the_files_of_layers_are_joined(tmp_path):
+    run_ranks(4, save_job, tmp_path / "divided", 2, 2, 1)
+    run_ranks(1, save_job, tmp_path / "whole", 1, 1, 1)
+    folders = []
+    for name in ("divided", "whole"):
+        convert(tmp_path / name, tmp_path / f"{name}_joined", "universal")
+        folders.append(tmp_path / f"{name}_joined" / f"global_step{BEFORE}_universal")
+    files = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt")) for folder in folders]
+    assert files[0] == files[1]
+    for name in files[0]:
+        found, expected = (torch.load(folder / name, weights_only=True) for folder in folders)
+        if name.startswith("layer_") or name.endswith(("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt")):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)

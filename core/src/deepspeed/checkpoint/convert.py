@@ -66,23 +66,23 @@ def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: st
 
 def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
     from deepspeed.checkpoint.dcp_write import write_dcp
-    from deepspeed.checkpoint.saved_run import SavedRun
+    from deepspeed.checkpoint.joined_run import open_run
 
-    write_dcp(SavedRun(directory, tag), output)
+    write_dcp(open_run(directory, tag), output)
 
 
 def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
     from deepspeed.checkpoint.dcp_write import write_dcp
-    from deepspeed.checkpoint.saved_run import SavedRun
+    from deepspeed.checkpoint.joined_run import open_run
 
-    write_dcp(SavedRun(directory, tag), output, "torchtitan")
+    write_dcp(open_run(directory, tag), output, "torchtitan")
 
 
 def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    from deepspeed.checkpoint.saved_run import SavedRun
+    from deepspeed.checkpoint.joined_run import open_run
     from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 
-    run = SavedRun(directory, tag)
+    run = open_run(directory, tag)
     folder = output / f"{layout.tag_of(run.folder)}_universal"
     output.mkdir(parents=True, exist_ok=True)
     write_universal(run, folder)

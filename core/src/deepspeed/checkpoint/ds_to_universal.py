@@ -2,8 +2,9 @@
 
     ... --input_folder DIR/global_step3 --output_folder DIR/global_step3_universal
 
-Both are folders of tags. `latest_universal` beside the second then names it. Checkpoints load here at any number of
-ranks and any stage without it; it is for DeepSpeed. `ds_ckpt convert DIR OUT --to universal` does the same.
+Both are folders of tags. `latest_universal` beside the second then names it. Parts of tensor-parallel ranks, stages of
+a pipeline and experts are joined. Checkpoints load here at any number of ranks and any stage without it; it is for
+DeepSpeed. `ds_ckpt convert DIR OUT --to universal` does the same.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from deepspeed._absent import complete
 from deepspeed.checkpoint.consolidate_files import check_files
-from deepspeed.checkpoint.saved_run import SavedRun
+from deepspeed.checkpoint.joined_run import open_run
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
 
@@ -34,7 +35,7 @@ def ds_to_universal(input_folder: str | Path, output_folder: str | Path, *, num_
     if not source.is_dir():
         raise CheckpointError(f"--input_folder: found no folder {source}; give that of a tag, such as global_step100")
     check_files(source)
-    write_universal(SavedRun(source.parent, source.name), target, num_workers=num_workers)
+    write_universal(open_run(source.parent, source.name), target, num_workers=num_workers)
     write_latest_universal(target)
 
 

@@ -96,6 +96,12 @@ class Position:
     def world_size(self) -> int:
         return self.dp_world_size * self.mp_world_size
 
+    @property
+    def divides_model(self) -> bool:
+        """Whether the ranks of this run have different parts of the model, which are known."""
+        own = self.division
+        return own is not None and (max(own.axes.values()) > 1 or bool(own.experts))
+
 
 def find_folder(load_dir: Path, tag: str) -> Path:
     """The folder in which the whole checkpoint `tag` lies."""
@@ -146,13 +152,13 @@ def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) 
     )
 
 
-def check_one_model_rank(folder: Path, position: Position) -> None:
-    """Refuse a checkpoint of whole parameters in a job whose ranks have parts of the model."""
-    if position.mp_world_size > 1:
+def check_division_is_known(folder: Path, position: Position) -> None:
+    """Refuse a checkpoint of whole parameters in a job whose ranks have parts of the model that are not known."""
+    if position.mp_world_size > 1 and position.division is None:
         raise CheckpointError(
-            f"{folder} holds whole parameters, and each of the "
-            f"{counted(position.mp_world_size, 'model parallel rank')} of this job has a part of the model. Load it "
-            "with 1 model parallel rank."
+            f"{folder} holds whole parameters, and this job has {position.mp_world_size} model parallel ranks and did "
+            "not say which part of each parameter a rank has (it divided the model itself, without "
+            "deepspeed.parallel.model_part.mark_part). Load it with 1 model parallel rank."
         )
 
 

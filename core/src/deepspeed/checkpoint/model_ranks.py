@@ -106,6 +106,8 @@ class SavedModelRank:
         dp_rank: int = 0,
     ) -> None:
         own = model_states[dp_rank]
+        self.model_state = own
+        """Content of its model file."""
         self.parts = division.parts
         held = {name: each for each in division.experts.values() for name in each.names}
         is_here = {name for name, each in held.items() if each.holders[0] == dp_rank}
@@ -144,6 +146,11 @@ class SavedModelRank:
     def is_alias(self, name: str) -> bool:
         """Whether it is another name of a shared parameter."""
         return self._names[name] != name
+
+    def whole_name(self, name: str) -> str:
+        """Of a weight, in the undivided model."""
+        part = self.parts.get(name)
+        return (part.name if part is not None else "") or name
 
     def dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
@@ -219,14 +226,14 @@ class Source:
         if part.dim > 0:
             rows = self._rows(first, stop)
             pieces = [rows.narrow(part.dim, start, end - start) for start, end in part.ranges]
-            return torch.cat(pieces, part.dim)
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
         pieces, at = [], 0
         for start, end in part.ranges:
             low, high = max(first, at), min(stop, at + end - start)
             if low < high:
                 pieces.append(self._rows(start + low - at, start + high - at))
             at += end - start
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _rows(self, first: int, stop: int) -> Tensor:
         """Rows [first, stop) of the whole, along its first dimension."""
@@ -294,7 +301,7 @@ class AcrossRanks(SavedStates):
         held: dict[str, list[tuple[SavedModelRank, str]]] = {}
         for rank in ranks:
             for name in rank.shapes:
-                whole = rank.part(name).name or name
+                whole = rank.whole_name(name)
                 if whole in here or whole not in elsewhere:
                     held.setdefault(here.get(whole, whole), []).append((rank, name))
         self._held = held
@@ -306,9 +313,17 @@ class AcrossRanks(SavedStates):
             if any(rank.trained(local) is not None and not rank.is_alias(local) for rank, local in its)
         )
         self.param_groups = self._states[0].param_groups if self._states else []
-        names = {local: name for name, its in held.items() for _, local in its}
+        names = {(id(rank), local): name for name, its in held.items() for rank, local in its}
         self.names = [
-            list(dict.fromkeys(names[each] for states in self._states for each in states.names[index] if each in names))
+            list(
+                dict.fromkeys(
+                    names[id(rank), each]
+                    for rank in ranks
+                    if rank.states is not None
+                    for each in rank.states.names[index]
+                    if (id(rank), each) in names
+                )
+            )
             for index in range(len(self.param_groups))
         ]
 
@@ -373,6 +388,15 @@ class AcrossRanks(SavedStates):
     def _read(self, name: str, what: str, reader: Callable[[SavedStates, str], Read], start: int, numel: int) -> Tensor:
         held = [(part, reader(states, local)) for part, states, local in self._holders(name)]
         return Source(held, f"{name}, {what}").read(self._own_part(name), start, numel)
+
+
+def of_whole_weights(model_states: Mapping[int, Mapping[str, Any]]) -> SavedModelRank:
+    """A checkpoint that has each weight whole, and the optimizer's state in the model file, as that of one rank.
+
+    Args:
+        model_states: content of its model files, by data-parallel rank.
+    """
+    return SavedModelRank(model_states, [], Division({"pp": 1, "tp": 1}, {}))
 
 
 def _all_of(shape: torch.Size) -> ModelPart:

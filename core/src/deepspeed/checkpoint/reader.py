@@ -1,5 +1,6 @@
 """`Reader`: reads what one rank needs of a tag, after verifying it. Changes nothing of the caller's."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,9 +17,9 @@ from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
     SavedParts,
+    check_division_is_known,
     check_has_states,
     check_model_ranks,
-    check_one_model_rank,
     check_shard,
     divides_otherwise,
     find_folder,
@@ -27,7 +28,7 @@ from deepspeed.checkpoint.load import (
     split_client_state,
 )
 from deepspeed.checkpoint.location import local_folder
-from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
+from deepspeed.checkpoint.model_ranks import Division, SavedModelRank, of_whole_weights
 from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.checkpoint.store import IndexedStore, Store
@@ -62,9 +63,13 @@ class Reader:
     def _read(self, folder: Path, tag: str) -> LoadedCheckpoint:
         position = self.position
         if is_dcp_folder(folder):
-            check_one_model_rank(folder, position)
+            check_division_is_known(folder, position)
             folder = local_folder(folder, "load, as a checkpoint of torch.distributed.checkpoint,")
-            return load_dcp(folder, tag, needs_states=self.needs_states)
+            found = load_dcp(folder, tag, needs_states=self.needs_states)
+            if not position.divides_model:
+                return found
+            rank = of_whole_weights({0: {**found.model_state, "module": found.stored}})
+            return dataclasses.replace(found, stored=None, model_ranks=[rank])
         models = find_models(folder, position.mp_rank)
         if position.mp_rank > 0 and not any(path.exists() for path in models):  # fewer model-parallel ranks saved it
             models = find_models(folder, 0)
@@ -76,10 +81,14 @@ class Reader:
             return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts([own], []), model_ranks=ranks)
         was_divided = layout.is_partitioned(path.name)
         if layout.is_universal(folder):
-            check_one_model_rank(folder, position)
+            check_division_is_known(folder, position)
             load = partial(self.store.load, map_location=self.map_location, mmap=True)
-            own = with_universal_states(own, folder, load)
             states = self._models(models, own, verify)
+            if position.divides_model:
+                states[0] = with_universal_states(states[0], folder, load)
+                ranks = [of_whole_weights(dict(enumerate(states)))]
+                return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts([own], []), model_ranks=ranks)
+            own = with_universal_states(own, folder, load)
             return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts(states, []))
         if not (self.load_shard or was_divided):
             return LoadedCheckpoint(str(path), tag, own, None, client)

@@ -145,9 +145,10 @@ class DividedStates(SavedStates):
 
 
 def names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The parameters of each group of the optimizer; in DeepSpeed's files `params` counts a group's buffers."""
+    """The parameters of each group of the optimizer: `params` counts a group's buffers, of which there is one if it is
+    absent. Earlier versions always left it out; of several groups it is then not known which has several buffers."""
     if any("params" not in group for group in param_groups):
-        return [list(buffer) for buffer in buffers]
+        return [[name for buffer in buffers for name in buffer]] if len(param_groups) == 1 else list(map(list, buffers))
     return [[name for number in group["params"] for name in buffers[number]] for group in param_groups]
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import MODULE_FILES, OPTIMIZER_FILE, read_file
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
@@ -63,12 +63,9 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
             for _ in pool.map(lambda name: _write_parameter(run, name, zero / name), names):
                 pass
         torch.save(_optimizer_state(run), zero / "optimizer_state.pt")
-        for path in run.model_files:
-            model_state = read_file(path)  # mapped
-            for name in model_state.get(MODULE_FILES, ()):
-                torch.save(read_file(path.with_name(name)), staging / name)
-            model_state.pop(OPTIMIZER_FILE, None)
-            torch.save({**model_state, "optimizer": None}, staging / path.name)
+        with TemporaryDirectory(dir=staging) as scratch:
+            for file, content in run.model_contents(Path(scratch)):
+                torch.save(content, staging / file)
         if output.is_dir():
             output.rmdir()
         staging.rename(output)

@@ -304,8 +304,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "universal checkpoints, ds_to_universal",
             W,
             "Both are loaded, and made, which only DeepSpeed needs: any number of ranks and any stage loads a "
-            "checkpoint here as it is. There are no temporary files. One of a model that is divided over "
-            "tensor-parallel ranks or pipeline stages is refused: load it on one rank and save it again.",
+            "checkpoint here as it is. Tensor-parallel parts, pipeline stages and experts are joined as the checkpoint "
+            "says itself that they were divided; one without such a record is refused.",
         ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],

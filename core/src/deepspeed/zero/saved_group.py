@@ -54,6 +54,8 @@ class SavedGroup:
     def __init__(self, sharding: Stateful, index: int) -> None:
         self._sharding = sharding
         self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
+        #: index of the optimizer's group that has them
+        self.param_group = next(each.param_group for each in sharding.groups if each.first_index in self.params)
         #: whose files divide the group: all that hold its parameters
         self.ranks = sharding.unit_groups.of(sharding.params[self.params[0]]).everyone
         self._ranks = None if sharding.stage == 0 else self.ranks

@@ -5,6 +5,9 @@ Per group of `Holding.saved_groups`, this rank's part of it, T elements:
     single_partition_of_fp32_groups   [T] the weights that the optimizer updates (`fp32_flat_groups` in stage 3)
     base_optimizer_state              {"state": {group: {name: [T] tensor or scalar}}, "param_groups": [...]}
 
+`params` of `param_groups` has the numbers of its groups in the file, where the optimizer's are not these: a group is
+divided by dtype, and by who shares its parameters, as stages of a pipeline share modules.
+
 A file divides parameters in another way than units do, so saving and loading are collectives (`redistribute.py`): in
 stages 0 to 2 the parameters of a group lie end to end and are cut in W parts, in stage 3 each parameter is.
 
@@ -54,6 +57,10 @@ def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
     param_groups = optimizer.param_groups if optimizer is not None else []
     counts = [group.ranks.world_size if sharding.stage > 0 else 1 for group in groups]
     groups_in_file = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
+    owners = [group.param_group for group in groups]
+    if owners != list(range(len(param_groups))):
+        for index, in_file in enumerate(groups_in_file):
+            in_file["params"] = [number for number, owner in enumerate(owners) if owner == index]
     masters = [
         group.to_file(group.masters(), torch.float32, is_held=group.has_masters if is_pending else None)
         for group in groups

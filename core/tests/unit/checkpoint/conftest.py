@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, consolidate, layout
+from deepspeed.checkpoint import Checkpointer, consolidate, joined_run, layout
 from deepspeed.checkpoint.saved_run import SavedRun
 
 
@@ -145,26 +145,39 @@ def make_ranks():
 class Large:
     """A checkpoint of two shards with twelve weights of 8 MiB and one moment of each.
 
+    Args:
+        num_parts: model-parallel ranks, each with a part of every weight.
+
     `added` is the private memory that was added when each tensor had been read; files that are mapped do not count.
     """
 
     weight_bytes = 8 * 2**20
 
-    def __init__(self, directory):
+    def __init__(self, directory, num_parts=1):
         self.directory = directory
-        numel = self.weight_bytes // 4
+        numel = self.weight_bytes // 4 // num_parts
         shapes = {f"w{index}": torch.Size([numel]) for index in range(12)}
         folder = directory / "step"
         folder.mkdir(parents=True)
         (directory / "latest").write_text("step")
-        module = {name: torch.empty(0) for name in shapes}
-        torch.save({"module": module, "param_shapes": [shapes]}, folder / layout.model_file(0))
+        for part in range(num_parts):
+            self._save_part(folder, part, num_parts, shapes)
+        self.added = []
+
+    @staticmethod
+    def _save_part(folder, part, num_parts, shapes):
+        numel = shapes["w0"].numel()
+        model = {"module": {name: torch.empty(0) for name in shapes}, "param_shapes": [shapes]}
+        if num_parts > 1:
+            held = {"shape": [num_parts * numel], "dim": 0, "ranges": [[part * numel, (part + 1) * numel]], "name": ""}
+            division = {"axes": {"pp": 1, "tp": num_parts}, "parts": dict.fromkeys(shapes, held)}
+            model |= {"mp_world_size": num_parts, "ds_model_parallel": division}
+        torch.save(model, folder / layout.model_file(part))
         for rank in range(2):
             flat = torch.full((6 * numel,), float(rank))
             base = {"state": {0: {"exp_avg": flat, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
             state = {"zero_stage": 2, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": base}
-            torch.save({"optimizer_state_dict": state}, folder / layout.shard_file(rank, 0))
-        self.added = []
+            torch.save({"optimizer_state_dict": state}, folder / layout.shard_file(rank, part))
 
     def watch(self, monkeypatch, owner, name):
         read, before = getattr(owner, name), private_bytes()
@@ -185,9 +198,10 @@ def private_bytes():
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-@pytest.fixture
-def large(tmp_path, monkeypatch):
-    found = Large(tmp_path / "large")
+@pytest.fixture(params=[1])
+def large(tmp_path, monkeypatch, request):
+    found = Large(tmp_path / "large", request.param)
     found.watch(monkeypatch, consolidate.LazyTensor, "contiguous")
     found.watch(monkeypatch, SavedRun, "optimizer_state")
+    found.watch(monkeypatch, joined_run, "_mapped")
     return found

@@ -169,7 +169,7 @@ def change_metadata(folder, change):
 
 def test_model_parallel_ranks_are_refused(tmp_path):
     save(tmp_path / "run", {"model": WEIGHTS})
-    with pytest.raises(CheckpointError, match="each of the 2 model parallel ranks"):
+    with pytest.raises(CheckpointError, match="has 2 model parallel ranks and did not say which part"):
         Checkpointer(mp_world_size=2, gather=lambda text: [text, text]).load(tmp_path / "run")
 
 

@@ -68,6 +68,16 @@ def test_memory_holds_one_value_per_worker(large, tmp_path, num_workers):
     assert torch.load(tmp_path / "out/zero/w7/exp_avg.pt")["param"].unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("large", [2], indirect=True)
+def test_memory_holds_one_value_of_a_divided_model(large, tmp_path):
+    ds_to_universal(large.directory / "step", tmp_path / "out", num_workers=1)
+    assert len(large.added) == 24
+    # the value, the parts of it that are put together, and the other one of the worker
+    assert max(large.added) < 3.5 * large.weight_bytes
+    assert torch.load(tmp_path / "out/zero/w7/exp_avg.pt")["param"].unique().tolist() == [1.0]
+    assert torch.load(tmp_path / "out/mp_rank_00_model_states.pt")["module"]["w7"].unique().tolist() == [1.0]
+
+
 def test_a_failure_leaves_nothing(saved, tmp_path, capsys, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
