@@ -175,3 +175,41 @@ def test_collectives_of_training_are_recorded():
         assert set(rows) == {"reduce_scatter", "all_gather"}
         assert all(count >= NUM_STEPS for count in rows.values())
         assert "reduce_scatter" in table
+
+
+def summary_of_given_times(show_straggler):
+    rank = dist.get_rank()
+    dist.comms_logger.add("all_reduce", 2048, 0.002 if rank == 0 else 0.005)
+    dist.comms_logger.add("all_reduce", 2048, 0.004 if rank == 0 else 0.001)
+    for _ in range(1 + rank):
+        dist.comms_logger.add("broadcast", 64, 0.001)  # not as often on both
+    figures = dist.log_summary(show_straggler, return_dict=True)
+    table = dist.log_summary(show_straggler)
+    dist.comms_logger.reset()
+    return figures, table
+
+
+def test_a_rank_waits_for_what_exceeds_the_shortest_time():
+    for rank, (figures, table) in enumerate(run_ranks(2, summary_of_given_times, True)):
+        (row,) = figures["straggler_analysis"].pop("all_reduce").values()
+        assert figures["straggler_analysis"] == {}
+        assert row == pytest.approx(
+            {
+                **{"count": 2, "total_comm_lat_ms": 3, "total_straggler_ms": 3},
+                **{"avg_comm_lat_ms": 1.5, "avg_straggler_ms": 1.5},
+            }
+        )
+        assert figures["metadata"] == {"world_size": 2, "rank": rank}
+        assert figures["summary"]["all_reduce"][2048]["total_latency_ms"] == pytest.approx(6)
+        heading, op, line = table[table.index("Breakdown with straggler effect") :].splitlines()[2:]
+        assert heading.split("  ")[0] == "Comm. Op"
+        assert "Total straggler(ms)" in heading
+        assert op == "all_reduce"
+        assert line.split() == ["2.0", "KB", "2", "3.00", "3.00", "1.50", "1.50"]
+
+
+def test_a_summary_without_stragglers_is_no_collective():
+    figures, table = run_ranks(2, summary_of_given_times, False)[1]
+    assert figures["straggler_analysis"] is None
+    assert figures["summary"]["broadcast"][64]["count"] == 2
+    assert "straggler" not in table

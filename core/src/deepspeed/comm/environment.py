@@ -98,6 +98,12 @@ def _from_arguments(
     return Placement(rank, world_size, _local_rank(env, rank), addr or _LOCALHOST, _port(env, default_port), source)
 
 
+def is_rank(env: Mapping[str, str]) -> bool:
+    """True if these are the variables of a process that a launcher, MPI or Slurm's srun started as one of several."""
+    names = ("RANK", "WORLD_SIZE", *(rank_key for _, rank_key, _, _ in _MPI_NAMES))
+    return any(name in env for name in names) or ("SLURM_STEP_ID" in env and "SLURM_PROCID" in env)
+
+
 def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: bool) -> Placement | None:
     """torchrun, the `deepspeed` launcher, accelerate, or a user's own exports."""
     if "RANK" not in env and "WORLD_SIZE" not in env:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.backend import Capabilities, GroupBackend, Work
+from deepspeed.comm.values import all_gather_values
 from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 
@@ -28,6 +29,10 @@ _COLUMNS = (
     "busbw_avg (Gbps)",
 )
 
+_STRAGGLER_COLUMNS = (
+    *("Comm. Op", "Message Size", "Count"),
+    *("Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)"),
+)
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _ALL_REDUCES = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
 _WITH_PARTS = frozenset(
@@ -96,9 +101,51 @@ class CommsLogger:
             for num_bytes, (count, latencies_ms, tputs, busbws) in sorted(sizes.items()):
                 total_ms = sum(latencies_ms)
                 averages = (total_ms, total_ms / count, sum(tputs) / count, sum(busbws) / count)
-                cells = ["", _readable(num_bytes), str(count), *(f"{value:.2f}" for value in averages)]
+                cells = ["", readable(num_bytes), str(count), *(f"{value:.2f}" for value in averages)]
                 lines.append("".join(f"{cell: <20}" for cell in cells).rstrip())
         return "\n".join(lines)
+
+    def figures(self) -> dict[str, dict[int, dict[str, float]]]:
+        """The record as numbers: by operation and message size in bytes."""
+        return {
+            op: {
+                num_bytes: {
+                    "count": count,
+                    "total_latency_ms": sum(latencies_ms),
+                    "avg_latency_ms": sum(latencies_ms) / count,
+                    "tput_avg_gbps": sum(tputs) / count,
+                    "busbw_avg_gbps": sum(busbws) / count,
+                }
+                for num_bytes, (count, latencies_ms, tputs, busbws) in sorted(sizes.items())
+            }
+            for op, sizes in self.comms_dict.items()
+        }
+
+    def stragglers(self) -> dict[str, dict[int, dict[str, float]]]:
+        """How long this rank waited for the slowest, by operation and message size. A collective of all ranks.
+
+        Of each call the shortest time of any rank is the communication's, since the last rank to come waits for nobody;
+        what this rank spent beyond it is its wait (DeepSpeed, tutorial "Communication Logging"). Left out is what the
+        ranks did not call equally often.
+        """
+        own = {op: {str(size): row[1] for size, row in sizes.items()} for op, sizes in self.comms_dict.items()}
+        every = all_gather_values(own) if torch_dist.is_initialized() else [own]
+        found: dict[str, dict[int, dict[str, float]]] = {}
+        for op, sizes in own.items():
+            for size, latencies_ms in sorted(sizes.items(), key=lambda item: int(item[0])):
+                of_ranks = [record.get(op, {}).get(size, []) for record in every]
+                if any(len(column) != len(latencies_ms) for column in of_ranks):
+                    continue
+                shortest_ms = sum(min(calls) for calls in zip(*of_ranks, strict=True))
+                waited_ms, count = sum(latencies_ms) - shortest_ms, len(latencies_ms)
+                found.setdefault(op, {})[int(size)] = {
+                    "count": count,
+                    "total_comm_lat_ms": shortest_ms,
+                    "total_straggler_ms": waited_ms,
+                    "avg_comm_lat_ms": shortest_ms / count,
+                    "avg_straggler_ms": waited_ms / count,
+                }
+        return found
 
 
 comms_logger = CommsLogger()
@@ -232,16 +279,44 @@ def _recorded(op: str, tensor_N: torch.Tensor, call: Callable[[], Work]) -> Work
     return _RecordedWork(work, op, tensor_N.nbytes, time.perf_counter() - start)
 
 
-def log_summary(show_straggler: bool = False) -> str:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str | dict[str, Any]:
     """Print the table on rank 0 and return it. Called by users at the end of training.
 
-    With `show_straggler` every rank prints its own table: the rank that waited least is the one others waited for.
+    Args:
+        show_straggler: every rank prints its table, and a second one of how long it waited for the slowest rank
+            (`CommsLogger.stragglers`). A collective then: every rank calls it.
+        return_dict: return numbers in place of the text: `{"summary": {op: {num_bytes: {"count", "total_latency_ms",
+            "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps"}}}, "straggler_analysis": None or {op: {num_bytes:
+            {"count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"}}},
+            "metadata": {"world_size", "rank"}}`.
+
+    Raises:
+        CommError: with `show_straggler`, a rank did not come or ended.
     """
     if not comms_logger.enabled:
         logger.warning("comm.log_summary: nothing was recorded; set comms_logger.enabled in the config first")
-    table = comms_logger.table()
-    report(f"communication so far\n{table}", ranks=[-1] if show_straggler else [0])
-    return table
+    text, stragglers = comms_logger.table(), None
+    if show_straggler:
+        stragglers = comms_logger.stragglers()
+        text += "\n" + _straggler_table(stragglers)
+    report(f"communication so far\n{text}", ranks=[-1] if show_straggler else [0])
+    if not return_dict:
+        return text
+    is_job = torch_dist.is_initialized()
+    job = {"world_size": torch_dist.get_world_size() if is_job else 1, "rank": torch_dist.get_rank() if is_job else 0}
+    return {"summary": comms_logger.figures(), "straggler_analysis": stragglers, "metadata": job}
+
+
+def _straggler_table(stragglers: dict[str, dict[int, dict[str, float]]]) -> str:
+    title = "Breakdown with straggler effect"
+    lines = ["_" * len(title), title, "-" * len(title)]
+    lines.append("".join(f"{column: <20}" for column in _STRAGGLER_COLUMNS).rstrip())
+    for op, sizes in stragglers.items():
+        lines.append(op)
+        for num_bytes, (count, *times_ms) in ((size, row.values()) for size, row in sizes.items()):
+            cells = ["", readable(num_bytes), str(count), *(f"{value:.2f}" for value in times_ms)]
+            lines.append("".join(f"{cell: <20}" for cell in cells).rstrip())
+    return "\n".join(lines)
 
 
 def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, float]:
@@ -258,7 +333,7 @@ def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, floa
     return rate, rate * (num_ranks - 1) / num_ranks if name in _WITH_PARTS else rate
 
 
-def _readable(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
     """In the largest unit that leaves at least 1: 98.25 MB."""
     size, units = float(num_bytes), iter(_UNITS)
     unit = next(units)

@@ -74,7 +74,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`--log_dir`.",
         ),
         ("ds_elastic", W, "`-c` and `-w`; the batch, the valid numbers of ranks and the micro-batch."),
-        ("ds_bench", N, "This command line tool does not exist here."),
+        (
+            "ds_bench",
+            D,
+            "The options of DeepSpeedExamples' communication benchmarks, with `--num_gpus`, `--size`, `--json`, "
+            "`--plot`, `--reduce-scatter`; one size is `2**maxsize` bytes unless `--mem-factor` is given. The command "
+            "of 0.19.6 lacks the module that it imports.",
+        ),
     ],
     "Training": [
         ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),
@@ -342,7 +348,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.comm.all_reduce", W, "As documented, like the other collectives of torch.distributed."),
         ("deepspeed.comm.all_gather_into_tensor", W, "`reduce_scatter_tensor`, `all_to_all_single` too."),
         ("deepspeed.comm.barrier", W, "As documented."),
-        ("deepspeed.comm.log_summary", D, "DeepSpeed's table, which it also returns; no straggler columns."),
+        (
+            "deepspeed.comm.log_summary",
+            D,
+            "It also returns the table that it prints, or with `return_dict` its numbers.",
+        ),
         ("deepspeed.utils.comms_logging", N, "The logger is `deepspeed.comm.comm.CommsLogger`."),
         ("deepspeed.comm.comm.CommsLogger().comms_dict", W, "It has DeepSpeed's shape."),
         ("deepspeed.comm.initialize_mesh_device", W, "A mesh of data and sequence parallel ranks."),
