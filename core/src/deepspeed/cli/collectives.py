@@ -266,7 +266,7 @@ def _pyplot() -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ds_bench", "Measure how fast the collectives of a job are, by size of the message.")
     parser.add_argument("--num_gpus", type=positive, help="the ranks to start on this machine (default: all devices)")
-    parser.add_argument("--local_rank", type=int, help="set by launchers; not used")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
     parser.add_argument("--trials", type=positive, default=5, help="calls that are timed (default 5)")
     parser.add_argument("--warmups", type=positive, default=5, help="calls before those (default 5)")
     parser.add_argument(

@@ -7,6 +7,7 @@
     ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
     ds_report --hide_operator_status   without the ops, which takes a second less
     ds_report --hide_errors_and_warnings
+    ds_report --all-ranks              in a job: what its ranks have in common, and in what they differ
 
 `python -m deepspeed.env_report` is the same command.
 
@@ -19,6 +20,7 @@ Nothing that needs torch is imported at the top: `import torch` may be broken (`
 import argparse
 import json
 import logging
+import os
 import platform
 import sys
 import warnings
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = (
             collect_why() if options.explain_accelerator else collect(options.build, not options.hide_operator_status)
         )
+    if options.all_ranks:
+        return _compare_ranks(report, options)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
@@ -105,14 +109,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if report["chosen"]["error"] or torch_fails or report["overwritten_by"] or unbuilt else 0
 
 
+def _compare_ranks(report: dict[str, Any], options: argparse.Namespace) -> int:
+    """Show on rank 0 the reports of all ranks. Exit code 1 where a rank has no accelerator or cannot be reached."""
+    from deepspeed.cli.rank_report import differences, facts_of, gather, show
+    from deepspeed.errors import DeepSpeedError
+
+    try:
+        by_rank = gather(facts_of(report))
+    except DeepSpeedError as error:
+        sys.stderr.write(f"ds_report: {error}\n")
+        return 1
+    if os.environ["RANK"] == "0":
+        if options.json:
+            sys.stdout.write(json.dumps({"ranks": by_rank, "different": differences(by_rank)}, indent=2) + "\n")
+        else:
+            show(by_rank, make_console())
+    return 1 if report["chosen"]["error"] else 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "ds_report", "Report the accelerators, ops, versions and paths that are found on this machine."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"
     )
+    what.add_argument(
+        "--all-ranks", action="store_true", help="compare the ranks of a job; a launcher starts the command on each"
+    )
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
     parser.add_argument("-v", "--verbose", action="store_true", help="also origins and tracebacks of plugins")
     parser.add_argument("--hide_operator_status", action="store_true", help="omit the ops")
     parser.add_argument(

@@ -1,15 +1,20 @@
-"""`ds_bench`: what it measures, what it prints, and what it refuses, before a job and in it."""
+"""Commands that run as a job: `ds_bench` measures its collectives, `ds_report --all-ranks` compares its ranks."""
 
+import io
 import json
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 from deepspeed.cli import collectives
 from deepspeed.cli.collectives import MODULE, Row, figures, sizes
+from deepspeed.cli.rank_report import differences, show
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
+from rich.console import Console
 
 OPERATIONS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "pt2pt"]
 
@@ -98,13 +103,15 @@ def test_one_rank_has_nobody_to_exchange_with():
     assert run_ranks(1, measure_alone) == [True]
 
 
-def test_the_command_starts_its_ranks(tmp_path):
+def run_module(*words):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_the_command_starts_its_ranks(tmp_path):
     words = ["--num_gpus", "2", "--all-reduce", "--maxsize", "10", "--plot", str(tmp_path / "bandwidth.png")]
-    command = [sys.executable, "-m", MODULE, *words]
-    done = subprocess.run(
-        [*command, "--json"], check=False, capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = run_module(MODULE, *words, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["num_ranks"], found["dtype"]) == (2, "float32")
@@ -128,3 +135,41 @@ def test_the_table_has_a_heading_per_operation(capsys):
 def test_a_plot_of_an_unknown_kind_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--plot .*bandwidth\.xyz"):
         collectives.plot([Row("all-reduce", 1024, 1.0, 1.0, 1.0)], str(tmp_path / "bandwidth.xyz"), "Gbps")
+
+
+# ---- ds_report --all-ranks -------------------------------------------------------------------------------------------
+
+
+def test_a_report_compares_the_ranks_of_a_job():
+    words = ("--module", "deepspeed.cli.report", "--all-ranks", "--hide_operator_status", "--json")
+    done = run_module("deepspeed.launcher.runner", "--num_gpus", "2", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["different"] == {}
+    assert [facts["host"] for facts in found["ranks"]] == [platform.node()] * 2
+    assert found["ranks"][1]["versions.torch"] == torch.__version__
+
+
+def test_a_report_of_all_ranks_needs_a_job():
+    done = run_module("deepspeed.cli.report", "--all-ranks", "--hide_operator_status")
+    assert done.returncode == 1
+    assert "--all-ranks compares the ranks of a job, and no launcher has started this process" in done.stderr
+
+
+def test_what_differs_is_shown_with_its_ranks():
+    by_rank = [
+        {"host": f"worker-{rank // 2}", "versions.torch": "2.13.0" if rank != 3 else "2.12.0", "ops.adam": "cached"}
+        for rank in range(6)
+    ]
+    del by_rank[4]["ops.adam"]
+    assert differences(by_rank) == {
+        "host": {"worker-0": [0, 1], "worker-1": [2, 3], "worker-2": [4, 5]},
+        "versions.torch": {"2.13.0": [0, 1, 2, 4, 5], "2.12.0": [3]},
+        "ops.adam": {"cached": [0, 1, 2, 3, 5], "absent": [4]},
+    }
+    console = Console(file=io.StringIO(), width=100)
+    show(by_rank, console)
+    lines = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in console.file.getvalue().splitlines()]
+    assert ["versions.torch", "2.13.0", "0-2, 4-5"] in lines
+    assert ["", "2.12.0", "3"] in lines
+    assert ["worker-1", "2-3"] in lines
