@@ -8,6 +8,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
@@ -304,29 +305,14 @@ def wrong_batch_job(name):
     engine = create()
     first = engine.is_first_stage()
     short = samples(count=1)
-
-    def fails():
-        yield next(samples())
-        raise OSError("the disk is gone")
-
-    def refuses(batch):
-        if first:
-            raise KeyError("pixels")
-        return batch
-
-    if name == "fails to be made":
-        engine.set_batch_fn(refuses)
     batches = {
-        "fails to be made": samples(),
         "ends on the first stage": short if first else samples(),
         "ends on the last stage": samples() if first else short,
         "absent": None,
-        "fails": fails() if first else samples(),
         "no pairs": (inputs for inputs, _ in samples()),
         "other shapes": samples() if first else ((x[:1], y[:1]) for x, y in samples()),
     }
     result = outcome(lambda: engine.train_batch(batches[name]))
-    engine.set_batch_fn(None)
     loss = engine.train_batch(samples()).item()  # nothing was computed, so the engine goes on
     engine.destroy()
     return result, loss
@@ -338,8 +324,6 @@ def wrong_batch_job(name):
         ("ends on the first stage", "StateError", r"rank 0 \(stage 0\) ended after 1 of 2 micro-batches"),
         ("ends on the last stage", "StateError", r"rank 1 \(stage 1\) ended after 1 of 2 micro-batches"),
         ("absent", "ConfigError", r"rank 0 \(stage 0\) is missing; pass an iterator"),
-        ("fails", "StateError", "failed at micro-batch 1: OSError: the disk is gone"),
-        ("fails to be made", "StateError", "failed at micro-batch 0: KeyError: 'pixels'"),
         ("no pairs", "ConfigError", r"gave a Tensor; a micro-batch is a pair \(inputs, labels\)"),
         ("other shapes", "ConfigError", r"inputs of shape \[2, 4\] on stage 0 and \[1, 4\] on stage 1"),
     ],
@@ -350,6 +334,50 @@ def test_wrong_batches_are_refused_on_every_rank_before_they_run(name, kind, mes
         assert raised == kind, text
         assert re.search(message, text), text
         assert loss == found[0][1]
+
+
+def failing_data_job(call, stages, by_batch_fn):
+    engine = create()
+    fails = engine.stage_id in stages
+    own = ValueError(f"no such picture on stage {engine.stage_id}")
+
+    def failing():
+        yield next(samples())
+        raise own
+
+    def refusing(batch):
+        raise own
+
+    if fails and by_batch_fn:
+        engine.set_batch_fn(refusing)
+    data = failing() if fails and not by_batch_fn else samples()
+    with pytest.raises(ValueError if fails else PeerFailed) as caught:
+        getattr(engine, call)(data)
+    told = str(caught.value)
+    assert (caught.value is own) == fails
+    assert not fails or (caught.value.__context__, caught.value.__cause__) == (None, None)
+    engine.set_batch_fn(None)
+    loss = engine.train_batch(samples()).item()  # nothing was computed, so the engine goes on
+    engine.destroy()
+    return told, loss
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+@pytest.mark.parametrize("stage", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize("by_batch_fn", [False, True], ids=["iterator", "batch_fn"])
+def test_an_exception_of_the_data_is_the_own_one_of_its_rank(call, stage, by_batch_fn):
+    found = run_ranks(2, failing_data_job, call, [stage], by_batch_fn)
+    own, peer = f"no such picture on stage {stage}", found[1 - stage][0]
+    assert found[stage][0] == own
+    assert f"{call}: the data iterator of rank {stage} (stage {stage}) failed at micro-batch" in peer
+    assert f"{1 - by_batch_fn}: ValueError: {own}" in peer
+    assert found[0][1] == found[1][1]
+
+
+def test_exceptions_of_the_data_on_two_ranks_are_their_own():
+    found = run_ranks(2, failing_data_job, "train_batch", [0, 1], False)
+    assert [told for told, _ in found] == ["no such picture on stage 0", "no such picture on stage 1"]
+    assert found[0][1] == found[1][1]
 
 
 def different_calls_job():

@@ -15,7 +15,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.point_to_point import PointToPoint
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import HeardFailure, all_gather_values
 from deepspeed.config.parallel import PipelineConfig
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -25,7 +25,7 @@ from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
-from deepspeed.pipe.batch import Batch, take_batch
+from deepspeed.pipe.batch import Batch, DataFailed, take_batch
 from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.module import PipelineModule
@@ -102,6 +102,8 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             StateError: on every rank: an iterator ended early.
             ConfigError: on every rank: the first and the last stage were given different shapes.
+            Exception: what the data iterator or `set_batch_fn`'s function raised on this rank.
+            CommError: that of another rank raised; it is named.
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
@@ -260,11 +262,14 @@ class PipelineEngine(DeepSpeedEngine):
                 batch_fn=self._batch_fn,
                 shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
             )
-        except (ConfigError, StateError):  # raised on all ranks
+        except DataFailed as failed:
+            error = failed.error
+        except (ConfigError, StateError, HeardFailure):  # raised on all ranks
             raise
         except BaseException:
             self.sharding.abandon()
             raise
+        raise error  # with its own context
 
     def _schedule_of(self, num_micros: int, *, trains: bool) -> PipeSchedule:
         """What this stage does with a batch of so many micro-batches."""

@@ -1,8 +1,8 @@
 """The micro-batches of one batch: taken from the iterators of the first and the last stage, and agreed on by all ranks.
 
-An iterator that ends early, or two that disagree, would leave other stages waiting. So all micro-batches are taken, and
-what was found is compared, before the first of them is computed. They are copied, as DeepSpeed copies them: an iterator
-may use the memory of one for the next, and a layer may change its input in place.
+An iterator that ends early or fails, or two that disagree, would leave other stages waiting. So all micro-batches are
+taken, and what was found is compared, before the first of them is computed. They are copied, as DeepSpeed copies
+them: an iterator may use the memory of one for the next, and a layer may change its input in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +15,23 @@ from torch.utils._pytree import tree_map
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import HeardFailure, all_gather_values
 from deepspeed.errors import ConfigError, DeepSpeedError, StateError, counted, first_line
+
+_KINDS: dict[str, type[DeepSpeedError]] = {"ConfigError": ConfigError, "StateError": StateError}
+
+
+class DataFailed(Exception):
+    """The script's own iterator or batch function raised on this rank.
+
+    Args:
+        number: of the micro-batch.
+        error: what the user is to see.
+    """
+
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__(f"failed at micro-batch {number}: {_reason(error)}")
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -60,24 +75,32 @@ def take_batch(
         shapes_vary: whatever the shapes of the inputs.
 
     Raises:
-        StateError: on every rank: an iterator ended early, or failed.
+        DataFailed: this rank's iterator or batch function raised, of which the others have heard.
+        HeardFailure: that of another rank did.
+        StateError: on every rank: an iterator ended early.
         ConfigError: on every rank: it gives something else than pairs, the stages have different shapes, or the ranks
             make different calls.
     """
-    taken, problem = [], ""
+    taken, problem, kind, reason = [], "", "", ""
+    failed: DataFailed | None = None
     if loads:
         try:
             taken = _take(iterator, num_micro_batches, batch_fn)
         except (StateError, ConfigError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem, kind = str(error), type(error).__name__
+        except DataFailed as error:
+            problem, reason, failed = str(error), _reason(error.error), error
     shapes = [[_shape(inputs), _shape(labels)] for inputs, labels in taken]
     shapes = shapes[:1] if all(each == shapes[0] for each in shapes) else shapes
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
     asked = f"{call} of {counted(num_micro_batches, 'micro-batch', 'micro-batches')}"
     asked += f" with {shown}" if shown else ""
-    own = {"asked": asked, "pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}
+    own = {"asked": asked, "pipeline": pipeline, "stage": stage, "shapes": shapes}
+    own |= {"problem": problem, "kind": kind, "reason": reason}
     found = all_gather_values(own, backend=backend)
     ranks = dist.get_all_ranks_from_group(backend.group)
+    if failed is not None:
+        raise failed
     for rank, theirs in zip(ranks, found, strict=True):
         if theirs["asked"] != found[0]["asked"]:
             raise ConfigError(
@@ -86,9 +109,10 @@ def take_batch(
             )
     for rank, theirs in zip(ranks, found, strict=True):
         if theirs["problem"]:
-            kind, _, text = theirs["problem"].partition(": ")
-            kinds: dict[str, type[DeepSpeedError]] = {"ConfigError": ConfigError, "StateError": StateError}
-            raise kinds[kind](f"{call}: the data iterator of rank {rank} (stage {theirs['stage']}) {text}")
+            text = f"{call}: the data iterator of rank {rank} (stage {theirs['stage']}) {theirs['problem']}"
+            if theirs["reason"]:
+                raise HeardFailure(text, f"rank {rank} failed with {theirs['reason']}")
+            raise _KINDS[theirs["kind"]](text)
     _compare(found, call)
     return Batch(taken, shapes_vary or any(len(theirs["shapes"]) > 1 for theirs in found))
 
@@ -117,7 +141,7 @@ def _take(
                 "deepspeed.utils.RepeatingLoader, or stop the loop before"
             ) from None
         except Exception as error:
-            raise StateError(f"failed at micro-batch {number}: {type(error).__name__}: {first_line(error)}") from error
+            raise DataFailed(number, error) from error
         if not isinstance(each, tuple | list) or len(each) != 2:
             found = f"{type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
             raise ConfigError(
@@ -126,6 +150,10 @@ def _take(
             )
         taken.append((tree_map(_copied, each[0]), tree_map(_copied, each[1])))
     return taken
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _copied(leaf: Any) -> Any:
