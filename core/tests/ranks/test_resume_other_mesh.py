@@ -48,6 +48,8 @@ class Divided(torch.nn.Module):
             setattr(self, name, param)
             if tp_size > 1 and marks:
                 mark_part(param, part)
+            elif tp_size > 1:
+                param.tensor_model_parallel = True  # Megatron's mark, which norms read
         self.whole = torch.nn.Parameter(torch.randn(7, generator=generator))
         self.scalar = torch.nn.Parameter(torch.tensor(2.0))
         self.register_buffer("count", torch.tensor([5.0]))
@@ -96,12 +98,12 @@ def states_of(engine):
     return found
 
 
-def save_job(folder, tp, stage, dtype):
+def save_job(folder, tp, stage, dtype, client_state=None):
     deepspeed.init_distributed()
-    engine = make_engine(tp, stage, dtype)
+    engine = make_engine(tp, stage, dtype, marks=client_state is None)
     train(engine, 0)
     engine.module.count.fill_(9.0)
-    engine.save_checkpoint(folder, tag="a")
+    engine.save_checkpoint(folder, tag="a", client_state=client_state)
     engine.destroy()
 
 
@@ -256,6 +258,32 @@ def test_what_is_joined_of_a_divided_model_trains_on(tmp_path, source, saved, fo
     tag = "a_universal" if form == "universal" else "a"
     found = joined(run_ranks(target[1], resume_job, tmp_path / "joined", target[0], loaded, dtype, True, tag))
     unbroken = joined(run_ranks(1, resume_job, None, 1, loaded, dtype))
+    assert found.keys() == unbroken.keys()
+    for key, value in unbroken.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6, msg=str(key))
+
+
+INFO = {
+    "universal_checkpoint_info": {
+        "universal_checkpoint_version": 0.4,
+        "original_vocab_size": 12,
+        "vocabulary_parameter_patterns": ["column"],
+        "tp_replicated_parameter_patterns": ["who.e$"],
+        "parameter_to_average_patterns": ["scalar"],
+        "parameter_with_row_parallelism_patterns": ["row", "frozen"],
+        "parameter_with_sub_params": [{"patterns": ["fused"], "shape": [[6, 6, 6], 3], "partition_dim": 0}],
+    }
+}
+
+
+@pytest.mark.parametrize(("saved", "target", "loaded"), [(1, (1, 1), 2), (3, (1, 2), 3), (0, (2, 2), 1)])
+def test_the_patterns_of_a_client_state_say_how_a_model_is_divided(tmp_path, saved, target, loaded):
+    run_ranks(2, save_job, tmp_path / "saved", 2, saved, "bf16", INFO)
+    convert(tmp_path / "saved", tmp_path / "joined", "universal", tag="a")
+    found = joined(
+        run_ranks(target[1], resume_job, tmp_path / "joined", target[0], loaded, "bf16", True, "a_universal")
+    )
+    unbroken = joined(run_ranks(1, resume_job, None, 1, loaded, "bf16"))
     assert found.keys() == unbroken.keys()
     for key, value in unbroken.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6, msg=str(key))

@@ -15,8 +15,8 @@ Read next: `checkpointer.py`, `save_steps.py` and `reader.py` (the order of a sa
 of its former version), `sequential_file.py` (how a file is written), `background.py` (asynchronous saving),
 `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them), `prune.py`,
 `consolidate.py`. What other ranks, stages and programs saved: `saved_states.py`, `stored_tensor.py`, `dcp_load.py`
-(`dcp_file.py`, `dcp_metadata.py`), `deepspeed_files.py`, `universal.py`; for other programs: `convert.py`,
-`saved_run.py`, `dcp_write.py`.
+(`dcp_file.py`, `dcp_metadata.py`), `deepspeed_files.py`, `universal.py`, `universal_info.py`; for other programs:
+`convert.py`, `saved_run.py`, `joined_run.py`, `dcp_write.py`, `universal_write.py`.
 """
 
 from deepspeed._forward import forward

@@ -39,6 +39,7 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (Attributes, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 ADVICE = "Copy the file again from where it came, or take another tag."

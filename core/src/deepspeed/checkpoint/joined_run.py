@@ -22,6 +22,7 @@ from deepspeed.checkpoint.consolidate_files import (
     read_file,
     tag_folder,
 )
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
 from deepspeed.checkpoint.load import Position
 from deepspeed.checkpoint.model_ranks import DIVISION, AcrossRanks, Division, SavedModelRank
@@ -29,6 +30,7 @@ from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_store import TorchStore
+from deepspeed.checkpoint.universal_info import with_division
 from deepspeed.errors import CheckpointError, counted
 
 _LAYER = re.compile(r"layer_(\d+)(?:-[\w-]+)?-model_states\.pt")
@@ -45,13 +47,14 @@ def open_run(directory: Path, tag: str | None = None) -> SavedRun:
     folder = tag_folder(directory, tag)
     partitioned = sorted(layout.partitioned_models_in(folder))
     path = folder / layout.model_file(0, partitioned[0] if partitioned else None)
-    state = naming_files(read_file(path), path, lambda name: read_file(folder / name))
+    state = with_division(naming_files(read_file(path), path, lambda name: read_file(folder / name)), path)
     num_ranks, division = int(state.get("mp_world_size") or 1), state.get(DIVISION) or {}
     if num_ranks > 1 and not division:
         raise CheckpointError(
             f"{folder} was saved by {num_ranks} model parallel ranks, and its files do not say which part of each "
             "parameter a rank has (the run divided the model itself, without deepspeed.parallel.model_part.mark_part); "
-            "load it in the layout of the save, with a model whose parameters are marked, and save it again"
+            "load it in the layout of the save, with a model whose parameters are marked or a client state that has "
+            f"{UNIVERSAL_CHECKPOINT_INFO}, and save it again"
         )
     is_divided = num_ranks > 1 or division.get("experts")
     return JoinedRun(directory, tag) if is_divided else SavedRun(directory, tag)

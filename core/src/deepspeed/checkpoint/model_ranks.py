@@ -45,11 +45,13 @@ class Division:
         axes: ranks along "pp" and "tp".
         parts: what this model-parallel rank holds of parameters that it does not have whole, by name.
         experts: what this data-parallel rank holds of experts that are divided over ranks, by `param.group_name`.
+        averaged: names of parameters that tensor-parallel ranks have whole, with values of which the mean counts.
     """
 
     axes: Mapping[str, int]
     parts: Mapping[str, ModelPart]
     experts: Mapping[str, Experts] = field(default_factory=dict)
+    averaged: tuple[str, ...] = ()
 
     def is_first_holder(self, dp_rank: int) -> bool:
         """Whether the rank saves experts: of those that have the same ones it is the first."""
@@ -59,7 +61,8 @@ class Division:
         """As plain values, for a file."""
         parts = {name: part.to_plain() for name, part in self.parts.items()}
         experts = {name: [list(each.holders), list(each.names)] for name, each in self.experts.items()}
-        return {"axes": dict(self.axes), "parts": parts, "experts": experts}
+        own = {"axes": dict(self.axes), "parts": parts, "experts": experts}
+        return {**own, "averaged": list(self.averaged)} if self.averaged else own
 
     @classmethod
     def of_file(cls, model_state: Mapping[str, Any], path: str) -> "Division | None":
@@ -82,7 +85,7 @@ class Division:
                 raise ValueError(f"axes {axes}")
             if any(min(each.holders) < 0 for each in experts.values()):
                 raise ValueError(f"experts {experts}")
-            return cls(axes, parts, experts)
+            return cls(axes, parts, experts, tuple(map(str, state.get("averaged", ()))))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path} is damaged: {DIVISION} is no description of a divided model") from error
 
@@ -109,6 +112,7 @@ class SavedModelRank:
         self.model_state = own
         """Content of its model file."""
         self.parts = division.parts
+        self.averaged = frozenset(division.averaged)
         held = {name: each for each in division.experts.values() for name in each.names}
         is_here = {name for name, each in held.items() if each.holders[0] == dp_rank}
         weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor | StoredTensor)}
@@ -266,6 +270,20 @@ class Source:
             at += end - start
 
 
+class _Mean(Source):
+    """Of a parameter that several ranks have whole, with values of their own: the mean of these."""
+
+    def __init__(self, held: Sequence[tuple[ModelPart, Read]], what: str) -> None:
+        super().__init__(held, what)
+        self._sources = [Source([each], what) for each in held]
+
+    def read(self, part: ModelPart, start: int, numel: int) -> Tensor:
+        total = self._sources[0].read(part, start, numel).to(torch.float32, copy=True)
+        for source in self._sources[1:]:
+            total += source.read(part, start, numel)
+        return total / len(self._sources)
+
+
 def _put_columns(part: ModelPart, values: Tensor, result: Tensor) -> None:
     at = 0
     for start, end in part.ranges:
@@ -383,11 +401,15 @@ class AcrossRanks(SavedStates):
 
     def _weight(self, name: str) -> Source:
         held = [(rank.part(local), partial(rank.weight, local)) for rank, local in self._held[name]]
-        return Source(held, f"{name}, weight")
+        return self._source(name, held, "weight")
 
     def _read(self, name: str, what: str, reader: Callable[[SavedStates, str], Read], start: int, numel: int) -> Tensor:
         held = [(part, reader(states, local)) for part, states, local in self._holders(name)]
-        return Source(held, f"{name}, {what}").read(self._own_part(name), start, numel)
+        return self._source(name, held, what).read(self._own_part(name), start, numel)
+
+    def _source(self, name: str, held: Sequence[tuple[ModelPart, Read]], what: str) -> Source:
+        rank, local = self._held[name][0]
+        return (_Mean if local in rank.averaged else Source)(held, f"{name}, {what}")
 
 
 def of_whole_weights(model_states: Mapping[int, Mapping[str, Any]]) -> SavedModelRank:

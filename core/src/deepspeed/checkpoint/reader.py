@@ -34,6 +34,7 @@ from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stored_tensor import StackedTensor
 from deepspeed.checkpoint.universal import with_universal_states
+from deepspeed.checkpoint.universal_info import with_division
 from deepspeed.errors import CheckpointError
 
 Verify = Callable[[Path], None]
@@ -179,7 +180,7 @@ class Reader:
         if isinstance(state, dict):
             state = naming_files(state, path, load, position.layers, position.held_layers)
         check_types(state, path)
-        return cast(dict[str, Any], merged(state, load, StackedTensor) if MODULE_FILES in state else state)
+        return with_division(merged(state, load, StackedTensor) if MODULE_FILES in state else state, path)
 
     def _shard(self, path: Path, verify: Verify) -> dict[str, Any]:
         verify(path)

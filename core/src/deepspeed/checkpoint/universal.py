@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.constants import VOCAB_TENSOR
 from deepspeed.checkpoint.deepspeed_files import loss_scale_in
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, names_by_group
 from deepspeed.errors import CheckpointError
@@ -65,6 +66,9 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
 
 
 def _value(content: Any, shape: torch.Size) -> Any:
-    """The tensor in a file, which stage 3 writes flat."""
+    """The tensor in a file, which stage 3 writes flat; of one divided by vocabulary without the rows of its padding."""
     value = content["param"] if isinstance(content, dict) else content
+    if isinstance(content, dict) and content.get(VOCAB_TENSOR) and shape[1:] == value.shape[1:]:
+        padding = shape[0] - value.shape[0]
+        return torch.cat([value, value.new_zeros(padding, *shape[1:])]) if padding > 0 else value
     return value.view(shape) if value.dim() > 0 and value.numel() == shape.numel() else value

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.constants import VOCAB_TENSOR
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
+from deepspeed.checkpoint.universal_info import vocabulary_rows
 from deepspeed.errors import CheckpointError
 
 #: of a shard; the same on all ranks
@@ -83,20 +85,23 @@ def _write_parameter(run: SavedRun, name: str, folder: Path) -> None:
     assert states is not None
     folder.mkdir()
     shape = states.shapes[name]
-    _save_value(run, states.master(name, 0, shape.numel()).float(), shape, folder / "fp32.pt")
+    rows = vocabulary_rows(run.client_state, name)
+    _save_value(run, states.master(name, 0, shape.numel()).float(), shape, folder / "fp32.pt", rows)
     for key in run.state_names:
-        _save_value(run, run.optimizer_state(name, key), shape, folder / f"{key}.pt")
+        _save_value(run, run.optimizer_state(name, key), shape, folder / f"{key}.pt", rows)
     for key, value in states.others(name).items():
         torch.save(value.clone(), folder / f"{key}.pt")
     for key, value in states.scalars(name).items():
         torch.save(value.clone() if isinstance(value, Tensor) else value, folder / f"{key}.pt")
 
 
-def _save_value(run: SavedRun, value: Tensor, shape: torch.Size, path: Path) -> None:
+def _save_value(run: SavedRun, value: Tensor, shape: torch.Size, path: Path, rows: int | None) -> None:
     if run.zero_stage == 3:
         torch.save(value.reshape(-1), path)
-    else:
+    elif rows is None:
         torch.save({"param": value.reshape(shape), "cat_dim": 0}, path)
+    else:
+        torch.save({"param": value.reshape(shape)[:rows].clone(), "cat_dim": 0, VOCAB_TENSOR: True}, path)
 
 
 def _optimizer_state(run: SavedRun) -> dict[str, Any]:

@@ -311,7 +311,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             W,
             "Both are loaded, and made, which only DeepSpeed needs: any number of ranks and any stage loads a "
             "checkpoint here as it is. Tensor-parallel parts, pipeline stages and experts are joined as the checkpoint "
-            "says itself that they were divided; one without such a record is refused.",
+            "says itself that they were divided, or `universal_checkpoint_info` of its client state does; one with "
+            "neither is refused.",
         ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],

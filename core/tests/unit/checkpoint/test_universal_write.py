@@ -78,6 +78,35 @@ def test_memory_holds_one_value_of_a_divided_model(large, tmp_path):
     assert torch.load(tmp_path / "out/mp_rank_00_model_states.pt")["module"]["w7"].unique().tolist() == [1.0]
 
 
+def test_what_patterns_say_of_divided_parameters_is_joined(tmp_path):
+    folder = tmp_path / "ckpt/t"
+    folder.mkdir(parents=True)
+    info = {
+        "original_vocab_size": 7,
+        "vocabulary_parameter_patterns": ["embed"],
+        "parameter_to_average_patterns": ["norm"],
+    }
+    shapes = {"embed": (4, 2), "norm": (3,)}
+    for rank in range(2):
+        module = {"embed": torch.full((4, 2), rank + 1.0), "norm": torch.full((3,), rank * 2.0)}
+        model = {"module": module, "param_shapes": [shapes], "mp_world_size": 2, "universal_checkpoint_info": info}
+        torch.save(model, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        flat = torch.cat([value.flatten() for value in module.values()])
+        base = {"state": {0: {"exp_avg": flat / 4, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+        state = {"zero_stage": 2, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": base}
+        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+    ds_to_universal(folder, tmp_path / "ckpt/universal")
+    zero = tmp_path / "ckpt/universal/zero"
+    embed, norm = (torch.load(zero / name / "fp32.pt", weights_only=True) for name in shapes)
+    whole = torch.tensor([1.0] * 4 + [2.0] * 4)[:, None].expand(8, 2)
+    assert torch.equal(embed["param"], whole[:7])
+    assert embed["vocab_tensor"] is True
+    assert torch.equal(norm["param"], torch.ones(3))
+    assert torch.load(zero / "norm/exp_avg.pt", weights_only=True)["param"].tolist() == [0.25] * 3
+    found = Checkpointer().load(tmp_path / "ckpt", "universal", needs_states=True)
+    assert torch.equal(found.model_state["module"]["embed"], torch.cat([whole[:7], torch.zeros(1, 2)]))
+
+
 def test_a_failure_leaves_nothing(saved, tmp_path, capsys, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
