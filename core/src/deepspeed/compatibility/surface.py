@@ -24,6 +24,28 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "An unknown key is a warning, or an error with `DS_CONFIG_STRICT=1`; a known one that is mistyped (at "
             "the top level by one letter) or stands in another section is an error.",
         ),
+        (
+            "numbers and truth values in quotes",
+            D,
+            'Taken where DeepSpeed takes them (`"stage": "2"`): in `zero_optimization`, `fp16`, `bf16`, `compile`, '
+            "`tensor_parallel`, `hybrid_engine`, `comms_logger`, `timers`, monitors' sections and `init_inference`. "
+            'Elsewhere an error, where DeepSpeed fails later (`"train_batch_size": "8"`, `"lr": "1e-4"`), or takes '
+            '"false" for true. true is no number anywhere; DeepSpeed takes it for 1 in those sections.',
+        ),
+        (
+            "steps_per_print",
+            D,
+            "0 and less are errors; DeepSpeed fails in the first step with 0, and prints each step with -1. Write null "
+            "to print none.",
+        ),
+        (
+            "elasticity of version 0.2",
+            D,
+            "A number of ranks that does not fit gets a batch of its own, as in DeepSpeed, with a warning; where even "
+            "that exceeds the limit it is an `ElasticityIncompatibleWorldSize`, and DeepSpeed gives a batch of 0. "
+            "Valid numbers are of data-parallel ranks: with `model_parallel_size` above 1 DeepSpeed compares all ranks "
+            "with them, and refuses numbers that fit.",
+        ),
         ("zero_optimization.overlap_comm", D, "True by default at every stage; DeepSpeed has false at 0 to 2."),
         (
             "zero_optimization: allgather_bucket_size, reduce_scatter, contiguous_gradients, round_robin_gradients",
@@ -89,6 +111,27 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.DeepSpeedEngine.backward",
             W,
             "`scale_wrt_gas` and `retain_graph` included; also for tensors with their gradients (`gradient=`).",
+        ),
+        (
+            "several backward calls before one step",
+            D,
+            "Their gradients add up at every stage, as in plain torch; DeepSpeed keeps those of the last one at stages "
+            "1 and 2.",
+        ),
+        (
+            "engine.train, engine.eval",
+            D,
+            "They return the engine, as those of a torch module do; DeepSpeed's return None.",
+        ),
+        (
+            "engine.loss_scale, engine.dynamic_loss_scale",
+            D,
+            "Without fp16 1.0 and False, as losses are not scaled; DeepSpeed answers 0.0 and True.",
+        ),
+        (
+            "engine.get_type",
+            D,
+            "What groups have as `type`, so `[]` where they have none; DeepSpeed gives 0.0 for each of them.",
         ),
         (
             "param.grad between backward and step",
@@ -260,6 +303,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ),
         ("deepspeed.runtime.zero.partition_parameters.is_zero_param", W, "As documented."),
         ("deepspeed.utils.set_z3_leaf_modules", W, "Stage 3 gathers a marked module in one piece."),
+        (
+            "safe_get_full_optimizer_state, safe_get_local_optimizer_state",
+            D,
+            "None for a state that the optimizer does not have, at every stage; DeepSpeed raises ValueError at stages "
+            "1 and 2, and KeyError at stage 3. Setting one is a `StateError`.",
+        ),
         ("deepspeed.utils.safe_get_full_fp32_param", W, "`..._grad` and `..._optimizer_state`, get and set, too."),
         (
             "deepspeed.utils.safe_get_local_fp32_param",

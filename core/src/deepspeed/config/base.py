@@ -8,11 +8,12 @@ The reference page (`docs/generate/config.py`) and `supported.py` read the decla
 """
 
 import math
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -113,7 +114,7 @@ def _flag(value: Any) -> Any:
 
 def number(value: Any) -> Any:
     """Validator in front of every numeric type: raises ValueError for what only looks like a number."""
-    # "32" in quotes and `true` are slips, not numbers; 5e8 is what people write for an integer.
+    # "32" in quotes (but in a `LaxSection`) and `true` are slips, not numbers; 5e8 is what people write for an integer.
     if isinstance(value, bool | str) or value is None:
         raise ValueError("not a number")
     if isinstance(value, float) and math.isnan(value):
@@ -163,6 +164,58 @@ class Section(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, redacted(value, name or "")
+
+
+#: how pydantic reads a value in quotes
+_READERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
+
+
+class LaxSection(Section):
+    """A section that DeepSpeed reads by pydantic, which takes numbers and truth values in quotes: "2", "1e-3", "true".
+
+    Elsewhere DeepSpeed fails for a number in quotes, and takes "false" for true.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_quotes(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        names = json_keys(cls)
+        return {
+            written: _unquoted(value, cls.model_fields[names[written]].annotation)
+            if isinstance(value, str) and written in names
+            else value
+            for written, value in data.items()
+        }
+
+
+def _unquoted(value: str, annotation: Any) -> Any:
+    """What a text says for a key that takes no texts; the text itself if that is nothing which the key takes."""
+    kinds = set(_kinds_in(annotation))
+    if str in kinds:
+        return value
+    for kind, reader in _READERS.items():
+        if kind in kinds:
+            try:
+                return reader.validate_python(value)
+            except ValidationError:
+                continue
+    return value
+
+
+def _kinds_in(annotation: Any) -> Iterator[Any]:
+    """The types that values of an annotation may have."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds_in(get_args(annotation)[0])
+    elif origin is Literal:
+        yield from map(type, get_args(annotation))
+    elif origin in (Union, types.UnionType):
+        for each in get_args(annotation):
+            yield from _kinds_in(each)
+    else:
+        yield annotation
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Free, Int, LaxSection, Says, Section, key, quiet, refused, warned
 from deepspeed.config.precision import canonical_dtype
 
 _INJECTED = quiet("of injected layers only")
@@ -31,7 +31,7 @@ InferenceDType = Annotated[
 ]
 
 
-class DeepSpeedTPConfig(Section):
+class DeepSpeedTPConfig(LaxSection):
     """`tensor_parallel`: the ranks over which the model's layers are divided."""
 
     enabled: Flag = key(True, "Divide the layers, where tp_size is above 1.")
@@ -43,7 +43,7 @@ class DeepSpeedTPConfig(Section):
     )
 
 
-class WeightQuantConfig(Section):
+class WeightQuantConfig(LaxSection):
     """`quant.weight`."""
 
     enabled: Flag = key(True, "Quantize weights.", support=refused("dtype int8 is that; give another dtype", (True,)))
@@ -90,7 +90,7 @@ class WeightQuantizationConfig(Section):
     )
 
 
-class ActivationQuantConfig(Section):
+class ActivationQuantConfig(LaxSection):
     """`quant.activation`: kernels may round what packed weights of dtype int8 are multiplied with. Acted on where the
     section is given."""
 
@@ -100,7 +100,7 @@ class ActivationQuantConfig(Section):
     q_groups: Int = key(1, "Groups with a scale each.", support=quiet("they are those of the weight"), ge=1)
 
 
-class QuantizationConfig(Section):
+class QuantizationConfig(LaxSection):
     """`quant`: acted on with dtype int8, fp8 and fp6."""
 
     enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6.", support=quiet("dtype decides"))
@@ -124,7 +124,7 @@ GRAPHS = "enable_cuda_graph"
 
 
 @absent_members("inference.config:DeepSpeedInferenceConfig")
-class DeepSpeedInferenceConfig(Section):
+class DeepSpeedInferenceConfig(LaxSection):
     """Keys of `init_inference`, by argument or in its `config`."""
 
     dtype: InferenceDType = key(
@@ -217,7 +217,7 @@ class DeepSpeedInferenceConfig(Section):
         return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
 
 
-class HybridEngineConfig(Section):
+class HybridEngineConfig(LaxSection):
     """`hybrid_engine`: training and generation in one loop."""
 
     enabled: Flag = key(False, "Use the hybrid engine.")

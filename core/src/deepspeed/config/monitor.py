@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, quiet, warned
+from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, quiet, warned
 
 _OFF = quiet("see enabled")
 
 
-class TensorBoardConfig(Section):
+class TensorBoardConfig(LaxSection):
     """`tensorboard`: event files below `output_path/job_name`. Needs the package tensorboard."""
 
     enabled: Flag = key(False, "Write to TensorBoard.")
@@ -22,7 +22,7 @@ class TensorBoardConfig(Section):
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class CSVConfig(Section):
+class CSVConfig(LaxSection):
     """`csv_monitor`: one file per event name below `output_path/job_name`."""
 
     enabled: Flag = key(False, "Write CSV files.")
@@ -30,7 +30,7 @@ class CSVConfig(Section):
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class WandbConfig(Section):
+class WandbConfig(LaxSection):
     """`wandb`. Needs the package wandb; WANDB_MODE=offline works."""
 
     enabled: Flag = key(False, "Log to Weights & Biases.")
@@ -39,7 +39,7 @@ class WandbConfig(Section):
     project: Text = key("deepspeed", "Project.")
 
 
-class CometConfig(Section):
+class CometConfig(LaxSection):
     """`comet`. Needs the package comet_ml."""
 
     enabled: Flag = key(False, "Log to Comet.")
@@ -82,7 +82,7 @@ class MonitorConfig:
         return bool(self.asked_for())
 
 
-class CommsLoggerConfig(Section):
+class CommsLoggerConfig(LaxSection):
     """`comms_logger`: count, bytes and time of each; `deepspeed.comm.log_summary()` prints the table."""
 
     enabled: Flag = key(False, "Record every collective and point-to-point call.")
@@ -106,7 +106,7 @@ class FlopsProfilerConfig(Section):
     output_file: Text | None = key(None, "File; null: standard output.", support=_OFF)
 
 
-class ThroughputTimerConfig(Section):
+class ThroughputTimerConfig(LaxSection):
     """`timers.throughput`."""
 
     enabled: Flag = key(True, "Measure samples per second.")

@@ -5,7 +5,7 @@ Of what is not acted on yet the keys are known, so that a mistake is named and a
 
 from typing import Any, ClassVar, Literal
 
-from deepspeed.config.base import AUTO, Flag, Free, Int, Section, key, quiet, refused, warned
+from deepspeed.config.base import AUTO, Flag, Free, Int, LaxSection, Section, key, quiet, refused, warned
 from deepspeed.errors import ConfigError
 
 _OFF = quiet("see enabled")
@@ -22,7 +22,7 @@ class MeshConfig(Section):
     tp: Int | None = key(None, "Ranks that share a layer.", unit="ranks", ge=1)
 
 
-class TensorParallelConfig(Section):
+class TensorParallelConfig(LaxSection):
     """`tensor_parallel`: AutoTP, linear layers cut over ranks."""
 
     autotp_size: Int = key(0, "Ranks that hold the parts of one model; 0 or 1: off.", unit="ranks", ge=0)
@@ -138,7 +138,7 @@ class PipelineConfig(Section):
     use_reentrant: Flag = key(True, "Checkpoint activations in the reentrant way.", support=_PIPE)
 
 
-class CompileConfig(Section):
+class CompileConfig(LaxSection):
     """`compile`."""
 
     deepcompile: Flag = key(

@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import AUTO, Finite, Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
+from deepspeed.config.base import (
+    AUTO,
+    Finite,
+    Flag,
+    Float,
+    Int,
+    LaxSection,
+    Says,
+    Section,
+    Texts,
+    key,
+    quiet,
+    refused,
+    warned,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +76,7 @@ LowDType = Annotated[str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a lo
 
 
 @absent_members("runtime.precision_config:DeepSpeedFP16Config")
-class FP16Config(Section):
+class FP16Config(LaxSection):
     """`fp16`: weights and gradients in half precision, fp32 master weights, loss scaling.
 
     Dynamic scale S (loss_scale 0): starts at 2**initial_scale_power; after `hysteresis` overflowing steps S/2, never
@@ -84,7 +98,7 @@ class FP16Config(Section):
     )
 
 
-class BF16Config(Section):
+class BF16Config(LaxSection):
     """`bf16`: weights and gradients in bfloat16, fp32 master weights, no loss scaling."""
 
     enabled: Flag = key(False, "Train in bf16. Excludes fp16 and amp.")

@@ -109,9 +109,8 @@ class DeepSpeedConfig(Section):
     scheduler: SchedulerConfig | None = key(None, "The learning rate schedule, by name.")
     gradient_clipping: Float = key(
         1.0,
-        "Largest global gradient norm; 0: no clipping, as without the key where initialize() was given an optimizer. A "
-        "norm of nan or inf clips as in torch.",
-        ge=0,
+        "Largest global gradient norm; 0 or less: no clipping, as without the key where initialize() was given an "
+        "optimizer. A norm of nan or inf clips as in torch.",
     )
     zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")
@@ -198,7 +197,11 @@ class DeepSpeedConfig(Section):
     compression_training: CompressionConfig = key(CompressionConfig, "Compression.")
     quantize_training: Free = key(dict, "Quantized training.", support=refused("quantization is not in this version"))
     weight_quantization: WeightQuantizationConfig = key(WeightQuantizationConfig, "Weights in few bits, for inference.")
-    sparse_attention: Free = key(dict, "Sparse attention.", support=refused("sparse attention is not in this version"))
+    sparse_attention: Free = key(
+        dict,
+        "Sparse attention, for the layers that a script makes of it.",
+        support=warned("a model keeps its own attention; the layers of deepspeed.ops.sparse_attention are not here"),
+    )
     progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "Layer drop.")
     eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "Eigenvalues.")
     elasticity: ElasticityConfig = key(ElasticityConfig, "Elastic batch sizes.")

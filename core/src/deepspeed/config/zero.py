@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
+from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.enums import OffloadDeviceEnum
 from deepspeed.log import warn_once
 
@@ -28,7 +28,7 @@ def _device(value: Any) -> Any:
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_device)]
 
 
-class OffloadParamConfig(Section):
+class OffloadParamConfig(LaxSection):
     """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
 
     device: Device = key(
@@ -51,7 +51,7 @@ class OffloadParamConfig(Section):
 
 
 @absent_members("runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig")
-class OffloadOptimizerConfig(Section):
+class OffloadOptimizerConfig(LaxSection):
     """`offload_optimizer`: where optimizer states live and are updated."""
 
     device: Device = key(
@@ -109,7 +109,7 @@ class LeafModuleConfig(Section):
 
 
 @absent_members("runtime.zero.config:DeepSpeedZeroConfig")
-class ZeroConfig(Section):
+class ZeroConfig(LaxSection):
     """`zero_optimization`. `true` means stage 1, as early pages write it, with a warning; no other section takes it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = key(

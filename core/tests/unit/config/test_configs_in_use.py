@@ -257,10 +257,6 @@ REFUSED = {
         {**SIZES, "fp16": FP16, "bf16": {"enabled": True}},
         "bf16.enabled: found true together with fp16.enabled",
     ),
-    "BERT's sparse attention": (
-        {**SIZES, "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
-        "sparse_attention: found",
-    ),
     "optimizer arguments one level up": (
         {**SIZES, "optimizer": {"type": "AdamW", "lr": 1e-4}},
         "optimizer.lr: found an unknown key; allowed: legacy_fusion, params, type",

@@ -34,7 +34,7 @@ def refused(source, **arguments):
         ('{"train_batch_size": ' + "9" * 5000 + "}", "found an integer of 5000 digits; at most 20"),
         ("{train_batch_size: " + "9" * 5000 + "}", "found an integer of 5000 digits; at most 20"),
         ('{"train_batch_size": ' + "9" * 20 + "}", "an integer of more than 64 bits"),
-        (f'{{{SIZE}, "gradient_clipping": NaN}}', "gradient_clipping: found nan; allowed: a number >= 0"),
+        (f'{{{SIZE}, "gradient_clipping": NaN}}', "gradient_clipping: found nan; allowed: a number"),
         ('{"train_batch_size": 1e400}', "train_batch_size: found inf; allowed: an integer >= 1"),
         ('{"train_batch_size": Infinity}', "train_batch_size: found inf; allowed: an integer >= 1"),
         (f'{{{SIZE}, "fp16": {{"loss_scale": 1e400}}}}', "fp16.loss_scale: found inf; allowed: a finite number >= 0"),

@@ -100,5 +100,5 @@ def test_no_error_shows_a_secret(written):
 
 def test_a_number_that_was_written_as_text_is_shown():
     """Under a key that takes numbers, however it is called, no secret can stand."""
-    with pytest.raises(ConfigError, match=r"hybrid_engine.max_out_tokens: found '512'; allowed: .* without quotes"):
-        DeepSpeedConfig({"train_batch_size": 1, "hybrid_engine": {"max_out_tokens": "512"}})
+    with pytest.raises(ConfigError, match=r"autotuning.max_train_batch_size: found '512'; allowed: .* without quotes"):
+        DeepSpeedConfig({"train_batch_size": 1, "autotuning": {"max_train_batch_size": "512"}})

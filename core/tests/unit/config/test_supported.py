@@ -32,7 +32,6 @@ REFUSED = [
     ("amp.enabled", {"amp": {"enabled": True, "opt_level": "O2"}}),
     ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
     ("autotuning.enabled", {"autotuning": ON}),
-    ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
 ]
@@ -62,10 +61,13 @@ def test_what_is_ignored_warns_once(said):
         check(
             flops_profiler={"enabled": True, "profile_step": 2},
             checkpoint={"writer": {"type": "fast"}},
+            sparse_attention={"mode": "fixed"},
         )
     assert said() == [
         "checkpoint.writer: found {'type': 'fast'}, ignored: torch.save writes",
         "flops_profiler.enabled: found true, ignored: the flops profiler is not in this version",
+        "sparse_attention: found {'mode': 'fixed'}, ignored: a model keeps its own attention; the layers of "
+        "deepspeed.ops.sparse_attention are not here",
     ]
 
 

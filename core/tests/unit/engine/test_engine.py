@@ -430,6 +430,7 @@ def test_the_start_line_without_an_optimizer(make_engine, lines):
         ({"gradient_clipping": None}, "gradients clipped to norm 1"),  # the default of 0.19.6
         ({"gradient_clipping": 0.25}, "gradients clipped to norm 0.25"),
         ({"gradient_clipping": 0}, "gradients not clipped"),
+        ({"gradient_clipping": -1}, "gradients not clipped"),  # as in 0.19.6
     ],
 )
 def test_the_start_line_says_the_clipping(make_engine, lines, keys, says):
