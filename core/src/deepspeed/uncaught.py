@@ -1,12 +1,16 @@
 """An uncaught exception of a rank goes to the `deepspeed` launcher, which prints the cause of a failed job, once.
 
 Without it every rank prints a traceback, and the first cause stands somewhere among its consequences. `initialize` and
-`init_distributed` call `report_to_launcher`. Under `DS_LOG_LEVEL=debug` the launcher gives no pipe. Without a launcher,
-`python train.py`, only a `ConfigError` is treated specially: one line without a traceback. May import `errors`.
+`init_distributed` call `report_to_launcher`. Through the same pipe a rank shows where it stands when the launcher asks
+it (`STACK_SIGNAL`). Under `DS_LOG_LEVEL=debug` the launcher gives no pipe. Without a launcher, `python train.py`, only
+a `ConfigError` is treated specially: one line without a traceback. May import `errors`.
 """
 
+import contextlib
+import faulthandler
 import json
 import os
+import signal
 import stat
 import sys
 import traceback
@@ -20,6 +24,10 @@ PIPE_VARIABLE = (
     "DS_UNCAUGHT_PIPE"  # "<file descriptor>:<inode>", so that another file of that number is not taken for it
 )
 _LIMIT_CHARS = 40_000  # of each field
+# By which the launcher asks a rank for the stacks of its threads, once that has written `SHOWS_STACKS`. C code answers,
+# so that a rank that waits in a library answers too. A real-time signal, since scripts use SIGUSR1 and SIGUSR2.
+STACK_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
+SHOWS_STACKS = b'"stacks"\n'
 
 
 class Uncaught(NamedTuple):
@@ -90,8 +98,17 @@ def report_to_launcher() -> None:
     fd, _, inode = address.partition(":")
     if fd.isdecimal() and inode.isdecimal() and len(fd) < 10 and len(inode) < 20 and _is_pipe(int(fd), int(inode)):
         sys.excepthook = _Hook(int(fd), int(inode), sys.excepthook)
+        _show_stacks_when_asked(int(fd))
     elif sys.excepthook is sys.__excepthook__ and os.environ.get("DS_LOG_LEVEL", "").strip().upper() != "DEBUG":
         sys.excepthook = _print_uncaught
+
+
+def _show_stacks_when_asked(fd: int) -> None:
+    """Let `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and tell the launcher so."""
+    if STACK_SIGNAL and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+        faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
+        with contextlib.suppress(OSError):  # the launcher is gone, and asks nobody
+            os.write(fd, SHOWS_STACKS)
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

@@ -5,6 +5,7 @@ Real processes; no test sleeps.
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -96,6 +97,60 @@ def test_a_rank_does_not_wait_for_one_that_has_ended(folder, launch, monkeypatch
         assert re.search(r"rank 1 (has|\(process \d+\)) ended", last), last
 
 
+# ---- ranks that hang -------------------------------------------------------------------------------------------------
+
+HANGS = """
+import os, sys, threading
+from datetime import timedelta
+import deepspeed, torch
+case, rank = sys.argv[-1], int(os.environ["RANK"])
+deepspeed.init_distributed(timeout=timedelta(seconds=2))
+
+def hang(where):
+    if case == where and rank == 1:
+        threading.Event().wait()
+    if case == "error" and rank == 1:
+        raise ValueError("boom")
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        hang("forward")
+        return super().forward(x)
+
+def batches():
+    hang("loader")
+    yield torch.ones(1, 4)
+
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD"}}
+engine = deepspeed.initialize(model=Net(4, 4), config=config)[0]
+for batch in batches():
+    engine.backward(engine(batch).sum())
+    if case == "collective" and rank == 1:
+        torch.distributed.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=100))
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "frame"), [("loader", "in batches"), ("forward", "in forward"), ("collective", "in <module>")]
+)
+def test_a_rank_that_hangs_is_shown_with_its_stack(folder, launch, case, frame):
+    (folder / "train.py").write_text(HANGS)
+    done = launch("--num_accelerators", "2", "train.py", case)
+    assert done.returncode == 1
+    stands, _, rest = done.stderr.partition("deepspeed: rank 0 (pid ")
+    (head,) = re.findall(r"deepspeed: rank 1 \(pid \d+\) had not ended; it was here:\n((?:  .*\n)+)", stands)
+    assert re.search(rf'train\.py", line \d+, {frame}$', head, re.MULTILINE), head
+    assert "to whose end ranks [1] have not come" in rest.splitlines()[-1]
+
+
+def test_a_rank_that_fails_by_itself_is_not_buried_under_stacks(folder, launch):
+    (folder / "train.py").write_text(HANGS)
+    done = launch("--num_accelerators", "2", "train.py", "error")
+    assert "had not ended" not in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: boom")
+
+
 # Rank 0 holds the fifo open as long as it lives. Rank 1 fails, takes the connections down, and tells why only after
 # rank 0 has ended because of that.
 BLAME = """
@@ -167,6 +222,27 @@ def test_a_console_that_does_not_block_is_waited_for(folder):
 
 
 # ---- signals and surroundings ---------------------------------------------------------------------------------------
+
+# Python ignores what a handler raises in a hook of a fork; the node's process forks when it starts a rank.
+TOLD_IN_A_HOOK = """
+import os, signal
+told = []
+def tell():
+    if not told and signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN):
+        told.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+os.register_at_fork(after_in_parent=tell)
+"""
+
+
+def test_a_signal_in_a_hook_of_a_fork_is_not_lost(folder, launch):
+    (folder / "train.py").write_text("import signal\nwhile True:\n    signal.pause()\n")
+    _, python, option, code, *rest = shlex.split(launch("--num_accelerators", "1", "--dry_run", "train.py").stdout)
+    command = [python, option, TOLD_IN_A_HOOK + code, *rest]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
+    assert "Exception ignored" in done.stderr
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+
 
 ANSWERS = """
 import os, signal, sys

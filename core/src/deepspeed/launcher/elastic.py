@@ -295,7 +295,7 @@ class ElasticAgent(NodeAgent):
             return result
         self._link.send({"kind": "done", "round": self._rendezvous_handler.round})
         while self._link.inbox.empty():
-            self._ended.get()
+            self._wait_for_end()
         # the end is success; else other nodes need this one again, or what it has saved
         succeeded = self._link.end is not None and self._link.end["exit_code"] == 0
         return result if succeeded else RunResult(state=WorkerState.UNHEALTHY)

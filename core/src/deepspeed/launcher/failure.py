@@ -19,6 +19,9 @@ _CHAIN = ("During handling of the above exception", "The above exception was the
 _ASIDE = re.compile(
     r"^(Exception ignored |Exception in thread )"
 )  # a traceback under such a line is not why a process ended
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_NUM_FRAMES = 12  # shown of a rank that was stopped
 _LAST_LINES = 20  # shown of a rank that left no traceback
 # How a rank reports that another one is gone: our errors, torch's, and the messages of communication libraries.
 _CONSEQUENCE = re.compile(
@@ -39,6 +42,7 @@ class RankEnd(NamedTuple):
         uncaught: its uncaught exception, if it reported one.
         stderr_tail: the end of its stderr.
         shown: whether stderr went to the console.
+        stacks: of its threads, when it was asked where it is before it was stopped (lines of `faulthandler`).
     """
 
     rank: int
@@ -47,6 +51,7 @@ class RankEnd(NamedTuple):
     uncaught: Uncaught | None
     stderr_tail: str
     shown: bool
+    stacks: Sequence[str] = ()
 
     @property
     def last_words(self) -> str:
@@ -67,11 +72,12 @@ def may_be_a_consequence(end: RankEnd) -> bool:
 
 
 def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
-    """The report on a job that failed: a line for each other exception, and the cause last.
+    """The report on a job that failed: where ranks stood that were stopped, a line for each other exception, and the
+    cause last.
 
     A `ConfigError` is one line, as the `deepspeed` command writes those of its own command line.
     """
-    lines = _describe_others(cause, others)
+    lines = [*describe_standing(others), *_describe_others(cause, others)]
     if cause.uncaught is not None and cause.uncaught.is_config_error:
         lines.append(f"deepspeed: error: {cause.uncaught.message} (rank {cause.rank})")
     elif cause.uncaught is not None:
@@ -80,6 +86,35 @@ def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
     else:
         lines.append(describe_failure(cause.rank, cause.pid, cause.return_code, cause.stderr_tail, cause.shown))
     return "\n".join(lines)
+
+
+def describe_standing(ends: Sequence[RankEnd]) -> list[str]:
+    """Where each rank stood that still ran when another failed for want of a peer: its innermost frames, as Python
+    prints a traceback. What it waits for, or what keeps it from coming, is the last."""
+    found = []
+    for end in ends:
+        if end.uncaught is None and (frames := _frames_of_script(end.stacks)):
+            left_out = [f"  ... {len(frames) - _NUM_FRAMES} calls"] if len(frames) > _NUM_FRAMES else []
+            stack = "\n".join([*left_out, *frames[-_NUM_FRAMES:]])
+            found.append(f"deepspeed: rank {end.rank} (pid {end.pid}) had not ended; it was here:\n{stack}")
+    return found
+
+
+def _frames_of_script(stacks: Sequence[str]) -> list[str]:
+    """The frames of the thread that runs the script, outermost first.
+
+    `faulthandler` writes a heading per thread, and below it the innermost frame first: `  File "a.py", line 3 in f`.
+    The script's thread is the one that began in a module; else the last, for threads come newest first.
+    """
+    threads: list[list[str]] = []
+    for line in stacks:
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1].append(f'  File "{match["file"]}", line {match["line"]}, in {match["function"]}')
+    threads = [frames for frames in threads if frames]
+    own = [frames for frames in threads if frames[-1].endswith(", in <module>")] or threads[-1:]
+    return own[0][::-1] if own else []
 
 
 def _describe_others(cause: RankEnd, others: Sequence[RankEnd]) -> list[str]:

@@ -77,7 +77,7 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
 
 def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
     """Run the ranks of a node whose job ends with the first failure."""
-    from deepspeed.launcher.failure import describe_job, exit_code_of, may_be_a_consequence
+    from deepspeed.launcher.failure import describe_job, describe_standing, exit_code_of, may_be_a_consequence
     from deepspeed.launcher.node_agent import NodeAgent
     from deepspeed.launcher.nodes import NodeRendezvous
 
@@ -97,7 +97,8 @@ def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", 
         text = describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank])
         return _report(plan, NodeReport(text, exit_code_of(agent.cause.return_code), may_be_a_consequence(agent.cause)))
     if agent.cause_elsewhere is not None:
-        text = f"deepspeed: {agent.cause_elsewhere}; the ranks of node {node_rank} were stopped"
+        verdict = f"deepspeed: {agent.cause_elsewhere}; the ranks of node {node_rank} were stopped"
+        text = "\n".join([*describe_standing(agent.ends()), verdict])
         return _report(plan, NodeReport(text, agent.cause_elsewhere.exit_code, True))
     for rank, uncaught in output.unprinted():
         _say(f"deepspeed: rank {rank} raised:\n{uncaught.traceback.rstrip()}")
@@ -158,7 +159,7 @@ def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[]
     """Run the agent to its end; the signal that ended it, if one did."""
     from deepspeed.launcher.node_agent import SignalException
 
-    _raise_on_signals(SignalException)
+    _raise_on_signals(SignalException, agent.told_to_end)
     _pass_on_signals(agent.pass_on)
     orders.agent = agent
     try:
@@ -292,10 +293,14 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _raise_on_signals(exception: type) -> None:
-    """From now on a signal becomes an exception in the main thread, which the agent turns into an orderly end."""
+def _raise_on_signals(exception: type, note: Callable[[int], None]) -> None:
+    """From now on a signal becomes an exception in the main thread, which the agent turns into an orderly end.
+
+    Where Python ignores exceptions (hooks of a fork, `__del__`) the agent still has what `note` was told.
+    """
 
     def stop(number: int, frame: Any) -> None:
+        note(number)
         raise exception(f"signal {number}", signal.Signals(number))
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

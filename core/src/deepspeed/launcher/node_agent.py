@@ -41,7 +41,7 @@ from deepspeed.launcher.failure import RankEnd, exit_code_of, may_be_a_consequen
 from deepspeed.launcher.nodes import NodePeers
 from deepspeed.launcher.output import OutputReader, RankPipes
 from deepspeed.launcher.plan import DEFAULT_GRACE_S, NodeFailure
-from deepspeed.uncaught import PIPE_VARIABLE
+from deepspeed.uncaught import PIPE_VARIABLE, STACK_SIGNAL
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
 CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead of that other's end
@@ -49,9 +49,12 @@ CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead o
 # Ctrl-C: a rank that waits in a collective cannot see SIGINT, so SIGTERM follows soon. SIGTERM: schedulers announce
 # preemption with it, and a rank may want to save, for which it has --grace_period.
 INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
+STACKS_GRACE_S = 2.0  # how long ranks have to say where they are before they are stopped
+_STACKS_INTERVAL_S = 0.05
 _REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
 _MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
 ELSEWHERE = -1  # among the local ranks that ended: another node failed
+_TOLD_TO_END = -2  # among them: this process has had a signal
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -101,6 +104,7 @@ class NodeAgent(SimpleElasticAgent):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks in the order in which they ended
         self._running: set[int] = set()
+        self._signal = 0  # by which this process was told to end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -134,8 +138,23 @@ class NodeAgent(SimpleElasticAgent):
             self._peers = NodePeers(worker_group.store, self._node_rank, num_nodes)
             self._peers.watch(lambda: self._ended.put(ELSEWHERE))
 
+    def told_to_end(self, number: int) -> None:
+        """Note a signal to this process, whose handler raises `SignalException` too. Called by that handler.
+
+        Python ignores an exception in some places, as in its hooks after a fork; then `_wait_for_end` raises it.
+        """
+        self._signal = number
+        self._ended.put(_TOLD_TO_END)
+
+    def _wait_for_end(self, timeout: float | None = None) -> int:
+        """The next local rank to end, or `ELSEWHERE`. Raises queue.Empty, and SignalException where a signal came."""
+        local_rank = self._ended.get(timeout=timeout)
+        if local_rank == _TOLD_TO_END:
+            raise SignalException(f"signal {self._signal}", signal.Signals(self._signal))
+        return local_rank
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        local_rank = self._ended.get()
+        local_rank = self._wait_for_end()
         if local_rank == ELSEWHERE:
             return self._blame_elsewhere()
         self._running.discard(local_rank)
@@ -185,7 +204,7 @@ class NodeAgent(SimpleElasticAgent):
     def _next_end(self, seconds: float) -> list[int]:
         """The next local rank to end; none if none does in time."""
         try:
-            local_rank = self._ended.get(timeout=seconds)
+            local_rank = self._wait_for_end(seconds)
         except queue.Empty:
             return []
         if local_rank == ELSEWHERE:
@@ -201,6 +220,8 @@ class NodeAgent(SimpleElasticAgent):
         found = self._peers.cause() if self._peers is not None else None
         stopped_by = 0 if found is None else found.stopped_by
         steps = self._steps_after(stopped_by) if stopped_by else ((signal.SIGTERM, FAILURE_GRACE_S),)
+        if found is not None and found.is_consequence:
+            self._ask_where_ranks_are()
         self._end_ranks(steps, is_asked=stopped_by == signal.SIGTERM)
         found = found if self._peers is None else self._peers.cause()  # a better one may have come
         self.cause_elsewhere = found or NodeFailure(0, None, 1, True, "the process that watches the nodes ended them")
@@ -230,6 +251,8 @@ class NodeAgent(SimpleElasticAgent):
         end = self._end_of(local_rank)
         failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
         self._tell(NodeFailure(self._node_rank, end.rank, *failure))
+        if may_be_a_consequence(end):  # of a rank that did not come, as far as is known
+            self._ask_where_ranks_are()
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
         end = self._end_of(local_rank)
         # our SIGTERM in its teardown is not how an uncaught exception ends a process
@@ -247,7 +270,25 @@ class NodeAgent(SimpleElasticAgent):
             self._output.uncaught(rank),
             self._output.stderr_tail(rank),
             self._output.was_shown(rank),
+            self._output.stacks(rank),
         )
+
+    def _ask_where_ranks_are(self) -> None:
+        """Have the ranks that still run write their stacks, and read these: until nothing more comes."""
+        workers = self._worker_group.workers
+        asked = [at for at in self._running if self._output.shows_stacks(workers[at].global_rank)]
+        for local_rank in asked:
+            _signal_alone(self._processes[local_rank], STACK_SIGNAL)
+        deadline = time.monotonic() + STACKS_GRACE_S
+        before: list[int] = []
+        while asked and time.monotonic() < deadline:
+            time.sleep(_STACKS_INTERVAL_S)
+            for local_rank in asked:
+                self._output.drain(workers[local_rank].global_rank)
+            now = [len(self._output.stacks(workers[local_rank].global_rank)) for local_rank in asked]
+            if now == before and 0 not in now:
+                return
+            before = now
 
     def ends(self) -> list[RankEnd]:
         """How each rank ended; for after the run."""

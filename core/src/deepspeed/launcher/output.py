@@ -170,6 +170,19 @@ class OutputReader:
         """The last uncaught exception that `rank` reported and that was read."""
         return self._uncaught[rank].last if rank in self._uncaught else None
 
+    def shows_stacks(self, rank: int) -> bool:
+        """Whether `rank` answers `STACK_SIGNAL`; what it writes from now on is taken for its answer."""
+        reports = self._uncaught.get(rank)
+        if reports is None or not reports.shows_stacks:
+            return False
+        reports.expect_stacks()
+        return True
+
+    def stacks(self, rank: int) -> list[str]:
+        """The lines of that answer that were read; [] for a rank that was not asked."""
+        reports = self._uncaught.get(rank)
+        return [] if reports is None or reports.stacks is None else list(reports.stacks)
+
     def unprinted(self) -> list[tuple[int, Uncaught]]:
         """Rank and exception of those that nobody has printed."""
         reports = ((rank, reports.last) for rank, reports in self._uncaught.items() if not reports.was_printed)

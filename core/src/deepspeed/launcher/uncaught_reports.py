@@ -1,8 +1,8 @@
-"""One rank's uncaught exceptions, as `deepspeed.uncaught` in the rank sends them.
+"""One rank's uncaught exceptions, and its stacks when it was asked for them, as `deepspeed.uncaught` sends them.
 
-They are not printed as they come: most are the consequence of another rank's. `launch.py` prints the cause when the job
-has ended. A rank that reported one and still runs after `PATIENCE_S`, since its teardown hangs or a thread keeps it
-alive, is printed then.
+Exceptions are not printed as they come: most are the consequence of another rank's. `launch.py` prints the cause when
+the job has ended. A rank that reported one and still runs after `PATIENCE_S`, since its teardown hangs or a thread
+keeps it alive, is printed then.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from deepspeed.launcher.console import write_console
-from deepspeed.uncaught import Uncaught
+from deepspeed.uncaught import SHOWS_STACKS, Uncaught
 
 PATIENCE_S = 15.0
 
@@ -29,6 +29,8 @@ class UncaughtReports:
         self.is_closed = False
         self.last: Uncaught | None = None
         self.was_printed = False
+        self.shows_stacks = False  # the rank answers `STACK_SIGNAL`
+        self.stacks: list[str] | None = None  # lines of its answer, once `expect_stacks` was called
         self._rank = rank
         self._log = log
         self._due_s = 0.0
@@ -40,10 +42,21 @@ class UncaughtReports:
         for line in lines:
             self._take_report(bytes(line))
 
+    def expect_stacks(self) -> None:
+        """From now on what is no report is an answer to `STACK_SIGNAL`."""
+        self.stacks = []
+
     def _take_report(self, line: bytes) -> None:
+        if line + b"\n" == SHOWS_STACKS:
+            self.shows_stacks = True
+            return
         try:
             self.last = Uncaught.decode(line)
-        except ValueError:  # not from our hook: the script wrote into a descriptor that is not its own
+        except ValueError:
+            if self.stacks is not None:
+                self.stacks.append(line.decode(errors="replace"))
+                return
+            # not from our hook: the script wrote into a descriptor that is not its own
             write_console(2, line + b"\n")
             return
         self.was_printed = False

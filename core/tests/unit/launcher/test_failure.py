@@ -9,6 +9,7 @@ from deepspeed.launcher.failure import (
     RankEnd,
     describe_failure,
     describe_job,
+    describe_standing,
     exit_code_of,
     find_traceback,
     may_be_a_consequence,
@@ -117,6 +118,41 @@ def test_the_report_on_a_job_ends_with_the_cause():
     assert first == "deepspeed: rank 0, 1 failed as well: RuntimeError: Connection closed by peer"
     assert second == "deepspeed: rank 2 (pid 42) ended with exit code 1; the other ranks were stopped. Its traceback:"
     assert last == "ValueError: boom"
+
+
+STACKS = """\
+Thread 0x00007f01 (most recent call first):
+  File "threading.py", line 331 in wait
+  File "threading.py", line 995 in _bootstrap
+
+Current thread 0x00007f02 (most recent call first):
+  File "data.py", line 7 in read, with a comma
+  File "train.py", line 12 in <module>
+
+Thread 0x00007f03 (most recent call first):
+  <no Python frame>
+""".splitlines()
+
+
+def test_a_rank_that_did_not_come_is_shown_where_it_stands():
+    lost = CommError("ranks [1] have not come")
+    others = [end(1, -15)._replace(stacks=STACKS), end(2, error=lost)._replace(stacks=STACKS)]
+    text = describe_job(end(0, error=lost), others)
+    assert text.splitlines()[:4] == [
+        "deepspeed: rank 1 (pid 42) had not ended; it was here:",
+        '  File "train.py", line 12, in <module>',
+        '  File "data.py", line 7, in read, with a comma',
+        "deepspeed: rank 0 (pid 42) ended with exit code 1; the other ranks were stopped. Its traceback:",
+    ]
+
+
+def test_the_innermost_calls_of_a_deep_stack_are_shown():
+    deep = ["Current thread 0x7f (most recent call first):", *(f'  File "a.py", line {at} in f' for at in range(30))]
+    (text,) = describe_standing([end(1, -15)._replace(stacks=deep)])
+    lines = text.splitlines()
+    assert lines[1:3] == ["  ... 18 calls", '  File "a.py", line 11, in f']
+    assert lines[-1] == '  File "a.py", line 0, in f'
+    assert describe_standing([end(1, -15), end(2, -15)._replace(stacks=["what a script wrote"])]) == []
 
 
 def test_a_config_error_of_all_ranks_is_one_line():

@@ -1,6 +1,8 @@
 """An uncaught exception on its way from a rank to the launcher, and where it goes when there is no way."""
 
+import faulthandler
 import os
+import signal
 import sys
 
 import pytest
@@ -8,7 +10,7 @@ from deepspeed import uncaught
 from deepspeed.errors import ConfigError
 from deepspeed.launcher import uncaught_reports
 from deepspeed.launcher.uncaught_reports import UncaughtReports
-from deepspeed.uncaught import PIPE_VARIABLE, Uncaught, report_to_launcher
+from deepspeed.uncaught import PIPE_VARIABLE, SHOWS_STACKS, STACK_SIGNAL, Uncaught, report_to_launcher
 
 
 @pytest.fixture
@@ -20,6 +22,7 @@ def pipe(monkeypatch):
     monkeypatch.setenv(PIPE_VARIABLE, f"{write_fd}:{os.fstat(write_fd).st_ino}")
     report_to_launcher()
     yield read_fd, write_fd, seen
+    faulthandler.unregister(STACK_SIGNAL)
     for fd in (read_fd, write_fd):
         try:
             os.close(fd)
@@ -38,13 +41,23 @@ def test_an_exception_arrives_whole(pipe):
     read_fd, _, seen = pipe
     assert PIPE_VARIABLE not in os.environ
     fail(ConfigError("stage: ü\nfound 9"))
-    (line,) = os.read(read_fd, 65536).splitlines()
+    ready, line = os.read(read_fd, 65536).splitlines()
+    assert ready + b"\n" == SHOWS_STACKS
     arrived = Uncaught.decode(line)
     assert arrived.exception == "deepspeed.errors.ConfigError: stage: ü\nfound 9"
     assert (arrived.message, arrived.is_config_error) == ("stage: ü\nfound 9", True)
     assert arrived.traceback.startswith("Traceback (most recent call last):\n")
     assert arrived.traceback.endswith("found 9\n")
     assert seen == []
+
+
+def test_the_stacks_of_all_threads_arrive_when_the_launcher_asks(pipe):
+    read_fd = pipe[0]
+    assert os.read(read_fd, 65536) == SHOWS_STACKS
+    signal.raise_signal(STACK_SIGNAL)
+    lines = os.read(read_fd, 65536).decode().splitlines()
+    assert any(line.startswith("Current thread 0x") for line in lines)
+    assert any(line.endswith("in test_the_stacks_of_all_threads_arrive_when_the_launcher_asks") for line in lines)
 
 
 def test_without_a_reader_or_for_ctrl_c_the_previous_hook_is_asked(pipe):
