@@ -234,12 +234,13 @@ def _end(
     wait([save.number for save in in_flight])
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
     for save in in_flight:
         if error := _error_of(save, orders):
             logger.error("%s", _failure(save.what, error))
     in_flight.clear()
+    orders.send({"do": "end"})  # a fork of this process may hold the pipe open
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
     process.stdout.close()
     process.wait()
     memory.close()

@@ -9,16 +9,19 @@ not import torch.
     {"do": "write", "files": [...], "commit": {...} or null}    write the staged files; the answer comes when the
                                                 checkpoint is in its place or has failed, on all ranks
     {"do": "cancel"}                            give up what was begun
+    {"do": "end"}                               end; there is no answer
 
 It runs in a session of its own, so that what ends the rank does not end it: it completes the order that it has, then
-reads the end of stdin, and ends.
+reads the end of stdin, and ends. Where a process that the rank forked (a worker of a data loader) has inherited the
+pipe, there is no such end: the rank says "end", or has another parent taken its place.
 """
 
 import json
 import mmap
 import os
+import select
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -36,6 +39,7 @@ from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError
 
 _NICENESS = 10  # training goes first
+_LOOK_MS = 2_000  # how often a writer without orders looks whether its rank still runs
 
 
 class Writer:
@@ -147,13 +151,33 @@ def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, Any]:
     return {"number": number}
 
 
+def _orders() -> Iterator[dict[str, Any]]:
+    """What the rank asks for on stdin, until it says "end", closes the pipe, or has ended."""
+    rank, pipe, unread = os.getppid(), sys.stdin.fileno(), b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while True:
+        while not poll.poll(_LOOK_MS):
+            if os.getppid() != rank:
+                return
+        data = os.read(pipe, 2**16)
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            if order["do"] == "end":
+                return
+            yield order
+        if not data:
+            return
+
+
 def main() -> None:
     """Arguments: the descriptor of the shared memory, and seconds of `limit_s`."""
     memory, limit_s = sys.argv[-2:]
     os.nice(_NICENESS)
     writer = Writer(int(memory), float(limit_s))
-    for line in sys.stdin:
-        answer = _answer(writer, json.loads(line))
+    for order in _orders():
+        answer = _answer(writer, order)
         try:
             sys.stdout.write(json.dumps(answer) + "\n")  # one call: PYTHONUNBUFFERED makes two of print's
             sys.stdout.flush()

@@ -481,3 +481,38 @@ def test_a_fork_of_the_trainer_leaves_its_save_alone(tmp_path, checkpointer):
     assert os.waitpid(pid, 0)[1] == 0
     checkpointer.wait_for_save()
     assert checkpointer.load(tmp_path).tag == "global_step1"
+
+
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+from test_background import BackgroundWriter, Checkpointer, save, writer_of
+
+checkpointer = Checkpointer(background=BackgroundWriter(), keep_last=1)
+save(checkpointer, Path(sys.argv[1]), 1)
+pid = os.fork()  # as a worker of a data loader does, after the writer was started
+if pid == 0:
+    signal.pause()
+print(writer_of(checkpointer), pid, flush=True)
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "close":
+    checkpointer.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "exit", "kill"])
+def test_a_writer_ends_with_its_trainer_though_a_fork_of_that_lives_on(tmp_path, end):
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORKS, str(tmp_path), end]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        writer, fork = map(int, program.stdout.readline().split())
+        try:
+            watched = os.pidfd_open(writer)
+            assert program.wait(60) == (-signal.SIGKILL if end == "kill" else 0)
+            assert select.select([watched], [], [], 60)[0], "the writer still runs"
+            os.close(watched)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+    assert_whole(tmp_path, "global_step1")
