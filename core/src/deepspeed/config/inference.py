@@ -129,8 +129,8 @@ class DeepSpeedInferenceConfig(LaxSection):
 
     dtype: InferenceDType = key(
         "fp16",
-        "Type of the weights; int8, fp8 (e4m3) and fp6 (e3m2): linear layers as `quant` says, all else as the model "
-        "has it. DeepSpeed has no fp8 and fp6 here.",
+        "Type of the weights; int8, fp8 (e4m3) and fp6 (e3m2): linear layers and experts as `quant` says, all else "
+        "as the model has it. DeepSpeed has no fp8 and fp6 here.",
     )
     tensor_parallel: DeepSpeedTPConfig = key(
         DeepSpeedTPConfig, "Layers divided over ranks.", json_key="tensor_parallel"
@@ -242,8 +242,8 @@ class RaggedQuantizationConfig(Section):
 
     quantization_mode: Literal["int8", "int4", "fp8", "fp6", "wf6af16"] | None = key(
         None,
-        "Weights of linear layers but the output layer; wf6af16 is DeepSpeed's name of fp6, here with the model's own "
-        "type for all else; null: as the model has them.",
+        "Weights of linear layers but the output layer, and of experts; wf6af16 is DeepSpeed's name of fp6, here with "
+        "the model's own type for all else; null: as the model has them.",
     )
 
 

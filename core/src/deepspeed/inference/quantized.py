@@ -1,7 +1,8 @@
-"""Weights of linear layers in few bits: `init_inference(model, dtype=torch.int8)`, also "fp8" and "fp6".
+"""Weights of linear layers and experts in few bits: `init_inference(model, dtype=torch.int8)`, also "fp8" and "fp6".
 
-Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for;
-biases, norms and embeddings keep their type, in which the model goes on computing. For outputs y = x W^T of one layer
+Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for,
+and so does each expert (`packed_experts.py`); biases, norms, routers and embeddings keep their type, in which the model
+goes on computing. For outputs y = x W^T of one layer
 
     |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
 
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear
+from deepspeed.inference.packed_experts import pack_experts, weights_of_experts
+from deepspeed.log import announce
+from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear, stack_packed
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
 # beside torch.nn.Linear, of transformers: the same product
@@ -39,7 +42,6 @@ class PackedLinear(MayBePacked):
     """
 
     bias: nn.Parameter | None
-    packed: PackedWeight
 
     def __init__(self, packed: PackedWeight, bias: nn.Parameter | None, transposed: bool = False) -> None:
         super().__init__()
@@ -51,15 +53,14 @@ class PackedLinear(MayBePacked):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The packed bytes: models look at the dtype of a layer's weight."""
-        return self.packed.data
+        return self.packed_weights["weight"].data
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], of x's dtype."""
-        return packed_linear(x, self.packed, self.bias)
+        return packed_linear(x, self.packed_weights["weight"], self.bias)
 
     def extra_repr(self) -> str:
-        bits = f"{self.packed.bits} bits{' with an exponent' if self.packed.floating else ''}"
-        return f"{self.in_features} -> {self.out_features}, {bits}, groups of {self.packed.group_size}"
+        return f"{self.in_features} -> {self.out_features}, {self.packed_weights['weight'].form}"
 
 
 def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
@@ -136,17 +137,29 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def quantize(model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInferenceConfig) -> None:
-    """Give the linear layers of `model` packed weights, in place; one whole weight at a time is in memory beside them.
+    """Give the linear layers and experts of `model` packed weights, in place.
+
+    One whole weight at a time is in memory beside them.
 
     Raises:
         ConfigError: a number of groups does not fit a weight; names the layer, and the sizes that fit.
     """
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
+    left: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
         bits = _bits(settings, module is head)
+        if (experts := weights_of_experts(module)) is not None and bits is not None:
+            packed_by_name = {
+                name: _pack(weight, groups_of(path), settings, bits, f"{path}.{name}")
+                for name, weight in experts.items()
+            }
+            pack_experts(module, packed_by_name)
+            continue
+        if "Experts" in type(module).__name__ and any(each.dim() == 3 for each in module.parameters(recurse=False)):
+            left.setdefault(type(module).__name__, path)
         if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS):
             continue
         weight: Any = module.weight
@@ -156,19 +169,26 @@ def quantize(model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInference
         else:
             bias: Any = module.bias
             model.set_submodule(path, PackedLinear(packed, bias, is_transposed))
+    for name, path in left.items():
+        announce(f"dtype {settings.dtype}: {name} ({path}) keep their weights: they are of a form that is not packed")
 
 
 def _pack(weight: Tensor, num_groups: int, settings: DeepSpeedInferenceConfig, bits: int, path: str) -> PackedWeight:
-    rows, cols = weight.shape
+    """A weight [out, in], or of experts [E, out, in], one by one: (E out, in)."""
+    rows, cols = weight.shape[-2:]
     per_row = -(-num_groups // rows)
     if cols % per_row:
         raise ConfigError(
             f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {path}, whose weight is {rows} x {cols}: "
             f"{per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
         )
-    try:
-        symmetric = settings.quant.weight.q_type == "symmetric"
-        packed = pack_weight(weight.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
+    symmetric = settings.quant.weight.q_type == "symmetric"
+
+    def packed_of(one: Tensor) -> PackedWeight:
+        packed = pack_weight(one.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
         return replace(packed, input_bits=_input_bits(settings))
+
+    try:
+        return packed_of(weight) if weight.dim() == 2 else stack_packed([packed_of(one) for one in weight])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

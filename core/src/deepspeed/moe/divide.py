@@ -47,9 +47,8 @@ class DividedExperts(nn.Module):
     def __init__(self, module: nn.Module, path: str, ranks: GroupBackend) -> None:
         super().__init__()
         self._ranks = ranks
-        self._up = _up_name(module)
-        #: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate
-        self._inner: Callable[[Tensor], Tensor] = _inner_of(module)
+        self._up = up_name(module)
+        self._inner: Callable[[Tensor], Tensor] = inner_of(module)
         self._is_transposed = bool(getattr(module, "is_transposed", False))
         self.num_experts = _num_experts(module)
         start, stop = (self.num_experts * place // ranks.world_size for place in (ranks.rank, ranks.rank + 1))
@@ -97,7 +96,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) 
     _refuse_unsupported(section)
     size = section.autoep_size
     pattern = re.compile(section.moe_layer_pattern or "")
-    found = [(path, each) for path, each in model.named_modules() if _is_experts(each) and pattern.search(path)]
+    found = [(path, each) for path, each in model.named_modules() if _can_divide(each) and pattern.search(path)]
     if not found:
         raise ConfigError(
             f"expert_parallel: found no experts in {type(model).__name__} whose names match "
@@ -129,29 +128,44 @@ def _refuse_unsupported(section: ExpertParallelConfig) -> None:
             )
 
 
-def _is_experts(module: nn.Module) -> bool:
-    """Whether it computes down(inner(up(x))) for each expert, as most models of transformers do."""
-    params, up = dict(module.named_parameters(recurse=False)), _up_name(module)
-    biases = {f"{up}_bias", f"{_DOWN}_bias"} if getattr(module, "has_bias", False) else set()
-    if set(params) != {up, _DOWN, *biases} or list(module.parameters()) != list(params.values()):
-        return False
-    if any(hasattr(param, "ds_id") for param in params.values()):
+def _can_divide(module: nn.Module) -> bool:
+    """Whether it has experts of the form that is divided.
+
+    Raises:
+        ConfigError: stage 3 holds them already.
+    """
+    if _has_params_of_experts(module) and any(hasattr(param, "ds_id") for param in module.parameters()):
         raise ConfigError(
             f"expert_parallel: the experts ({type(module).__name__}) were sharded by zero.Init; build the model "
             "without it: the experts are divided first, and stage 3 shards what each rank holds"
         )
-    if getattr(module, "has_post_expert_norm", False) or _inner_of(module) is None:
+    return is_experts(module)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it computes down(inner(up(x))) for each expert, as most models of transformers do."""
+    if not _has_params_of_experts(module):
         return False
-    up_shape, down_shape = params[up].shape, params[_DOWN].shape
+    if getattr(module, "has_post_expert_norm", False) or inner_of(module) is None:
+        return False
+    up_shape, down_shape = module.get_parameter(up_name(module)).shape, module.get_parameter(_DOWN).shape
     if len(up_shape) != 3 or len(down_shape) != 3:
         return False
     out_dim, in_dim = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
-    widening = 2 if up == "gate_up_proj" else 1
+    widening = 2 if up_name(module) == "gate_up_proj" else 1
     fits = up_shape[in_dim] == down_shape[out_dim] and up_shape[out_dim] == widening * down_shape[in_dim]
     return up_shape[0] == down_shape[0] and fits
 
 
-def _up_name(module: nn.Module) -> str:
+def _has_params_of_experts(module: nn.Module) -> bool:
+    """The two weights, the biases that its class declares, and no others."""
+    params, up = dict(module.named_parameters(recurse=False)), up_name(module)
+    biases = {f"{up}_bias", f"{_DOWN}_bias"} if getattr(module, "has_bias", False) else set()
+    return set(params) == {up, _DOWN, *biases} and list(module.parameters()) == list(params.values())
+
+
+def up_name(module: nn.Module) -> str:
+    """Of the weight of the first product."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
@@ -159,8 +173,11 @@ def _num_experts(module: nn.Module) -> int:
     return len(module.get_parameter(_DOWN))
 
 
-def _inner_of(module: nn.Module) -> Any:
-    """What lies between the two products; None where the module does not say."""
+def inner_of(module: nn.Module) -> Any:
+    """What lies between the two products: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate.
+
+    None where the module does not say.
+    """
     act = getattr(module, "act_fn", None)
     if not getattr(module, "has_gate", True):
         return act

@@ -23,51 +23,85 @@ from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gr
 from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 
 
-class MayBePacked(Module):
-    """A linear layer whose weight may be packed, for inference: then the packed weight moves with the layer.
+class HoldsPacked(Module):
+    """A layer with weights that may be packed, for inference: then the packed ones move with the layer.
 
-    State dicts have no form for it, so they are refused: without its scales a weight is not the model's. Within
-    `widened` they have the numbers that it stands for.
+    State dicts have no form for them, so they are refused: without its scales a weight is not the model's. Within
+    `widened` they have the numbers that they stand for.
     """
 
-    weight: Tensor
-    transposed: bool = False  # the weight is [in, out], and packed as [out, in]
-    packed: PackedWeight | None = None  # that takes the weight's place
+    #: by the name of the parameter whose place they take
+    packed_weights: dict[str, PackedWeight]
     _widens_to: torch.dtype | None = None
 
-    def pack(self, packed: PackedWeight) -> None:
-        """Compute with `packed` from now on; a parameter `weight` is its bytes then, with its marks."""
-        self.packed = packed
-        self._show(packed)
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed_weights = {}
+
+    def hold_packed(self, packed: dict[str, PackedWeight]) -> None:
+        """Compute with these from now on; a parameter of the name is their bytes then, with its marks."""
+        self.packed_weights = packed
+        for name in packed:
+            self._show(name)
         self.register_state_dict_pre_hook(_refuse_packed)
         self.register_load_state_dict_pre_hook(_refuse_packed)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MayBePacked":
+    def bytes_of(self, name: str) -> Tensor:
+        """The packed bytes, in the shape that the parameter has."""
+        return self.packed_weights[name].data
+
+    def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
+        """What a packed weight stands for, in the shape that the layer's weight had; [out, in] here."""
+        return unpack_weight(self.packed_weights[name], dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HoldsPacked":
         super()._apply(fn, recurse)
-        if self.packed is not None:
-            device = fn(self.packed.scales).device
-            if device != self.packed.scales.device:
-                self.packed = self.packed.to(device)
-                self._show(self.packed)
+        for name, packed in list(self.packed_weights.items()):
+            device = fn(packed.scales).device
+            if device != packed.scales.device:
+                self.packed_weights[name] = packed.to(device)
+                self._show(name)
         return self
 
-    def _show(self, packed: PackedWeight) -> None:
-        former = self._parameters.get("weight")
+    def _show(self, name: str) -> None:
+        former = self._parameters.get(name)
         if former is not None:
-            self.weight = Parameter(packed.data, requires_grad=False)
-            vars(self.weight).update(vars(former))
+            shown = Parameter(self.bytes_of(name), requires_grad=False)
+            vars(shown).update(vars(former))
+            setattr(self, name, shown)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed is not None and self._widens_to is not None:
-            weight = unpack_weight(self.packed, self._widens_to)
-            destination[f"{prefix}weight"] = weight.t().contiguous() if self.transposed else weight
+        if self._widens_to is not None:
+            for name in self.packed_weights:
+                destination[f"{prefix}{name}"] = self.numbers_of(name, self._widens_to)
+
+
+class MayBePacked(HoldsPacked):
+    """A linear layer whose weight may be packed."""
+
+    weight: Tensor
+    transposed: bool = False  # the weight is [in, out], and packed as [out, in]
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """What takes the weight's place; None: it is plain."""
+        return self.packed_weights.get("weight")
+
+    def pack(self, packed: PackedWeight) -> None:
+        """Compute with `packed` from now on; a parameter `weight` is its bytes then, with its marks."""
+        self.hold_packed({"weight": packed})
+
+    def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
+        """What the packed weight stands for, as the layer had it."""
+        weight = super().numbers_of(name, dtype)
+        return weight.t().contiguous() if self.transposed else weight
 
 
 @contextmanager
 def widened(module: Module, dtype: torch.dtype) -> Iterator[None]:
     """State dicts of `module` have packed weights as numbers of `dtype`, under the plain names, within this context."""
-    layers = [each for each in module.modules() if isinstance(each, MayBePacked) and each.packed is not None]
+    layers = [each for each in module.modules() if isinstance(each, HoldsPacked) and each.packed_weights]
     for layer in layers:
         layer._widens_to = dtype
     try:
@@ -78,10 +112,11 @@ def widened(module: Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _refuse_packed(layer: Any, state: object, *_: object) -> None:
-    if layer.packed is not None and layer._widens_to is None:
+    if layer._widens_to is None:
+        first = next(iter(layer.packed_weights.values()))
         verb, advice = ("load_state_dict", "load the weights") if isinstance(state, dict) else ("state_dict", "save it")
         raise StateError(
-            f"{verb}: found a weight of {layer.packed.shape} that init_inference packed into {layer.packed.bits} bits, "
+            f"{verb}: found a weight of {first.shape} that init_inference packed into {first.bits} bits, "
             f"for which a state dict has no place; {advice} before init_inference packs the model"
         )
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer import PackedWeight, pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.quantizer import PackedWeight, pack_weight, packed_grouped_linear, packed_linear, unpack_weight
+from deepspeed.ops.quantizer.packed import stack_packed
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,25 @@ def test_a_gradient_reaches_x():
     torch.testing.assert_close(x.grad, unpack_weight(packed).sum(0).expand(2, 4))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 1], [0, 0, 0], [20, 1, 17]])
+def test_each_weight_has_its_rows(counts, bits, symmetric):
+    parts = [pack_weight(numbers(4, 32, seed=seed), bits, 16, symmetric) for seed in range(3)]
+    packed = stack_packed(parts)
+    for dtype in (torch.float, torch.bfloat16):
+        x, bias = numbers(sum(counts), 32, seed=9).to(dtype), numbers(3, 4, seed=8)
+        each = zip(x.split(counts), parts, bias, strict=True)
+        expected = torch.cat([packed_linear(rows, part, its) for rows, part, its in each])
+        torch.testing.assert_close(packed_grouped_linear(x, packed, counts, bias), expected)
+    if not any(counts):
+        return
+    x = numbers(sum(counts), 32, seed=9).requires_grad_()
+    packed_grouped_linear(x, packed, counts).sum().backward()
+    slopes = torch.stack([unpack_weight(part).sum(0) for part in parts]).repeat_interleave(torch.tensor(counts), 0)
+    torch.testing.assert_close(x.grad, slopes)
+
+
 def test_refuses_by_name():
     weight = numbers(3, 96)
     packed = pack_weight(weight, 4, 32)
@@ -86,6 +106,14 @@ def test_refuses_by_name():
         ),
         ("x: found torch.float64", lambda: packed_linear(weight.double(), packed)),
         (r"bias: found shape \(96,\), but it must be \(3,\)", lambda: packed_linear(weight, packed, weight[0])),
+        (
+            r"counts: found \[1, 1\] for x of shape \(3, 96\) and packed weights of \(3, 96\)",
+            lambda: packed_grouped_linear(weight, packed, [1, 1]),
+        ),
+        (
+            r"bias: found shape \(96,\), but it must be \(1, 3\)",
+            lambda: packed_grouped_linear(weight, packed, [3], weight[0]),
+        ),
         (
             r"data: found torch.int8 of shape \(3, 48\), but for a weight of shape \(3, 96\) with 8 bits",
             lambda: PackedWeight(packed.data, packed.scales, None, 8, 32, (3, 96)),

@@ -158,7 +158,7 @@ class DecodeStep:
             return own.fused.step(rows)
         if own is None and type(output) is PackedLinear:
             rows = like.new_empty(len(self._positions), 1, output.in_features)
-            return packed_step(rows, output.packed, output.bias)
+            return packed_step(rows, output.packed_weights["weight"], output.bias)
         if own is None and type(output) is ColumnParallelLinear and not output.transposed:
             rows = like.new_empty(len(self._positions), 1, output.in_features)
             return _gathered(output, rows)

@@ -5,7 +5,6 @@ O output features, of this rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.layers import StoredLayer
-from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear, stack_packed
 from deepspeed.ops.transformer import Linear, linear
 from deepspeed.ops.transformer.linear import linear_kernel
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -197,20 +196,13 @@ def _fused_packed(linears: Sequence[Any]) -> PackedWeight | None:
         raise ConfigError("its linears have weights that are packed in different ways")
     if len(found) == 1:
         return found[0]
-    zeros = [each.zeros for each in found if each.zeros is not None]
     rows = [each.shape[0] for each in found]
-    fused = replace(
-        found[0],
-        data=torch.cat([each.data for each in found]),
-        scales=torch.cat([each.scales for each in found]),
-        zeros=torch.cat(zeros) if zeros else None,
-        shape=(sum(rows), found[0].shape[1]),
-    )
+    fused = stack_packed(found)
     start = 0
     for each, length in zip(linears, rows, strict=True):
-        each.packed = fused.narrow(0, start, length)  # whole rows, which lie side by side: a view
+        each.packed_weights["weight"] = fused.narrow(0, start, length)  # whole rows, which lie side by side: a view
         if isinstance(each, ColumnParallelLinear):
-            each.weight.data = each.packed.data
+            each.weight.data = each.packed_weights["weight"].data
         start += length
     return fused
 

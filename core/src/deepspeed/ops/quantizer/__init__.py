@@ -9,7 +9,13 @@ May import `errors` and `ops.operators`. Read `groups.py` first (formulas and la
 
 from deepspeed.ops.quantizer.fake import ds_quantizer, fake_quantize
 from deepspeed.ops.quantizer.groups import dequantize, dequantize_reduce, quantize
-from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.quantizer.packed import (
+    PackedWeight,
+    pack_weight,
+    packed_grouped_linear,
+    packed_linear,
+    unpack_weight,
+)
 
 __all__ = [
     "PackedWeight",
@@ -18,6 +24,7 @@ __all__ = [
     "ds_quantizer",
     "fake_quantize",
     "pack_weight",
+    "packed_grouped_linear",
     "packed_linear",
     "quantize",
     "unpack_weight",

@@ -16,7 +16,7 @@ Rows are whole, so that a weight is divided over ranks along `out`, and along `i
 Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,11 @@ class PackedWeight:
         """Bytes of data, scales and zeros."""
         tensors = (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def form(self) -> str:
+        """How it is packed, to be shown."""
+        return f"{self.bits} bits{' with an exponent' if self.floating else ''}, groups of {self.group_size}"
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """The same weight on `device`."""
@@ -174,6 +179,14 @@ def pack_weight(
     return PackedWeight(data, scales, zeros, bits, size, (rows, cols))
 
 
+def stack_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Packed weights of the same columns, packed in the same way, as one: its rows are theirs, one below the other."""
+    data, scales = torch.cat([each.data for each in parts]), torch.cat([each.scales for each in parts])
+    zeros = [each.zeros for each in parts if each.zeros is not None]
+    shape = (data.shape[0], parts[0].shape[1])
+    return replace(parts[0], data=data, scales=scales, zeros=torch.cat(zeros) if zeros else None, shape=shape)
+
+
 def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight (out, in) again, rounded to `dtype` from fp32.
 
@@ -230,6 +243,48 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
     if (kernel := packed_kernel(x, packed, bias)) is not None:
         return kernel(x, *packed.arguments(bias))
     return packed_linear_reference(x, packed, bias)
+
+
+def packed_grouped_linear(x: Tensor, packed: PackedWeight, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """`packed_linear` of the first `counts[0]` rows of x with the first of several weights, and so on.
+
+    Each weight is read as `packed_linear` reads it: those without rows are not, and one at a time is widened.
+
+    Args:
+        x: (rows, in), the sum of `counts` of them.
+        packed: (weights * out, in): the weights one below the other.
+        counts: rows of each weight.
+        bias: (weights, out), of x's dtype or fp32.
+
+    Returns:
+        (rows, out), of x's dtype.
+
+    Raises:
+        ConfigError: x, counts or bias does not fit the weights; the message names it.
+
+    >>> packed = pack_weight(torch.tensor([[127.0, 1.0], [-127.0, 0.0]]))
+    >>> packed_grouped_linear(torch.tensor([[1.0, 2.0], [1.0, 0.0]]), packed, [0, 2])
+    tensor([[-127.],
+            [-127.]])
+    """
+    rows = packed.shape[0]
+    if not counts or rows % len(counts) or x.dim() != 2 or x.shape[0] != sum(counts):
+        raise ConfigError(
+            f"counts: found {list(counts)} for x of shape {tuple(x.shape)} and packed weights of {packed.shape}; give "
+            "the rows of x for each weight, whose number divides the rows of the packed ones"
+        )
+    out = rows // len(counts)
+    if bias is not None and bias.shape != (len(counts), out):
+        raise ConfigError(f"bias: found shape {tuple(bias.shape)}, but it must be ({len(counts)}, {out})")
+    y = x.new_empty(x.shape[0], out)
+    start = 0
+    for number, count in enumerate(counts):
+        if count:
+            one = packed.narrow(0, number * out, out)
+            stop = start + count
+            y[start:stop] = packed_linear(x[start:stop], one, None if bias is None else bias[number])
+            start = stop
+    return y
 
 
 def packed_kernel(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[..., Tensor] | None:

@@ -1,0 +1,235 @@
+"""Experts' weights in few bits: a packed model gives what a model gives whose weights have the packed values (1e-4)."""
+
+import copy
+import pickle
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.packed_experts import PackedExperts
+from deepspeed.inference.v2 import InferenceEngineV2
+from deepspeed.ops.quantizer.packed import pack_weight, unpack_weight
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+
+from .test_inference import COMMON, LLAMA, logits_of, tokens_of
+
+SIZES = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+# shared experts and the first layer are plain linears
+DEEPSEEK = {**SIZES, **MLA, "n_routed_experts": 6, "first_k_dense_replace": 1, "num_key_value_heads": 6}
+FAMILIES = {
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "intermediate_size": 40}),
+    "qwen2_moe": ("Qwen2Moe", {**SIZES, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", SIZES),
+    "olmoe": ("Olmoe", {**SIZES, "intermediate_size": 24}),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "n_group": 2, "topk_group": 2}),
+    "gpt_oss": ("GptOss", {**SIZES, "num_local_experts": 6, "intermediate_size": 24}),  # biases, [in, out], own gate
+}
+SCHEMES = {
+    "int8": ({"dtype": torch.int8}, 8, True, False),
+    "int4": ({"dtype": torch.int8, "quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}, 4, False, False),
+    "fp8": ({"dtype": "fp8"}, 8, True, True),
+}
+
+
+def create(name):
+    family, keys = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**COMMON, **keys)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.05)
+    return model.eval()
+
+
+def experts_of(model):
+    return [each for each in model.modules() if hasattr(each, "down_proj") and not hasattr(each.down_proj, "weight")]
+
+
+@torch.no_grad()
+def rounded(model, bits, symmetric, floating, groups=1):
+    """The model with the values that its packed weights stand for: those of each expert by itself."""
+
+    def value(weight):
+        rows, cols = weight.shape
+        size = cols // -(-groups // rows)
+        return unpack_weight(pack_weight(weight.contiguous(), bits, size, symmetric, floating=floating))
+
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not head:
+            module.weight.copy_(value(module.weight))
+    for experts in experts_of(model):
+        for param in (experts.gate_up_proj, experts.down_proj):
+            for each in param:
+                each.copy_(value(each.t()).t() if experts.is_transposed else value(each))
+    return model
+
+
+def check(engine, wanted):
+    torch.testing.assert_close(logits_of(engine, ""), logits_of(wanted, ""), atol=1e-4, rtol=1e-4)
+    assert torch.equal(tokens_of(engine, do_sample=False), tokens_of(wanted, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    swept(
+        [(name, scheme) for name in FAMILIES for scheme in SCHEMES],
+        lambda name, scheme: scheme == "int8" or name in ("mixtral", "gpt_oss"),
+    ),
+)
+def test_packed_experts_give_what_their_values_give(name, scheme):
+    keys, bits, symmetric, floating = SCHEMES[scheme]
+    plain = create(name)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), **keys)
+    assert experts_of(engine.module)
+    for experts, former in zip(experts_of(engine.module), experts_of(plain), strict=True):
+        assert isinstance(experts, type(former))
+        for key in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, key)
+            assert weight.dtype == torch.int8
+            assert weight.nbytes == getattr(former, key).numel() * bits // 8
+    exact = logits_of(plain, "")
+    wanted = rounded(plain, bits, symmetric, floating)
+    assert not torch.equal(logits_of(wanted, ""), exact)
+    check(engine, wanted)
+
+
+def test_groups_are_those_of_one_expert():
+    plain = create("mixtral")
+    engine = deepspeed.init_inference(copy.deepcopy(plain), dtype=torch.int8, quantization_setting=96)
+    experts = experts_of(engine.module)[0]
+    assert experts.packed_weights["gate_up_proj"].group_size == 24  # 80 rows of 48, cut in two
+    check(engine, rounded(plain, 8, True, False, groups=96))
+    with pytest.raises(ConfigError, match=r"experts\.down_proj, whose weight is 48 x 40: 3 per row do not divide 40"):
+        deepspeed.init_inference(create("mixtral"), dtype=torch.int8, quantization_setting=144)
+
+
+def bytes_held(model):
+    """Of all tensors that the modules hold, each memory once."""
+    found = {}
+    for module in model.modules():
+        packed = list(getattr(module, "packed_weights", {}).values())
+        beside = [each for one in packed for each in (one.data, one.scales, one.zeros) if each is not None]
+        held = [each for each in vars(module).values() if isinstance(each, torch.Tensor)]
+        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False), *held, *beside):
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("injects", [False, True])
+def test_no_weight_stays_in_full_precision(injects):
+    plain = create("mixtral")
+    whole = bytes_held(plain)
+    linears = [each.weight.numel() for each in plain.modules() if type(each) is torch.nn.Linear]
+    packed = sum(linears) - plain.lm_head.weight.numel()
+    packed += sum(each.gate_up_proj.numel() + each.down_proj.numel() for each in experts_of(plain))
+    engine = deepspeed.init_inference(plain, dtype=torch.int8, replace_with_kernel_inject=injects)
+    tokens_of(engine, do_sample=False)
+    scales = sum(
+        4 * each.scales.numel() for one in engine.modules() for each in getattr(one, "packed_weights", {}).values()
+    )
+    assert bytes_held(engine.module) == whole - 3 * packed + scales
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fused_blocks_over_packed_experts(scheme):
+    keys = SCHEMES[scheme][0]
+    packed = deepspeed.init_inference(create("mixtral"), **keys)
+    fused = deepspeed.init_inference(create("mixtral"), replace_with_kernel_inject=True, **keys)
+    assert all("forward" in vars(layer) for layer in fused.module.model.layers)
+    check(fused, packed)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_continuous_batching_over_packed_experts(mode):
+    quant = {"weight": {"num_bits": int(mode[3:])}}
+    expected = deepspeed.init_inference(create("mixtral"), dtype=torch.int8, quant=quant)
+    sizes = {"state_manager": {"memory_config": {"mode": "allocate", "size": 8}, "max_context": 32}}
+    engine = InferenceEngineV2(create("mixtral"), {**sizes, "quantization": {"quantization_mode": mode}})
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([9, 3, 4, 8, 2])]
+    found = engine.put([0, 1], prompts)
+    for logits, tokens in zip(found, prompts, strict=True):
+        torch.testing.assert_close(logits, expected(tokens[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def divided_job(name, injects):
+    """Inner features that are cut over ranks have a scale per part, so they are rounded no worse than the whole."""
+    exact = logits_of(create(name), "")
+    whole = deepspeed.init_inference(create(name), dtype=torch.int8)
+    divided = deepspeed.init_inference(create(name), dtype=torch.int8, mp_size=2, replace_with_kernel_inject=injects)
+    assert all(isinstance(each, PackedExperts) for each in experts_of(divided.module))
+    error = (logits_of(whole, "") - exact).abs().mean()
+    assert 0 < (logits_of(divided, "") - exact).abs().mean() < 1.5 * error
+    return tokens_of(divided, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("injects", [False, True])
+def test_packed_experts_of_a_divided_model(injects):
+    first, second = run_ranks(2, divided_job, "mixtral", injects)
+    assert first == second
+
+
+def test_packed_experts_move_copy_and_no_state_dict_omits_them():
+    model = create("mixtral")
+    saved = model.state_dict()
+    engine = deepspeed.init_inference(model, dtype=torch.int8)
+    expected = logits_of(engine, "")
+    with pytest.raises(StateError, match=r"^state_dict: .* init_inference packed into 8 bits"):
+        engine.module.model.layers[0].mlp.experts.state_dict()
+    with pytest.raises(StateError, match=r"^load_state_dict: .* load the weights before init_inference"):
+        engine.module.model.layers[0].mlp.experts.load_state_dict(saved, strict=False)
+    for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+        assert torch.equal(logits_of(other, ""), expected)
+    engine.module.bfloat16()
+    experts = experts_of(engine.module)[0]
+    assert "8 bits" in repr(experts)
+    assert experts.packed_weights["down_proj"].scales.dtype == torch.float32
+    engine.module.to("meta")
+    for packed in experts.packed_weights.values():
+        assert {each.device.type for each in (packed.data, packed.scales)} == {"meta"}
+    assert experts.down_proj.device.type == "meta"
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt_oss", 1), ("mixtral", 2)])
+def test_packed_experts_are_written_as_the_numbers_they_stand_for(name, tp, tmp_path):
+    arguments = (name, tp, str(tmp_path / "exported"))
+    run_ranks(tp, export_job, *arguments) if tp > 1 else export_job(*arguments)
+
+
+def export_job(name, tp, path):
+    plain = create(name)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), mp_size=tp, **SCHEMES["int4"][0])
+    expected = logits_of(engine, "")
+    engine.export(path)
+    loaded = type(plain).from_pretrained(path)
+    assert {param.dtype for param in loaded.parameters()} == {torch.float}
+    torch.testing.assert_close(logits_of(loaded.eval(), ""), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_a_list_are_linears():
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=48, d_model=48, d_kv=8, d_ff=40, num_layers=2, num_heads=6, num_experts=4, expert_capacity=64,
+        decoder_start_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    engine = deepspeed.init_inference(copy.deepcopy(plain), dtype=torch.int8)
+    wo = [module for path, module in engine.module.named_modules() if "experts" in path and path.endswith("wo")]
+    assert len(wo) >= 4
+    assert {each.weight.dtype for each in wo} == {torch.int8}
+    wanted = rounded(plain, 8, True, False)
+    torch.testing.assert_close(logits_of(engine, "t5"), logits_of(wanted, "t5"), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_of_another_form_are_named(capfd):
+    keys = {**LLAMA, "num_local_experts": 2, "intermediate_size_mlp": 48, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**COMMON, **keys)).eval()
+    deepspeed.init_inference(model, dtype=torch.int8)
+    assert "Llama4TextExperts" in capfd.readouterr().err
