@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError, counted
+from deepspeed.optim.saved_values import master_dtype
 from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
@@ -207,7 +208,8 @@ class TorchStates(SavedStates):
         return fits and any(value.dim() > 0 for value, _ in present)
 
     def master(self, name: str, start: int, numel: int) -> Tensor:
-        return elements_of(self._weights[name], start, numel).float()
+        found = elements_of(self._weights[name], start, numel)
+        return found.to(master_dtype(found.dtype))
 
     def dtypes(self, name: str) -> dict[str, torch.dtype]:
         by_element, state = self._by_element.get(name, frozenset()), self._states.get(name, {})

@@ -72,8 +72,8 @@ def _check_groups(state: Mapping[str, Any], path: str | Path) -> None:
 def _check_tensors(values: Any, path: str | Path, key: str) -> None:
     _expect(isinstance(values, list | tuple), path, key, values, "a list of tensors")
     for index, value in enumerate(values):
-        is_flat = isinstance(value, Tensor) and value.is_floating_point()
-        _expect(is_flat, path, f"{key}[{index}]", value, "a tensor of floating point numbers")
+        is_flat = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        _expect(is_flat, path, f"{key}[{index}]", value, "a tensor of floating point or complex numbers")
 
 
 def _expect(fits: bool, path: str | Path, key: str, value: Any, expected: str) -> None:

@@ -348,8 +348,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     # ---- the module -------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far."""
-        self.sharding.zero_grad()
+        """Forget the gradients accumulated so far. A batch size that was set meanwhile holds from now on."""
+        self._training.zero_grad()
 
     def compile(  # type: ignore[override]
         self,

@@ -160,6 +160,13 @@ class Training:
         self.schedule.restart()
         self._take_next_batch()
 
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step that has begun, and their losses."""
+        self.sharding.zero_grad()
+        self._had_backward = False
+        self.observers.step_began_again()
+        self._take_next_batch()
+
     def set_batch(self, train_batch_size: int, num_steps: int) -> None:
         """Change the samples and the micro-batches of a step: of the next one, if gradients of this one, which are
         divided by the former number, are there."""
@@ -187,6 +194,7 @@ class Training:
         if self._next_batch is not None and not self._had_backward:
             self.train_batch_size, self.schedule.num_steps = self._next_batch
             self._next_batch = None
+            self.schedule.restart()
 
     def _reduce_gradients(self) -> None:
         if self.basic_optimizer is None:

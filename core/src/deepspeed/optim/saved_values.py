@@ -30,6 +30,12 @@ _BELOW_1 = frozenset({"betas", "alpha", "rho"})
 _CHUNK_NUMEL = 1 << 22
 
 
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the weights that an optimizer updates for parameters of `dtype`, as checkpoints have them: fp32, but for
+    parameters that have more bits than it or are complex."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32
+
+
 def check_options(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Compare the options of saved groups with those of this run's groups, which they replace.
 
@@ -86,17 +92,19 @@ def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None,
     check_dtype(name, value.dtype, whose, dtype)
     if numel is not None and value.numel() != numel:
         raise _refusal(whose, name, f"{counted(value.numel(), 'element')}, and the parameters have {numel}")
-    for chunk in value.reshape(-1).split(_CHUNK_NUMEL) if value.numel() else ():
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    for chunk in numbers.reshape(-1).split(_CHUNK_NUMEL) if numbers.numel() else ():
         low, high = (each.item() for each in chunk.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise _refusal(whose, name, "nan or infinity")
-        if name in _NOT_NEGATIVE and low < 0:
+        if name in _NOT_NEGATIVE and low < 0 and not value.is_complex():
             raise _refusal(whose, name, f"the value {low:g}, and no value below 0 is expected")
 
 
 def check_dtype(name: str, found: torch.dtype, whose: str, dtype: torch.dtype) -> None:
     """The dtype of a state with one number per element."""
-    if name in _MOMENTS and not (found.is_floating_point and found.itemsize <= max(dtype.itemsize, 4)):
+    fits = found.is_floating_point or (found.is_complex and dtype.is_complex)
+    if name in _MOMENTS and not (fits and found.itemsize <= max(dtype.itemsize, 4)):
         raise _refusal(whose, name, f"{found}, and the weights that the optimizer updates are {dtype}")
 
 

@@ -104,7 +104,7 @@ class GradientReduction:
                 if unit.unit is not None or place == 0 or is_large:
                     self._hooks.append(_register_last(param, _gradient_hook(weakref.ref(self), index, place)))
                 elif sees_all:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(opens))
+                    self._hooks.append(_register(param, opens))
         weakref.finalize(self, _remove, self._hooks).atexit = False  # of an engine that was dropped
 
     def remove_hooks(self) -> None:
@@ -293,9 +293,19 @@ def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> Removabl
         if former:  # its owners remove hooks from their dictionary
             hooks[-1] = partial(_call_all, former)
         param._post_accumulate_grad_hooks = hooks
-    handle = param.register_post_accumulate_grad_hook(hook)
+    handle = _register(param, hook)
     hooks.last = handle.id
     return handle
+
+
+def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Also of a parameter that is frozen now, for which torch takes no hook, and may train again."""
+    trains = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trains)
 
 
 def _call_all(hooks: dict[int, Callable[[Tensor], None]], param: Tensor) -> None:

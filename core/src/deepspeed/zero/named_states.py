@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_saved_state
-from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment
+from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
 from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
@@ -91,10 +91,11 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]
     check_saved_state(optimizer, states, saved.param_groups)
     check_options(optimizer.param_groups, saved.param_groups)
-    for name in names.values():
+    for index, name in names.items():
+        master = master_dtype(sharding.params[index].dtype)
         for key, dtype in saved.dtypes(name).items():
-            check_dtype(key, dtype, name, torch.float32)
-        check_state({**saved.scalars(name), **odd[name]}, name, numel=saved.shapes[name].numel(), dtype=torch.float32)
+            check_dtype(key, dtype, name, master)
+        check_state({**saved.scalars(name), **odd[name]}, name, numel=saved.shapes[name].numel(), dtype=master)
     if saved.are_mapped:
         _check_elements(sharding, saved, names)
     others = {key for its in odd.values() for key in its}
@@ -111,7 +112,8 @@ def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, 
         name, fragment = names[shard.index], shard.fragment
         for key in filter(is_moment, saved.dtypes(name)):
             values = saved.elements(name, key, fragment.param_start, fragment.numel)
-            check_moment(key, values, name, numel=fragment.numel, dtype=torch.float32)
+            dtype = master_dtype(sharding.params[shard.index].dtype)
+            check_moment(key, values, name, numel=fragment.numel, dtype=dtype)
 
 
 def _names(sharding: Stateful) -> dict[int, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepspeed.optim.saved_values import master_dtype
 from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
@@ -145,6 +146,11 @@ class SavedGroup:
                 start += numel
             yield from pieces_of(sources or [(0, torch.zeros(0, dtype=dtype))], window.first_copy, window.in_file,
                                  self._ranks)  # fmt: skip
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the group's master weights in files: the same on all ranks."""
+        return master_dtype(self._sharding.params[self.params[0]].dtype)
 
     @property
     def has_masters(self) -> bool:

@@ -62,7 +62,7 @@ def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
         for index, in_file in enumerate(groups_in_file):
             in_file["params"] = [number for number, owner in enumerate(owners) if owner == index]
     masters = [
-        group.to_file(group.masters(), torch.float32, is_held=group.has_masters if is_pending else None)
+        group.to_file(group.masters(), group.master_dtype, is_held=group.has_masters if is_pending else None)
         for group in groups
     ]
     states = {index: _collect_states(sharding, group, is_pending) for index, group in enumerate(groups)}

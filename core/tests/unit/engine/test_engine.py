@@ -340,6 +340,20 @@ def test_a_batch_size_changed_within_a_step_is_that_of_the_next(make_engine, bef
     assert job.engine.get_batch_info() == (10, 2, 5)
 
 
+@pytest.mark.parametrize("is_set_first", [False, True])
+def test_a_batch_size_holds_at_once_where_the_gradients_were_forgotten(make_engine, is_set_first):
+    job = Counted(make_engine, 1)
+    job.backward()  # a trial batch
+    if is_set_first:
+        job.engine.set_train_batch_size(2)
+        assert job.engine.gradient_accumulation_steps() == 1
+    job.engine.zero_grad()
+    if not is_set_first:
+        job.engine.set_train_batch_size(2)
+    assert job.engine.get_batch_info() == (2, 1, 2)
+    assert job.step(4) == {2: 1, 4: 1}
+
+
 def test_steps_by_hand_begin_the_count_again(make_engine):
     job = Counted(make_engine, 2, zero_optimization={"stage": 1})
     job.backward()

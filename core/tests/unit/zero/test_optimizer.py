@@ -1,5 +1,6 @@
 """What users hold as `engine.optimizer`: a torch optimizer's face over a sharding stage."""
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.zero.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -114,6 +115,42 @@ def test_a_group_added_later_is_trained(make_engine):
     engine.step()
     assert engine.get_lr() == [0.1, 0.5]
     assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_group_is_added_while_another_parameter_is_frozen(make_engine, stage):
+    """As plain torch, over a run that freezes what it trained and unfreezes what it did not."""
+
+    def train(model, backward, optimizer, step):
+        for phase in range(3):
+            if phase == 1:
+                model[1].requires_grad_(False)
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
+            elif phase == 2:
+                model[1].requires_grad_(True)
+            backward(torch.ones(4, 4))
+            step()
+
+    def build():
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        return model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+
+    plain, optimizer = build()
+
+    def step_plain():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(plain, lambda x: plain(x).square().mean().backward(), optimizer, step_plain)
+    model, given = build()
+    engine = make_engine(model, arguments={"optimizer": given}, optimizer=None, zero_optimization={"stage": stage})
+    train(model, lambda x: engine.backward(engine(x).square().mean()), engine.optimizer, engine.step)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def test_the_rest_is_answered_by_the_inner_optimizer(engine):

@@ -1,5 +1,6 @@
 """A stage's state as values and back: moments, scalars that differ, states of odd shapes, refusals."""
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.errors import CheckpointError
@@ -209,3 +210,44 @@ def _copied(value):
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+class Wide(nn.Module):
+    """Of weights that have more bits than fp32, or are complex, beside others."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3, dtype=dtype)
+
+    def forward(self, x):
+        return self.second(self.first(x).to(self.second.weight.dtype)).abs().square().mean()
+
+
+def engine_of_wide(make_engine, dtype, stage):
+    torch.manual_seed(3)
+    model = Wide(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return make_engine(model, arguments={"optimizer": optimizer}, optimizer=None, zero_optimization={"stage": stage})
+
+
+def weights_after(engine, num_steps):
+    generator = torch.Generator().manual_seed(num_steps)
+    for _ in range(num_steps):
+        engine.backward(engine(torch.randn(4, 4, generator=generator)))
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(0, 0), (1, 1), (2, 2), (3, 3), (1, 3), (3, 0), (0, 2)])
+def test_wide_weights_go_on_bit_for_bit(make_engine, tmp_path, dtype, saved_at, loaded_at):
+    engine = engine_of_wide(make_engine, dtype, saved_at)
+    weights_after(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    expected = weights_after(engine, 3)
+    again = engine_of_wide(make_engine, dtype, loaded_at)
+    assert again.load_checkpoint(tmp_path)[0] is not None
+    found = weights_after(again, 3)
+    assert [each.dtype for each in found] == [torch.float32] * 2 + [dtype] * 2
+    assert all(map(torch.equal, found, expected))
