@@ -13,7 +13,12 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.zero.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.unit_ranks import UnitRanks
@@ -234,6 +239,71 @@ def outside_job():
 
 def test_a_value_put_in_outside_of_the_context_is_refused():
     run_ranks(2, outside_job)
+
+
+def evaluated_job(with_grad, then, zero):
+    engine = create_engine(zero={"stage3_max_reuse_distance": 10**9, **zero})
+    param = engine.module.first.weight
+    run_step(engine)
+    with torch.set_grad_enabled(with_grad):
+        engine(torch.ones(4, 5))
+        if then == "evaluation":
+            engine.module.first(torch.ones(4, 5))
+    assert param.shape == (7, 5)
+    param.data.zero_()  # torch does not count it
+    if then == "evaluation":
+        engine(torch.ones(4, 5))
+    call = engine.empty_partition_cache if then == "release" else lambda: run_step(engine)
+    with pytest.raises(StateError, match=r"parameter first\.weight: found an in-place change outside of .*Gathered"):
+        call()
+    assert is_empty(param)
+    run_step(engine)  # of what the shards hold
+    assert safe_get_full_fp32_param(param).abs().min() > 0
+
+
+@pytest.mark.parametrize("with_grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(
+    ("then", "zero"),
+    [
+        ("step", {}),
+        ("evaluation", {}),
+        ("release", {}),
+        pytest.param("step", {"offload_param": {"device": "cpu"}}, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_change_of_data_that_an_evaluation_left_whole_is_refused(with_grad, then, zero):
+    run_ranks(2, evaluated_job, with_grad, then, zero)
+
+
+def evaluations_job(keys):
+    """Evaluations alone change nothing, and compare what they leave whole once, when it is released."""
+    engine = create_engine(zero={"stage3_max_reuse_distance": 10**9}, **keys)
+    param, value = engine.module.first.weight, torch.full((7, 5), 0.25)
+    inputs = torch.ones(4, 5, dtype=param.dtype)
+    unit, compared = unit_of(param), []
+    unit._is_all_as_sharded = lambda: compared.append(1) or ParamUnit._is_all_as_sharded(unit)
+    for _ in range(2):
+        run_step(engine)
+    assert not compared
+    for _ in range(3):
+        engine(inputs)
+    run_step(engine)
+    assert len(compared) == 1
+    engine(inputs)
+    safe_set_full_fp32_param(param, value)
+    engine(inputs)
+    safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 2)
+    assert torch.equal(safe_get_full_fp32_param(param), value * 2)
+    engine(inputs)
+    with GatheredParameters(param, modifier_rank=0):
+        param.data.fill_(1.0)
+    run_step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("keys", [{}, LOW], ids=["fp32", "bf16"])
+def test_what_an_evaluation_left_whole_may_be_set(keys):
+    run_ranks(2, evaluations_job, keys)
 
 
 # ---- zero.Init ------------------------------------------------------------------------------------------------------

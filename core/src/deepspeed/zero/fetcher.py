@@ -11,6 +11,11 @@ one gather, never a wrong result. All ranks see the same uses, so they issue the
 [Note: ranks that differ] Where a library matches all-gathers by their order alone (gloo), ranks that use different
 modules may get each other's weights. A step notices it in its small all-reduce. An evaluation has none, so a forward of
 the whole model without gradients ends with one, if it has gathered anything (`compare_order`).
+
+[Note: left whole] What a forward leaves whole looks to a script like parameters that it may change. Where a backward
+follows, it is released soon; after an evaluation it stays, and the script has it. So what was whole after a forward
+that no backward followed is compared with the shards before a step, and where it is released: torch counts no changes
+by `param.data`.
 """
 
 import weakref
@@ -66,6 +71,8 @@ class ParamFetcher:
         whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
         self._unused = dict.fromkeys(whole)  # whole or on its way, and used by nobody; oldest first
         self._kept: set[ParamUnit] = set()  # whole until the weights change
+        self._is_evaluated = False  # no backward has followed the latest forward
+        self._left_whole: set[ParamUnit] = set()  # by such a forward
         self._live = LiveNumel(sum(unit.numel for unit in whole))
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
@@ -73,6 +80,30 @@ class ParamFetcher:
         self._uncompared: dict[GroupBackend, None] = {}  # groups that may have gathered different units on each rank
 
     # ---- called around modules -----------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward begins, inside no other and in no backward."""
+        self._note_left_whole()
+        self._is_evaluated = True
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self._is_evaluated = False
+
+    def refuse_left_whole(self) -> None:
+        """A step begins, in which what was changed since an evaluation would be lost; see [Note: left whole].
+
+        Raises:
+            StateError: names a parameter that was changed.
+        """
+        self._note_left_whole()
+        left, self._left_whole = self._left_whole, set()
+        for unit in left:
+            unit.refuse_changes(compares=True)
+
+    def _note_left_whole(self) -> None:
+        if self._is_evaluated:
+            self._left_whole.update(unit for unit in self.units if unit.status is _AVAILABLE)
 
     def use(self, unit: ParamUnit) -> None:
         """Return when the parameters of `unit` are whole."""
@@ -115,6 +146,7 @@ class ParamFetcher:
             unit.num_users = 0
         self._unused.pop(unit, None)
         self._kept.discard(unit)
+        self._left_whole.discard(unit)
         self._num_issued.pop(unit, None)
         self.invalidate_trace()
         self._place = (None, None)
@@ -146,19 +178,18 @@ class ParamFetcher:
         Raises:
             StateError: parameters were changed where that is lost; all units are released all the same, as on peers.
         """
+        self._note_left_whole()
         self.finish_all()
         refusals: list[StateError] = []
         for unit in self.units:
             unit.num_users = 0
             if unit.status is _AVAILABLE:
                 try:
-                    unit.refuse_changes()
+                    unit.refuse_changes(compares=unit in self._left_whole)
                 except StateError as error:
                     refusals.append(error)
             unit.release()
-        self._unused.clear()
-        self._kept.clear()
-        self._place = (None, None)
+        self._forget_whole()
         if refusals:
             raise refusals[0]
 
@@ -169,10 +200,14 @@ class ParamFetcher:
                 yield work
             unit.num_users = 0
             unit.release()
+        self._forget_whole()
+        self.invalidate_trace()  # ranks that failed at other places have learned other parts of it
+
+    def _forget_whole(self) -> None:
         self._unused.clear()
         self._kept.clear()
+        self._left_whole.clear()
         self._place = (None, None)
-        self.invalidate_trace()  # ranks that failed at other places have learned other parts of it
 
     # ---- the order of use ----------------------------------------------------------------------------------------
 
@@ -245,5 +280,7 @@ class ParamFetcher:
 
     def _release(self, unit: ParamUnit) -> None:
         self._unused.pop(unit, None)
-        unit.refuse_changes()
+        compares = unit in self._left_whole
+        self._left_whole.discard(unit)
+        unit.refuse_changes(compares=compares)
         unit.release()

@@ -146,11 +146,12 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the fp32 weight; `value` as `safe_get_local_fp32_param` gives it. All ranks call
     it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step; in fp32,
     where masters and weights are one, those of this rank do at once."""
-    _set_local(param, value, "safe_set_local_fp32_param", MASTER, _master)
-    sharding = manager_of(param)
-    assert sharding is not None
-    if (unit := unit_of(param)) is not None:
+    unit, sharding = unit_of(param), manager_of(param)
+    if unit is not None and sharding is not None:
         sharding.release_gathered()  # what is gathered has the former value
+    _set_local(param, value, "safe_set_local_fp32_param", MASTER, _master)
+    assert sharding is not None
+    if unit is not None:
         unit.set_local(param.ds_index, value.detach().reshape(-1))  # type: ignore[attr-defined]
     elif sharding.stage == 0:
         with torch.no_grad():

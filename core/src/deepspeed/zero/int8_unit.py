@@ -47,6 +47,9 @@ class Int8Unit(ParamUnit):
     def _is_as_sharded(self, index: int) -> bool:
         return False  # codes are not compared with weights
 
+    def _is_all_as_sharded(self) -> bool:
+        return True
+
     def _all_gather(self, full_N: Tensor, quantizes: bool) -> Work:
         return quantized.all_gather_packed(self.ranks, full_N, self._packed_B, self._packing, tag=self.names[0])
 

@@ -144,8 +144,8 @@ class ModuleHooks:
 
     def _before_forward(self, module: Module, args: Any, kwargs: Any) -> None:
         in_backward = is_in_backward()
-        if module is self.module and not in_backward:
-            self.reset()
+        if not in_backward:
+            self._begin_forward(module)
         units = self._units_used_by(module)
         for unit in units:
             self.param_coordinator.use(unit)
@@ -157,6 +157,12 @@ class ModuleHooks:
             unit.num_users += 1
         if torch.is_grad_enabled() and module in self._units_of_module:
             self._drop_with_gradients_of(module, (args, kwargs))
+
+    def _begin_forward(self, module: Module) -> None:
+        if module is self.module:
+            self.reset()
+        if not self._active:
+            self.param_coordinator.begin_forward()
 
     def _computed_again(self, units: list[ParamUnit]) -> None:
         """A checkpoint runs a forward again in the backward; a reentrant one then runs a backward of its own, in which
@@ -264,6 +270,9 @@ class _NoHooks(ModuleHooks):
         self.module = Module()
         self._own = weakref.ref(self)
         self._units_of_module, self._active, self._seen = {}, [], []
+
+    def _begin_forward(self, module: Module) -> None:
+        """Nothing is gathered."""
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
         return []

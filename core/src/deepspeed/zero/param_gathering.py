@@ -45,6 +45,7 @@ class ParamGathering:
 
     def begin_backward(self, trained: Iterable[ParamUnit]) -> None:
         """`trained`: the units that get gradients."""
+        self._fetcher.begin_backward()
         for unit in trained:
             unit.num_missing = unit.num_gradients = len(unit.params)
 
@@ -59,6 +60,10 @@ class ParamGathering:
         for unit in self.units.all:
             if unit.num_users == 0:
                 self._fetcher.drop(unit)
+
+    def refuse_left_whole(self) -> None:
+        """A step begins: refuse changes of parameters that an evaluation left whole."""
+        self._fetcher.refuse_left_whole()
 
     def finish(self) -> None:
         """Wait for the all-gathers in flight."""

@@ -441,7 +441,7 @@ class ParamUnit:
         both = zip(self.names, self.params, self._cut(shards_N), strict=True)
         return [name for name, param, value in both if not is_same(param.data, value)]
 
-    def refuse_changes(self) -> None:
+    def refuse_changes(self, *, compares: bool = False) -> None:
         """Called where what was changed outside of `GatheredParameters` would be lost: before the parameters are
         gathered, and before they are released.
 
@@ -449,19 +449,24 @@ class ParamUnit:
         on `param.data`. What left the values as they are is no change: another tensor with them, or, while the
         parameter is empty, another empty one, as `module.to(device)` puts it there.
 
+        Args:
+            compares: look at the values too, which sees operations on `param.data` of whole parameters; the host waits
+                for the device.
+
         Raises:
             StateError: names a parameter; once for a change, so that what is cleaned up later does not fail.
         """
         if not self.is_sharded or self.num_contexts > 0:
             return
         is_whole = self.status is ZeroParamStatus.AVAILABLE
+        compares = compares and is_whole and self.is_exact and not self._is_all_as_sharded()
         for index, param in enumerate(self.params):
             expected = self._views[index] if is_whole else self.nothing
             is_in_place = param.is_set_to(expected)
-            if is_in_place and param._version == self._versions[index]:
-                continue
+            is_seen = not is_in_place or param._version != self._versions[index]
             if is_in_place and self._versions[index] is None:
-                self._versions[index] = param._version
+                self._versions[index], is_seen = param._version, False
+            if not is_seen and not compares:
                 continue
             if is_in_place:
                 is_changed, change = not is_whole or not self._is_as_sharded(index), "an in-place change"
@@ -480,12 +485,19 @@ class ParamUnit:
 
     def _is_as_sharded(self, index: int) -> bool:
         """Whether a whole parameter is, in this rank's elements, what the shard holds."""
-        first, last = self.layout.fragment_of(index, self.ranks.rank)
         if not self.is_exact:  # rounded for the modules
             return False
-        offloaded = self.offloaded
-        kept = self.shard_of(index) if offloaded is None else offloaded.load(first - self.start, last - first)
-        return is_same(self._full_N[first:last].to(kept.device), kept)
+        return self._holds(*self.layout.fragment_of(index, self.ranks.rank))
+
+    def _is_all_as_sharded(self) -> bool:
+        """`_is_as_sharded` of all parameters."""
+        return self._holds(self.start, min(self.stop, self.layout.numel))
+
+    def _holds(self, first: int, last: int) -> bool:
+        """Whether these of this rank's elements are the same in the whole parameters and the shard."""
+        start, numel = first - self.start, max(last - first, 0)
+        kept = self.shard_S[start : start + numel] if self.offloaded is None else self.offloaded.load(start, numel)
+        return is_same(self._full_N[first : first + numel].to(kept.device), kept)
 
     def abandon(self) -> tuple[GroupBackend, Work] | None:
         """Forget an all-gather in flight without waiting for it; returns its work, and the group that gets it."""

@@ -18,7 +18,9 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import ConfigError
 from deepspeed.zero import quantized
 from deepspeed.zero.agreement import check_same
+from deepspeed.zero.backward import abandons_on_error
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gradient_norm import Scalar
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
@@ -104,6 +106,11 @@ class Stage3(Stage2):
     def _end_backward(self) -> None:
         super()._end_backward()
         self.gathering.end_backward()
+
+    @abandons_on_error
+    def _finish_collectives(self) -> Scalar:
+        self.gathering.refuse_left_whole()  # where peers still wait for this rank, and no weight has changed
+        return super()._finish_collectives()
 
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
         group = self.groups[bucket.index]

@@ -34,7 +34,7 @@ class FakeUnit:
     def finish(self):
         self._move(AVAILABLE, "finish")
 
-    def refuse_changes(self):
+    def refuse_changes(self, *, compares=False):
         """There are none."""
 
     def release(self):

@@ -246,6 +246,18 @@ def with_data(param):
     param.data = param.data * 2
 
 
+def test_an_operation_on_data_is_refused_once_where_values_are_compared(unit):
+    unit.gather()
+    unit.refuse_changes(compares=True)
+    unit.params[0].data.zero_()
+    unit.refuse_changes()
+    with pytest.raises(StateError, match=r"parameter net\.weight: found an in-place change outside"):
+        unit.refuse_changes(compares=True)
+    unit.release()
+    unit.gather()
+    unit.refuse_changes(compares=True)
+
+
 @pytest.mark.parametrize(
     ("change", "is_whole"),
     [(in_place, True), (in_place, False), (through_a_view, True), (through_a_view, False), (with_data, True)],
