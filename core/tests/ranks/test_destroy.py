@@ -90,22 +90,24 @@ def test_after_ranks_parted(direct, way):
     assert run_ranks(2, destroy_after_ranks_parted, direct, way) == [(1, (8, 8))] * 2
 
 
-def destroy_after_a_failure_unheard(direct):
-    """Rank 1 has failed in a forward of its own; nobody waited for it."""
+def destroy_after_failures_unheard(direct, num_failures):
+    """Rank 1 has failed in forwards of its own; nobody waited for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_COMM_DIRECT", direct)
         model, engine = crossing_engine()
         if dist.get_rank() == 1:
             model.way = "fails"
-            with pytest.raises(ZeroDivisionError):
-                engine(torch.ones(1, 8))
+            for _ in range(num_failures):
+                with pytest.raises(ZeroDivisionError):
+                    engine(torch.ones(1, 8))
         engine.destroy()
     return model.layers[0].weight.shape
 
 
+@pytest.mark.parametrize("num_failures", [1, 5])
 @pytest.mark.parametrize("direct", ["1", "0"])
-def test_after_a_failure_that_a_rank_has_not_heard_of(direct):
-    assert run_ranks(2, destroy_after_a_failure_unheard, direct, timeout_s=30) == [(8, 8)] * 2
+def test_after_failures_that_a_rank_has_not_heard_of(direct, num_failures):
+    assert run_ranks(2, destroy_after_failures_unheard, direct, num_failures, timeout_s=30) == [(8, 8)] * 2
 
 
 def fail_in_an_evaluation_and_destroy(direct, peer_does, folder):

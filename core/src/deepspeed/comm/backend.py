@@ -173,7 +173,8 @@ class GroupBackend(Protocol):
         """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
 
         `failed`: an exception, which is being handled, is the reason. Peers that wait for this rank, or come to wait
-        for it, are to raise `PeerFailed`, and to name it; when all ranks have abandoned, collectives work again.
+        for it, are to raise `PeerFailed`, and to name it, once for each time that it has abandoned; when all ranks have
+        abandoned as often, collectives work again.
         Otherwise all ranks abandon the same collectives, and go on.
         """
 

@@ -85,14 +85,9 @@ def go_to(number: int) -> None:
 def unheard() -> PeerFailed | None:
     """What a rank is to raise that waits for another one, which may be where the failure is that this one has not heard
     of."""
-    number = _num_told + 1
-    cause = _told_cause(number)
-    if not cause:
-        return None
-    while _told_cause(number + 1):
-        number += 1
-    go_to(number - 1)  # the one that this rank raises is the last
-    return _consequence(cause)
+    key = _told(_num_told + 1)
+    cause = _ask(lambda store: store.get(key) if store.check([key]) else b"")
+    return _consequence(cause) if cause else None
 
 
 def note_broken(name: str, text: str) -> None:
@@ -108,11 +103,6 @@ def broken(name: str) -> str:
 
 def _broken(name: str) -> str:
     return f"deepspeed/broken/{name}"
-
-
-def _told_cause(number: int) -> str:
-    key = _told(number)
-    return _ask(lambda store: store.get(key) if store.check([key]) else b"")
 
 
 def _told(number: int) -> str:
@@ -133,7 +123,12 @@ def _ask(question: Callable[[Store], bytes]) -> str:
 
 
 class FailureRecord:
-    """Who failed first in `group`, and why, per epoch: ranks that go on after a failure begin the next one."""
+    """Who failed first in `group`, and why, per epoch.
+
+    [Note: one epoch per failed step] A rank that goes on after a failure begins the next epoch, whether it failed by
+    itself or because a peer did, and however often that has failed meanwhile. A peer that has failed in two steps in a
+    row so has this rank raise in two, and both are in the same step when they are in the same epoch.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         # group.group_name raises for a group that a plugin wrote in Python
@@ -173,17 +168,6 @@ class FailureRecord:
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""
         return _ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
-
-    def next_epoch(self, epoch: int) -> int:
-        """The epoch in which this rank goes on after a failure in `epoch` that it has recorded.
-
-        A rank that fails because its peers did goes to where they are, and one that fails by itself to the next epoch,
-        as its peers do that have failed as often.
-        """
-        epoch += 1
-        while handled_consequence() is not None and self.first(epoch):
-            epoch += 1
-        return epoch
 
     def refusal(self, epoch: int, *, has_met: bool) -> PeerFailed | None:
         """What a rank is to raise that waits for others who are to come to this epoch; None while they may.

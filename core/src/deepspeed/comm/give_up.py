@@ -8,7 +8,8 @@ engine, works on all ranks.
 
 So one failure is told once per rank, however many parts of an engine see its exception pass, and whatever is done while
 it is handled, such as `destroy()`: the exception is marked. A mark is void when an engine is used again, as by a retry
-inside the `except`. Those who fail because of a peer go to where it is: `FailureRecord.next_epoch`.
+inside the `except`. Those who fail because of a peer do the same, once per step: [Note: one epoch per failed step] in
+`failure.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,7 +118,7 @@ def standing() -> Mapping[str, Any]:
 
 def follow(standings: Sequence[Mapping[str, Any]]) -> None:
     """Go where the rank is that has left its groups most often: this one may have heard nothing of it, as when an
-    update failed there, or may have left them once for two failures of a peer. Then the next call works on all ranks.
+    update failed there. Then the next call works on all ranks.
 
     Args:
         standings: of all ranks, which make this call together.

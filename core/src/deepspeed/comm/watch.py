@@ -149,7 +149,7 @@ class Watch:
         if not failed:
             return
         self._failures.record(self._epoch)
-        self.join_epoch(self._failures.next_epoch(self._epoch), leaves_works=bool(over_gloo))
+        self.join_epoch(self._epoch + 1, leaves_works=bool(over_gloo))
 
     def epoch(self) -> tuple[str, int]:
         """For `give_up.py`."""

@@ -30,7 +30,7 @@ from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
 
-_MAX_FAILURES = 3  # of peers, while units are gathered for the last time
+_MAX_PARTED = 3  # times that a peer is elsewhere while units are gathered for the last time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,13 +264,14 @@ def _release_unchanged(unit: ParamUnit) -> None:
 def _meet_again(collective: Callable[[], None], units: Sequence[ParamUnit]) -> None:
     """Make a collective that all ranks are to come to: a peer may have failed more often than this rank has heard of,
     and be in the same call now, or come to it when it hears of a failure of this one."""
-    num_failed = 0
+    num_parted = 0
     while True:
         try:
             return collective()
-        except (PeerFailed, RanksParted):
-            num_failed += 1
-            if num_failed > _MAX_FAILURES:
+        except (PeerFailed, RanksParted) as error:
+            # each failure of a peer that this rank hears of is one fewer
+            num_parted += isinstance(error, RanksParted)
+            if num_parted > _MAX_PARTED:
                 raise
             begin_use()  # another failure than the one that the user may be handling
             give_up([left for each in units if (left := each.abandon()) is not None])

@@ -23,17 +23,18 @@ from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
 
 #: collectives of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256
+#: epochs that a rank has left, of which its board says what was done; a slow peer may look for the end of an older step
+NUM_LEFT = 1024
 #: numbers of collectives in one epoch: [Note: epochs] in direct.py
 EPOCH_BITS = 32
 
 #: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
 _boards: list["Board"] = []
-_HEAD_WORDS, _SLOT_WORDS = 3, 5
+_HEAD_WORDS, _LEFT_WORDS, _SLOT_WORDS = 2, 2, 5
 #: of the text that says what a collective is; a longer one is cut
 _TEXT_BYTES = 256
 #: what a rank that cannot go on says it has done: an epoch that no peer can join
 NOTHING_MORE = 2**62
-_LATER = 2**63 - 1
 #: what the slot of a nonce announces, of which no collective is made
 _VARIABLE = "DS_COMM_DIRECT"
 _NONCE = (0, 0)
@@ -64,21 +65,25 @@ def epoch_of(number: int) -> int:
     return number >> EPOCH_BITS
 
 
+def _left(epoch: int) -> int:
+    """The index of the first word on a board that says what was done of an epoch."""
+    return _HEAD_WORDS + _LEFT_WORDS * (epoch % NUM_LEFT)
+
+
 def _slot(number: int) -> int:
     """The index of the first word of a collective's slot on a board."""
-    return _HEAD_WORDS + _SLOT_WORDS * (number % NUM_SLOTS)
+    return _HEAD_WORDS + _LEFT_WORDS * NUM_LEFT + _SLOT_WORDS * (number % NUM_SLOTS)
 
 
 class Board:
-    """What a rank tells its peers. Words of 64 bits: done, left, check, and per slot number, address, digest and
-    address of what it is, check.
+    """What a rank tells its peers. Words of 64 bits: done, check; per epoch that it left, what was done of it, check;
+    per slot number, address, digest and address of what it is, check.
 
-    `left` is what was done of the last epoch with collectives that the rank left. A check, made of the words before it
-    by xor, shows a reader that what it saw was written together.
+    A check, made of the words before it by xor, shows a reader that what it saw was written together.
     """
 
     def __init__(self) -> None:
-        self._words = (ctypes.c_int64 * (_HEAD_WORDS + _SLOT_WORDS * NUM_SLOTS))()
+        self._words = (ctypes.c_int64 * (_slot(NUM_SLOTS - 1) + _SLOT_WORDS))()
         self.set_done(0)
         _boards.append(self)
 
@@ -93,12 +98,13 @@ class Board:
 
     def set_done(self, number: int) -> None:
         """Nothing of the peers is needed any more for the collectives up to this one."""
-        left = self._words[1]
-        self._words[0:_HEAD_WORDS] = [number, left, ~(number ^ left)]
+        self._words[0:_HEAD_WORDS] = [number, ~number]
 
     def leave(self, done: int, number: int) -> None:
         """As `set_done(number)` of another epoch, when the last one was `done` of this one."""
-        self._words[0:_HEAD_WORDS] = [number, done, ~(number ^ done)]
+        at = _left(epoch_of(done))
+        self._words[at : at + _LEFT_WORDS] = [done, ~done]  # first: a peer looks for it when it sees the other epoch
+        self.set_done(number)
 
 
 class PeerGone(CommError):
@@ -131,7 +137,7 @@ class Peer:
         self._process = process
         self._board = board
         self._words = (ctypes.c_int64 * _SLOT_WORDS)()
-        self._done = self._left = 0
+        self._done = 0
 
     def read(self, address: int, into: torch.Tensor) -> None:
         """Fill `into` with what lies at `address` there."""
@@ -167,13 +173,15 @@ class Peer:
         Raises:
             PeerLeft: it has not, and is in a later epoch.
         """
+        epoch = epoch_of(number)
         try:
             self._look_for(number)
+            if epoch_of(self._done) <= epoch:
+                return self._done >= number
+            left = self._word_at(_left(epoch))
         except PeerGone:
             return True
-        if epoch_of(self._done) <= epoch_of(number):
-            return self._done >= number
-        if epoch_of(self._left) == epoch_of(number) and self._left >= number:
+        if left is not None and epoch_of(left) == epoch and left >= number:
             return True
         raise PeerLeft(self.rank, self._done)
 
@@ -185,21 +193,17 @@ class Peer:
             return True
         return epoch_of(self._done) > epoch_of(number)
 
-    def epoch(self) -> int:
-        """The epoch that it is in; 0 if it has ended."""
-        try:
-            self._look_for(_LATER)
-        except PeerGone:
-            return 0
-        return epoch_of(self._done)
-
     def _look_for(self, number: int) -> None:
         """Read up to where it is done, if it was not done with `number` when we last looked."""
         if self._done < number:
-            self._read(self._board, ctypes.addressof(self._words), 8 * _HEAD_WORDS)
-            done, left, check, *_ = self._words
-            if check == ~(done ^ left):
-                self._done, self._left = done, left
+            done = self._word_at(0)
+            self._done = self._done if done is None else done
+
+    def _word_at(self, index: int) -> int | None:
+        """A word of its board that stands there before its check; None while it is being written."""
+        self._read(self._board + 8 * index, ctypes.addressof(self._words), 16)
+        word, check, *_ = self._words
+        return word if check == ~word else None
 
     def _read(self, source: int, target: int, num_bytes: int) -> None:
         try:

@@ -16,7 +16,8 @@ as ranks of one program do that wait at the same places.
 
 [Note: epochs] A rank that leaves its collectives unfinished (`abandon`) begins an epoch: its numbers continue at the
 next multiple of 2**32, and its `done` says so. A peer that needs anything of the old epoch from it raises `PeerLeft` at
-once and joins the epoch. When all ranks are in it they can go on: every buffer of the old epoch was dropped.
+once and begins the next epoch, too, also where the rank has left that one meanwhile: then it raises there again. When
+all ranks are in one epoch they can go on: every buffer of the epochs before was dropped.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.comm import parted
 from deepspeed.comm.backend import Work
-from deepspeed.comm.failure import FailureRecord, handled_consequence
+from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
@@ -85,7 +86,6 @@ class DirectQueue:
         self._ranks = torch_dist.get_process_group_ranks(group)
         self._timeout_s = timeout_of(group).total_seconds()
         self.done = 0  # the last collective for which this rank has read
-        self._left = 0  # what that was in the last epoch that had collectives
         self._first = self._next = 1  # numbers of the epoch's collectives, from the first to the one to come
         self._open: deque[Reading] = deque()
         self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
@@ -163,7 +163,7 @@ class DirectQueue:
         with lock:
             self._keep(works)
             if self._failure is None:
-                self._begin_epoch(self._epoch_after(failed))
+                self._begin_epoch(epoch_of(self._next) + 1)
             elif not self._is_dead:  # this rank is in the next epoch already
                 self._failure = None
 
@@ -178,14 +178,6 @@ class DirectQueue:
                 self._keep([])
                 self._begin_epoch(epoch)
                 self._failure = None
-
-    def _epoch_after(self, failed: bool) -> int:
-        """The next epoch; of a rank that fails because its peers did, theirs, which may have failed more often."""
-        epoch = epoch_of(self._next) + 1
-        if failed and handled_consequence() is not None:
-            theirs = (peer.epoch() for peer in self.peers.values())
-            epoch = max([epoch, *(each for each in theirs if each < epoch_of(NOTHING_MORE))])
-        return epoch
 
     def wait_until(self, is_over: Callable[[], bool], number: int, text: str) -> None:
         """Go on with the collectives of all groups until `is_over`, which is about the collective `number`, for errors
@@ -250,7 +242,7 @@ class DirectQueue:
         try:
             return look()
         except PeerLeft as error:
-            self._join_epoch_of(error)
+            self._follow(error)
             raise
         except PeerGone as error:
             self._die(error)
@@ -294,19 +286,17 @@ class DirectQueue:
     def _begin_epoch(self, epoch: int) -> None:
         self._open.clear()
         self._unannounced.clear()
-        if self._next > self._first:  # else a peer may still look for what was done in the epoch before
-            self._left = self.done
-        self.done = epoch << EPOCH_BITS
+        left, self.done = self.done, epoch << EPOCH_BITS
         self._first = self._next = self.done + 1
-        self.board.leave(self._left, self.done)
+        self.board.leave(left, self.done)
 
-    def _join_epoch_of(self, error: PeerLeft) -> None:
+    def _follow(self, error: PeerLeft) -> None:
         """Let the other peers know, too. Calls raise `error` until this rank has dropped its buffers."""
         self._failure, self._left_epoch = error, epoch_of(self._next)
         error.name_cause(self._failures.first(self._left_epoch))
         self._keep([])
         if error.done < NOTHING_MORE:
-            self._begin_epoch(epoch_of(error.done))
+            self._begin_epoch(self._left_epoch + 1)
         else:
             self._die(CommError(str(error)))
 
@@ -339,7 +329,7 @@ class DirectQueue:
         try:
             with lock:
                 behind = self._behind(number)
-        except PeerLeft:  # for the next look at the boards, which joins its epoch
+        except PeerLeft:  # for the next look at the boards, which leaves, too
             return None
         return parted.find(self._ranks, text, lambda rank, _: rank in behind)
 
