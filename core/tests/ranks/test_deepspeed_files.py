@@ -90,6 +90,25 @@ def test_a_missing_file_of_the_universal_format_is_named(folder, tmp_path):
         Checkpointer().load(tmp_path, "tag")
 
 
+@pytest.mark.parametrize("target", ["exp_avg.pt", "fp32.pt"])
+def test_a_value_of_another_shape_in_the_universal_format_is_named(folder, tmp_path, target):
+    shutil.copytree(folder / "universal-1-fp32/global_step3_universal", tmp_path / "tag")
+    shapes = {path.parent.name: torch.load(path)["param"].shape for path in (tmp_path / "tag/zero").glob("*/fp32.pt")}
+    name = next(name for name, shape in shapes.items() if len(shape) == 2 and shape[0] != shape[1])
+    path = tmp_path / "tag/zero" / name / target
+    torch.save({"param": torch.load(path)["param"].t().contiguous()}, path)
+    with pytest.raises(CheckpointError, match=rf"{name}/{target}: found shape .*, and the parameter has"):
+        Checkpointer().load(tmp_path, "tag")
+
+
+def test_a_state_that_one_parameter_lacks_in_the_universal_format_is_named(folder, tmp_path):
+    shutil.copytree(folder / "universal-1-fp32/global_step3_universal", tmp_path / "tag")
+    (path, *_) = sorted((tmp_path / "tag/zero").glob("*/exp_avg.pt"))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path.parent.name}/exp_avg\.pt is missing, and other parameters"):
+        Checkpointer().load(tmp_path, "tag")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_weights_of_deepspeeds_files(folder, case):
     weights = consolidate.get_fp32_state_dict_from_zero_checkpoint(folder / case)

@@ -142,6 +142,15 @@ class SavedModelRank:
         """What this rank has of a weight."""
         return self.parts.get(name) or _all_of(self.shapes[name])
 
+    def check_shape(self, name: str) -> None:
+        """Raises CheckpointError where the value of a weight has another shape than its part of the model."""
+        part, found = self.parts.get(name), self.shapes[name]
+        if part is not None and found != part.own_shape:
+            raise CheckpointError(
+                f"{part.name or name}: found shape {tuple(found)} in the model file of a model-parallel rank, whose "
+                f"part of it has shape {tuple(part.own_shape)}; the file is damaged, load or convert another tag"
+            )
+
     def trained(self, name: str) -> tuple[SavedStates, str] | None:
         """The states of a weight, and its name among them; None: no optimizer had it."""
         found = self._names[name]
@@ -309,6 +318,9 @@ class AcrossRanks(SavedStates):
         ranks: that saved.
         own: see `Division`; of the run that loads.
         elsewhere: names in the undivided model of the weights, buffers included, that other ranks of this run have.
+
+    Raises:
+        CheckpointError: a weight is not of the shape of its part.
     """
 
     def __init__(
@@ -321,6 +333,7 @@ class AcrossRanks(SavedStates):
             for name in rank.shapes:
                 whole = rank.whole_name(name)
                 if whole in here or whole not in elsewhere:
+                    rank.check_shape(name)
                     held.setdefault(here.get(whole, whole), []).append((rank, name))
         self._held = held
         self._states = [rank.states for rank in ranks if rank.states is not None]

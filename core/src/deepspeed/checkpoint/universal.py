@@ -6,7 +6,7 @@
 <tag>/zero/optimizer_state.pt             the groups of the optimizer
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,12 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
     weights: dict[str, Tensor] = {}
     states: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():
-        values = {path.stem: _value(load(path), shapes[name]) for path in sorted((zero / name).glob("*.pt"))}
+        values = {path.stem: _value(load(path), shapes[name], path) for path in sorted((zero / name).glob("*.pt"))}
         if "fp32" not in values:
             raise CheckpointError(f"{zero / name / 'fp32.pt'} is missing; convert the checkpoint again")
         weights[name] = values.pop("fp32")
         states[number] = {**({"step": steps[name]} if name in steps else {}), **values}
+    _refuse_missing(zero, names, shapes, [states[number] for number in range(len(numbers))])
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[name] for name in its]}
         for group, its in zip(base["param_groups"], names, strict=True)
@@ -65,10 +66,38 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
     return {**model_state, "module": {**model_state["module"], **weights}, "optimizer": optimizer}
 
 
-def _value(content: Any, shape: torch.Size) -> Any:
-    """The tensor in a file, which stage 3 writes flat; of one divided by vocabulary without the rows of its padding."""
+def _refuse_missing(
+    zero: Path, names: Sequence[Sequence[str]], shapes: Mapping[str, torch.Size], states: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise CheckpointError where a parameter that was updated lacks a state that one of its group and number of
+    dimensions has: optimizers with factored moments keep others for a matrix than for a vector."""
+    of_kind: dict[tuple[int, int], set[str]] = {}
+    kinds = [(index, len(shapes[name]), name) for index, its in enumerate(names) for name in its]
+    for (index, num_dims, _), state in zip(kinds, states, strict=True):
+        of_kind.setdefault((index, num_dims), set()).update(state)
+    for (index, num_dims, name), state in zip(kinds, states, strict=True):
+        if state and (missing := sorted(of_kind[index, num_dims] - state.keys())):
+            raise CheckpointError(
+                f"{zero / name / f'{missing[0]}.pt'} is missing, and other parameters of the group have it; convert "
+                "the checkpoint again"
+            )
+
+
+def _value(content: Any, shape: torch.Size, path: Path) -> Any:
+    """The tensor in a file, which stage 3 writes flat; of one divided by vocabulary without the rows of its padding.
+
+    Raises:
+        CheckpointError: it has as many elements as the parameter in another shape.
+    """
     value = content["param"] if isinstance(content, dict) else content
     if isinstance(content, dict) and content.get(VOCAB_TENSOR) and shape[1:] == value.shape[1:]:
         padding = shape[0] - value.shape[0]
         return torch.cat([value, value.new_zeros(padding, *shape[1:])]) if padding > 0 else value
-    return value.view(shape) if value.dim() > 0 and value.numel() == shape.numel() else value
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != shape.numel():
+        return value
+    if value.dim() > 1 and value.shape != shape:
+        raise CheckpointError(
+            f"{path}: found shape {tuple(value.shape)}, and the parameter has {tuple(shape)}; convert the checkpoint "
+            "again"
+        )
+    return value.view(shape)

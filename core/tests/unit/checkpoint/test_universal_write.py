@@ -7,6 +7,7 @@ import torch
 from deepspeed.checkpoint import Checkpointer, universal_write
 from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.ds_to_universal import ds_to_universal, main
+from deepspeed.checkpoint.model_ranks import DIVISION
 from deepspeed.errors import CheckpointError
 
 
@@ -105,6 +106,24 @@ def test_what_patterns_say_of_divided_parameters_is_joined(tmp_path):
     assert torch.load(zero / "norm/exp_avg.pt", weights_only=True)["param"].tolist() == [0.25] * 3
     found = Checkpointer().load(tmp_path / "ckpt", "universal", needs_states=True)
     assert torch.equal(found.model_state["module"]["embed"], torch.cat([whole[:7], torch.zeros(1, 2)]))
+
+
+def test_a_part_of_another_shape_than_the_division_says_is_named(tmp_path):
+    folder = tmp_path / "ckpt/t"
+    folder.mkdir(parents=True)
+    info = {"tp_replicated_parameter_patterns": []}
+    for rank, shape in enumerate(((4, 2), (3, 2))):
+        parts = {"w": {"name": "w", "dim": 0, "shape": [8, 2], "ranges": [[4 * rank, 4 * rank + 4]]}}
+        division = {"axes": {"pp": 1, "tp": 2}, "parts": parts}
+        model = {"module": {"w": torch.ones(shape)}, "param_shapes": [{"w": shape}], "mp_world_size": 2}
+        model |= {"universal_checkpoint_info": info, DIVISION: division}
+        torch.save(model, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        base = {"state": {}, "param_groups": [{"lr": 0.1}]}
+        flat = torch.ones(shape).flatten()
+        state = {"zero_stage": 2, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": base}
+        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+    with pytest.raises(CheckpointError, match=r"w: found shape \(3, 2\) .* whose part of it has shape \(4, 2\)"):
+        ds_to_universal(folder, tmp_path / "ckpt/universal")
 
 
 def test_a_failure_leaves_nothing(saved, tmp_path, capsys, monkeypatch):
