@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import transformers
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference import load_weights
 from deepspeed.inference.packed_experts import PackedExperts
 from deepspeed.inference.v2 import InferenceEngineV2
 from deepspeed.ops.quantizer.packed import pack_weight, unpack_weight
@@ -210,6 +212,32 @@ def export_job(name, tp, path):
     loaded = type(plain).from_pretrained(path)
     assert {param.dtype for param in loaded.parameters()} == {torch.float}
     torch.testing.assert_close(logits_of(loaded.eval(), ""), expected, atol=1e-4, rtol=1e-4)
+
+
+def checkpoint_job(name, tp, checkpoint):
+    family, keys = FAMILIES[name]
+    expected = deepspeed.init_inference(create(name), mp_size=tp, dtype=torch.int8)
+    with deepspeed.OnDevice(dtype=torch.float, device="meta"):
+        config = getattr(transformers, f"{family}Config")(**COMMON, **keys)
+        empty = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    put, kept = load_weights._put, []
+
+    def watched(model, values):
+        kept.extend(value.dim() for value in values.values())
+        put(model, values)
+
+    with mock.patch.object(load_weights, "_put", watched):
+        engine = deepspeed.init_inference(empty, mp_size=tp, dtype=torch.int8, checkpoint=checkpoint)
+    assert max(kept) == 2  # no experts
+    assert torch.equal(logits_of(engine, ""), logits_of(expected, ""))
+    assert torch.equal(tokens_of(engine, do_sample=False), tokens_of(expected, do_sample=False))
+
+
+@pytest.mark.parametrize(("name", "tp"), [("qwen3_moe", 1), ("gpt_oss", 1), ("mixtral", 2)])
+def test_a_checkpoint_is_packed_as_it_is_read(name, tp, tmp_path):
+    create(name).save_pretrained(tmp_path, max_shard_size="40KB")
+    arguments = (name, tp, str(tmp_path / "model.safetensors.index.json"))
+    run_ranks(tp, checkpoint_job, *arguments) if tp > 1 else checkpoint_job(*arguments)
 
 
 def test_experts_in_a_list_are_linears():

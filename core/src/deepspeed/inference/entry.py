@@ -1,8 +1,9 @@
 """`deepspeed.init_inference`: configuration -> a model on its device, divided over the ranks -> engine."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.export import all_ranks, division_of, save_parts
 from deepspeed.inference.injection import inject
 from deepspeed.inference.load_weights import has_no_values, load_weights, take_values_away
-from deepspeed.inference.quantized import dtype_of, layer_groups, quantize
+from deepspeed.inference.quantized import Packing, dtype_of, layer_groups
 from deepspeed.log import announce
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
@@ -74,6 +75,8 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
         dist.init_distributed()
         mesh = groups.create_mesh(asked={"tp": (settings.tp_size, "tensor_parallel.tp_size")})
     device = claim_device(argparse.Namespace())
+    parts = settings.save_mp_checkpoint_path or settings.checkpoint_config.save_mp_checkpoint_path
+    plan = None if groups_of is None else partial(Packing, model, groups_of, settings)
     home = torch.device("cpu") if settings.keep_module_on_host else device
     with _opened(settings, mesh) if loads else nullcontext() as weights:
         if weights is not None:
@@ -84,13 +87,13 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
             section = TensorParallelConfig(tp_grain_size=settings.tensor_parallel.tp_grain_size)
             divide_over(model, mesh, section, policy=settings.injection_policy, has_values=not loads)
         if weights is not None:
-            _load(model, weights, mesh, home)
+            _load(model, weights, mesh, home, None if parts else plan)  # parts are saved as they are read
     if not settings.keep_module_on_host:
         model.to(device=device)
-    if path := settings.save_mp_checkpoint_path or settings.checkpoint_config.save_mp_checkpoint_path:
-        save_parts(model, mesh, dtype, Path(path))
-    if groups_of is not None:
-        quantize(model, groups_of, settings)
+    if parts:
+        save_parts(model, mesh, dtype, Path(parts))
+    if plan is not None and (parts or not loads):
+        plan().apply()
     if settings.replace_with_kernel_inject:
         _inject(model, settings)
     return InferenceEngine(model.eval(), settings, group=None if mesh is None else mesh.group("tp"), dtype=dtype)
@@ -127,8 +130,14 @@ def _opened(settings: DeepSpeedInferenceConfig, mesh: Mesh | None) -> Checkpoint
         return weights
 
 
-def _load(model: torch.nn.Module, weights: CheckpointWeights, mesh: Mesh | None, device: torch.device) -> None:
-    """The values, on every rank or on none."""
+def _load(
+    model: torch.nn.Module,
+    weights: CheckpointWeights,
+    mesh: Mesh | None,
+    device: torch.device,
+    plan: Callable[[], Packing] | None,
+) -> None:
+    """The values, on every rank or on none; packed as they are read where there is a plan."""
     division = division_of(model, mesh)
 
     def load() -> None:
@@ -137,7 +146,7 @@ def _load(model: torch.nn.Module, weights: CheckpointWeights, mesh: Mesh | None,
                 f"checkpoint: {weights.files.what} holds the parts of a model that was divided otherwise; give the "
                 "injection_policy and tp_grain_size with which it was saved, or name files of whole weights"
             )
-        load_weights(model, weights, device)
+        load_weights(model, weights, device, None if plan is None else plan())
 
     all_ranks().together(load, "load the checkpoint")
 

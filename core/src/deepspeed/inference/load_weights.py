@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.inference.checkpoint import CheckpointWeights, Found
+from deepspeed.inference.quantized import Packing
 from deepspeed.inference.weight_conversion import convert
 from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
@@ -94,10 +95,15 @@ def _compute(model: nn.Module, path: str, name: str) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: CheckpointWeights, device: torch.device) -> None:
+def load_weights(
+    model: nn.Module, weights: CheckpointWeights, device: torch.device, packing: Packing | None = None
+) -> None:
     """Give the parameters, and the buffers that a state dict has, their values on `device`, in the model's types.
 
     Called when the model is divided. Buffers that the files do not have keep the values that they have.
+
+    Args:
+        packing: packs weights as they are read, and is applied then; None: all stay as they are read.
 
     Raises:
         CheckpointError: a weight is missing, or has another shape or kind of type; names it.
@@ -126,9 +132,16 @@ def load_weights(model: nn.Module, weights: CheckpointWeights, device: torch.dev
         if last is not None and last is not each.file:
             last.release()
         last = each.file
-        new[key] = _read(wanted[key], each, parts[key], device)
+        tensor = wanted[key]
+        if packing is not None and packing.takes(tensor):
+            num_parts = len(tensor) if tensor.dim() == 3 else 1  # experts, one by one
+            packing.take(tensor, _read(tensor, each, parts[key], device, num_parts))
+        else:
+            new[key] = next(_read(tensor, each, parts[key], device))
     _put(model, new)
     prepare_params(model)
+    if packing is not None:
+        packing.apply()
     _warn_of_unused(model, weights)
 
 
@@ -160,15 +173,19 @@ def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
     return own
 
 
-def _read(tensor: Tensor, found: Found, part: ModelPart, device: torch.device) -> Tensor:
-    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    flat, read = value.view(-1), found.reader(part)
-    row = flat.numel() // tensor.shape[0] if tensor.dim() and flat.numel() else 1
+def _read(tensor: Tensor, found: Found, part: ModelPart, device: torch.device, num_parts: int = 1) -> Iterator[Tensor]:
+    """The value, in equal parts along the first dimension, one after the other."""
+    shape = tensor.shape if num_parts == 1 else torch.Size((tensor.shape[0] // num_parts, *tensor.shape[1:]))
+    read = found.reader(part)
+    row = shape.numel() // shape[0] if shape and shape.numel() else 1
     step = row * max(1, BUFFER_BYTES // max(1, found.row_bytes))
-    for start in range(0, flat.numel(), step):
-        numel = min(step, flat.numel() - start)
-        flat[start : start + numel].copy_(read(start, numel))
-    return value
+    for number in range(num_parts):
+        value = torch.empty(shape, dtype=tensor.dtype, device=device)
+        flat = value.view(-1)
+        for start in range(0, flat.numel(), step):
+            numel = min(step, flat.numel() - start)
+            flat[start : start + numel].copy_(read(number * flat.numel() + start, numel))
+        yield value
 
 
 def _put(model: nn.Module, values: dict[int, Tensor]) -> None:

@@ -64,13 +64,9 @@ class PackedExperts(HoldsPacked):
         return _empty, (self.original,), self.__getstate__()
 
 
-def weights_of_experts(module: nn.Module) -> dict[str, Tensor] | None:
-    """The two weights, as [E, out, in]; None: it has no experts of a form that is packed."""
-    if not is_experts(module):
-        return None
-    named = {name: module.get_parameter(name).detach() for name in (up_name(module), _DOWN)}
-    is_transposed = getattr(module, "is_transposed", False)
-    return {name: weight.transpose(1, 2) if is_transposed else weight for name, weight in named.items()}
+def names_of_experts(module: nn.Module) -> tuple[str, ...]:
+    """Of the two weights; none where it has no experts of a form that is packed."""
+    return (up_name(module), _DOWN) if is_experts(module) else ()
 
 
 def pack_experts(module: nn.Module, packed: dict[str, PackedWeight]) -> None:

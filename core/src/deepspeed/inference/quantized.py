@@ -12,8 +12,9 @@ exponent, e4m3 (r = 2^-4, a = 2^-10) or e3m2 (r = 2^-3, a = 2^-5),
     |y_o - y'_o| <= sum_i |x_i| max(r |W_o,i|, a scale_o,i),    scale = max|W| / 448, or max|W| / 28
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.inference.packed_experts import pack_experts, weights_of_experts
+from deepspeed.inference.packed_experts import names_of_experts, pack_experts
 from deepspeed.log import announce
-from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear, stack_packed
+from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
 # beside torch.nn.Linear, of transformers: the same product
@@ -135,60 +136,121 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return max(counts, key=counts.__getitem__) if counts else torch.get_default_dtype()
 
 
-@torch.no_grad()
-def quantize(model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInferenceConfig) -> None:
-    """Give the linear layers and experts of `model` packed weights, in place.
+@dataclass
+class _Weight:
+    """One that is packed; as the module has it, [out, in], or [in, out] where transposed; of experts [E, ...]."""
 
-    One whole weight at a time is in memory beside them.
+    module: nn.Module
+    name: str
+    path: str
+    bits: int
+    group_size: int
+    is_transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), or (E out, in), as it is packed."""
+        rows, cols = self.tensor.shape[-2:][:: -1 if self.is_transposed else 1]
+        return self.tensor.shape[:-2].numel() * rows, cols
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is now."""
+        found: Tensor = getattr(self.module, self.name)
+        return found
+
+
+class Packing:
+    """The weights of a model's linear layers and experts that get packed, and how.
+
+    Made where the model is divided; its values may come later (`take`). One whole weight at a time, and of a file one
+    expert, is in memory beside the packed ones.
 
     Raises:
         ConfigError: a number of groups does not fit a weight; names the layer, and the sizes that fit.
     """
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    left: dict[str, str] = {}
-    for path, module in list(model.named_modules()):
-        is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
-        is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        bits = _bits(settings, module is head)
-        if (experts := weights_of_experts(module)) is not None and bits is not None:
-            packed_by_name = {
-                name: _pack(weight, groups_of(path), settings, bits, f"{path}.{name}")
-                for name, weight in experts.items()
-            }
-            pack_experts(module, packed_by_name)
-            continue
+
+    def __init__(self, model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInferenceConfig) -> None:
+        self._model, self._settings = model, settings
+        get_head: Any = getattr(model, "get_output_embeddings", None)
+        head = get_head() if get_head is not None else None
+        self._left: dict[str, str] = {}
+        self._modules: list[tuple[str, nn.Module, list[_Weight]]] = []
+        self._taken: dict[int, PackedWeight] = {}
+        for path, module in model.named_modules():
+            bits = _bits(settings, module is head)
+            names = () if bits is None else self._names(module, path)
+            weights = [self._planned(path, module, name, groups_of(path), bits or 0) for name in names]
+            if weights:
+                self._modules.append((path, module, weights))
+        users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        planned = {id(each.tensor): each for _, _, weights in self._modules for each in weights}
+        self._by_param = {key: each for key, each in planned.items() if users[key] == 1}
+
+    def _names(self, module: nn.Module, path: str) -> tuple[str, ...]:
+        """Of the weights of this module that are packed."""
+        if names := names_of_experts(module):
+            return names
         if "Experts" in type(module).__name__ and any(each.dim() == 3 for each in module.parameters(recurse=False)):
-            left.setdefault(type(module).__name__, path)
-        if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS):
-            continue
-        weight: Any = module.weight
-        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), settings, bits, path)
-        if is_divided:
-            module.pack(packed)
-        else:
-            bias: Any = module.bias
-            model.set_submodule(path, PackedLinear(packed, bias, is_transposed))
-    for name, path in left.items():
-        announce(f"dtype {settings.dtype}: {name} ({path}) keep their weights: they are of a form that is not packed")
+            self._left.setdefault(type(module).__name__, path)
+        is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        is_linear = is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS
+        return ("weight",) if is_linear else ()
 
+    def _planned(self, path: str, module: nn.Module, name: str, num_groups: int, bits: int) -> _Weight:
+        is_of_linear = name == "weight"
+        named = path if is_of_linear else f"{path}.{name}"
+        keys = ("transposed",) if is_of_linear else ("is_transposed",)
+        is_transposed = type(module).__name__ == "Conv1D" or any(getattr(module, key, False) for key in keys)
+        weight = _Weight(module, name, named, bits, 0, is_transposed)
+        rows, cols = weight.tensor.shape[-2:][:: -1 if is_transposed else 1]
+        per_row = -(-num_groups // rows)
+        if cols % per_row:
+            raise ConfigError(
+                f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {named}, whose weight is {rows} x "
+                f"{cols}: {per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, "
+                "or 1"
+            )
+        return replace(weight, group_size=cols // per_row)
 
-def _pack(weight: Tensor, num_groups: int, settings: DeepSpeedInferenceConfig, bits: int, path: str) -> PackedWeight:
-    """A weight [out, in], or of experts [E, out, in], one by one: (E out, in)."""
-    rows, cols = weight.shape[-2:]
-    per_row = -(-num_groups // rows)
-    if cols % per_row:
-        raise ConfigError(
-            f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {path}, whose weight is {rows} x {cols}: "
-            f"{per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
-        )
-    symmetric = settings.quant.weight.q_type == "symmetric"
+    def takes(self, param: Tensor) -> bool:
+        """Whether the values of a parameter are for `take`; one that has other uses keeps its own."""
+        return id(param) in self._by_param
 
-    def packed_of(one: Tensor) -> PackedWeight:
-        packed = pack_weight(one.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
+    def take(self, param: Tensor, parts: Iterable[Tensor]) -> None:
+        """Pack the values of a parameter, which it does not get itself: parts along its first dimension, in order."""
+        self._taken[id(param)] = self._packed(self._by_param[id(param)], parts)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Let the modules compute with packed weights, in place: those that were taken, and those that they have."""
+        self._by_param.clear()
+        while self._modules:  # which hold the weights until each is packed
+            path, module, weights = self._modules.pop(0)
+            packed = {}
+            for each in weights:
+                taken = self._taken.pop(id(each.tensor), None)
+                packed[each.name] = self._packed(each, [each.tensor.detach()]) if taken is None else taken
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.pack(packed["weight"])
+            elif "weight" in packed:
+                bias: Any = module.bias
+                self._model.set_submodule(path, PackedLinear(packed["weight"], bias, weights[0].is_transposed))
+            else:
+                pack_experts(module, packed)
+        for name, path in self._left.items():
+            kept = "keep their weights: they are of a form that is not packed"
+            announce(f"dtype {self._settings.dtype}: {name} ({path}) {kept}")
+
+    def _packed(self, weight: _Weight, parts: Iterable[Tensor]) -> PackedWeight:
+        """Of experts (E out, in)."""
+        settings = self._settings
+        form = (weight.bits, weight.group_size, settings.quant.weight.q_type == "symmetric")
+        floating = settings.dtype != "int8"
+        try:
+            singles = (one for part in parts for one in (part if part.dim() == 3 else (part,)))
+            rows = (one.t() if weight.is_transposed else one for one in singles)
+            packed = pack_rows(rows, weight.shape, *form, floating=floating)
+        except ConfigError as error:
+            raise ConfigError(f"{weight.path}: {error}") from None
         return replace(packed, input_bits=_input_bits(settings))
-
-    try:
-        return packed_of(weight) if weight.dim() == 2 else stack_packed([packed_of(one) for one in weight])
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None

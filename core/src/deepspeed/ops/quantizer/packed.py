@@ -16,7 +16,7 @@ Rows are whole, so that a weight is divided over ranks along `out`, and along `i
 Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ OP = "inference_core_ops"
 # Rows of x up to which a kernel reads the packed weight itself. For more the weight is widened once, and torch's
 # product, which is bound by arithmetic then, runs over it.
 MOST_ROWS = 16
+# what is packed at once, in whole rows, so that temporary numbers take a few MiB
+_NUMEL_AT_ONCE = 2**18
 # bits -> format of a floating weight
 FLOATING: dict[int, FloatFormat] = {8: E4M3, 6: E3M2}
 
@@ -159,24 +161,61 @@ def pack_weight(
     """
     if weight.dim() != 2:
         raise ConfigError(f"weight: found shape {tuple(weight.shape)}, but it must be (out, in)")
+    shape = (weight.shape[0], weight.shape[1])
+    return pack_rows([weight], shape, bits, group_size, symmetric, floating=floating)
+
+
+def pack_rows(
+    parts: Iterable[Tensor],
+    shape: tuple[int, int],
+    bits: int = 8,
+    group_size: int = 0,
+    symmetric: bool = True,
+    *,
+    floating: bool = False,
+) -> PackedWeight:
+    """`pack_weight` of a weight that comes in parts, some rows at a time, of which one at a time is in memory.
+
+    Args:
+        parts: (some rows, in), all rows in order.
+        shape: (out, in) of the weight.
+    """
     check_bits(bits, floating)
     if floating and not symmetric:
         raise ConfigError("symmetric: found False, but floating weights have no minimum; leave it out")
-    rows, cols = weight.shape
+    rows, cols = shape
     size = group_size or cols
     _check_group(size, cols, bits, floating)
-    num_groups = rows * cols // size if cols else 0
-    if not num_groups:
+    if not rows * cols:
         raise ConfigError(f"weight: found shape {(rows, cols)}, but a weight without elements cannot be packed")
-    if floating:
-        data, scales = quantize_floats(weight, num_groups, FLOATING[bits])
-        data = data.view(torch.int8).reshape(rows, cols * bits // 8)
-        return PackedWeight(data, scales.reshape(rows, cols // size), None, bits, size, (rows, cols), True)
-    q, params = quantize(weight, num_groups, bits, symmetric)
-    data = q.reshape(rows, cols * bits // 8)
-    scales = params[:, 0].reshape(rows, cols // size).contiguous()
-    zeros = None if symmetric else params[:, 1].reshape(rows, cols // size).contiguous()
-    return PackedWeight(data, scales, zeros, bits, size, (rows, cols))
+    whole: PackedWeight | None = None
+    start = 0
+    for part in parts:
+        for some in part.split(max(1, _NUMEL_AT_ONCE // cols)):
+            if whole is None:
+                data = some.new_empty((rows, cols * bits // 8), dtype=torch.int8)
+                scales = some.new_empty((rows, cols // size), dtype=torch.float32)
+                zeros = None if symmetric else torch.empty_like(scales)
+                whole = PackedWeight(data, scales, zeros, bits, size, (rows, cols), floating)
+            _pack_into(whole, start, some)
+            start += len(some)
+    assert whole is not None
+    assert start == rows
+    return whole
+
+
+def _pack_into(whole: PackedWeight, start: int, some: Tensor) -> None:
+    """Rows of a weight, from row `start` on."""
+    stop, num_groups = start + len(some), some.numel() // whole.group_size
+    if whole.floating:
+        data, params = quantize_floats(some, num_groups, FLOATING[whole.bits])
+        data = data.view(torch.int8)
+    else:
+        data, params = quantize(some, num_groups, whole.bits, whole.zeros is None)
+    whole.data[start:stop].copy_(data.view(len(some), -1))
+    whole.scales[start:stop].copy_(params[:, 0].view(len(some), -1))
+    if whole.zeros is not None:
+        whole.zeros[start:stop].copy_(params[:, 1].view(len(some), -1))
 
 
 def stack_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
