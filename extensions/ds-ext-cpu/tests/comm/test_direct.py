@@ -74,6 +74,10 @@ def board_job():
     assert peer.is_done(number + 1)
     with pytest.raises(boards.PeerLeft):
         peer.is_done(number + 2)
+    queue.board.leave(number + 3 + (1 << boards.EPOCH_BITS), number + (2 << boards.EPOCH_BITS))
+    assert peer.is_done(number + 1)  # a slow peer, which looks for the end of a step before both failures
+    with pytest.raises(boards.PeerLeft):
+        peer.is_done(number + 2)
     return True
 
 
