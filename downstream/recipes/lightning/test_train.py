@@ -19,7 +19,9 @@ def test_trains_saves_resumes_and_tests(case, launch, plain, check_losses, tmp_p
     rel = 5e-3 if "--bf16" in CASES[case] else 1e-6
     whole = launch(tmp_path, *CASES[case])
     check_losses(whole["losses"], plain.result["losses"], rel)
-    assert whole["tested"] == pytest.approx(plain.result["tested"], rel=rel)
+    for tested in ("tested", "tested_first"):
+        assert whole[tested] == pytest.approx(plain.result[tested], rel=rel)
+    assert whole["tested"] < whole["tested_first"]
 
     assert (tmp_path / "epoch=0.ckpt" / "checkpoint").is_dir()
     resumed = launch(tmp_path, *CASES[case], "--resume")

@@ -6,7 +6,8 @@
     python train.py --stage 2 --folder out --resume --devices 1
     torchrun --nproc_per_node 2 train.py --stage 2 --folder out --again
 
-Writes the loss of each step to `<folder>/result.json`. `--stage none` trains with Lightning's DDP strategy.
+Writes the loss of each step to `<folder>/result.json`, and what a test finds after the training and with the weights of
+the first epoch's checkpoint, which the Trainer loads. `--stage none` trains with Lightning's DDP strategy.
 """
 
 import argparse
@@ -96,6 +97,7 @@ def main() -> None:
         result["again"] = model.losses
     tests = DataLoader(create_samples(8), batch_size=2)
     result["tested"] = trainer.test(model, tests, verbose=False)[0]["test_loss"]
+    result["tested_first"] = trainer.test(model, tests, str(checkpoint), verbose=False)[0]["test_loss"]
     if trainer.is_global_zero:
         (args.folder / "result.json").write_text(json.dumps(result))
 

@@ -14,6 +14,7 @@ from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
 from deepspeed.checkpoint.model_ranks import AcrossRanks
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
 from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.engine.sharded_weights import saved_shapes
 from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
@@ -44,11 +45,13 @@ def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_stat
         return read_weights(found, state, with_states=with_states)
     own, divided = found.model_state, _states_in(found, with_states=False)
     weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
-    shapes = dict(own.get("frozen_param_shapes") or {})
+    shapes, known = dict(own.get("frozen_param_shapes") or {}), saved_shapes(own)
     trained = set(state.sharding.params)
     for name, param in state.module.named_parameters():
         if param not in trained and (part := _own_part(name, param, found, divided)) is not None:
-            fragments[name], shapes[name] = part, shape_of(param)
+            fragments[name] = part
+            if name not in known:
+                shapes[name] = shape_of(param)
             if unit_of(param) is None:
                 weights[name] = part
     frozen = {"frozen_param_fragments": fragments, "frozen_param_shapes": shapes}

@@ -112,7 +112,7 @@ class Saving:
         save_dir = self.last_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         self._refuse_unknown_experts("save_checkpoint")
-        self._refuse_borrowed("save_checkpoint", only_without_optimizer=True)
+        self._refuse_to_save_borrowed()
         self._begin("save_checkpoint", exclude_frozen_parameters=exclude_frozen)
         checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
@@ -172,15 +172,15 @@ class Saving:
                 f"{', '.join(f'rank {rank}: {each}' for rank, each in enumerate(given))}. Pass the same on every rank."
             )
 
-    def _refuse_borrowed(self, call: str, *, only_without_optimizer: bool) -> None:
-        """Refuse an engine around weights that another engine shards: a checkpoint of one without optimizer would have
-        them in a form that no run has, and a load would leave them as they are."""
+    def _refuse_to_save_borrowed(self) -> None:
+        """Refuse an engine without optimizer around weights that another engine shards: its checkpoint would have them
+        in a form that no run has."""
         borrowed = self._state.sharding.borrowed_names()
-        if borrowed and not (only_without_optimizer and self._state.has_optimizer):
+        if borrowed and not self._state.has_optimizer:
             raise StateError(
-                f"{call}: found {counted(len(borrowed), 'parameter')}, such as {borrowed[0]!r}, that another engine "
-                f"trains or has sharded at zero_optimization.stage 3; call {call} on that engine, or destroy() it and "
-                "build this one again"
+                f"save_checkpoint: found {counted(len(borrowed), 'parameter')}, such as {borrowed[0]!r}, that another "
+                "engine trains or has sharded at zero_optimization.stage 3; call save_checkpoint on that engine, or "
+                "destroy() it and build this one again"
             )
 
     def _refuse_unknown_experts(self, asked: str) -> None:
@@ -222,7 +222,6 @@ class Saving:
         self.last_dir = self._save_dir or load_dir
         state, sharding = self._state, self._state.sharding
         self._refuse_unknown_experts("load_checkpoint")
-        self._refuse_borrowed("load_checkpoint", only_without_optimizer=False)
         self._begin("load_checkpoint", load_optimizer_states=with_optimizer, load_module_only=module_only)
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(
@@ -275,7 +274,7 @@ class Saving:
                 sharding.weights_from_masters()  # only after every rank has restored its shard
 
         what = f"load {loaded.path}"
-        for step in (sharding.release_gathered, check):
+        for step in (sharding.release_gathered, sharding.release_borrowed, check):
             self.checkpointer.together(step, what)
         try:
             self.checkpointer.together(restore, what)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of
 
@@ -23,23 +24,32 @@ def fit_module_state(module: Module, model_state: Mapping[str, Any]) -> dict[str
     Args:
         module: its sharded parameters are released.
         model_state: content of the model file.
+
+    Raises:
+        CheckpointError: a parameter that is sharded on both sides had another shape; nothing was changed.
     """
     saved = copy.copy(model_state["module"])
-    saved_shapes = _shapes(model_state)
+    shapes = saved_shapes(model_state)
     for name, param in module.named_parameters(remove_duplicate=False):
         value = saved.get(name)
-        if not isinstance(value, Tensor | StoredTensor) or value.shape == param.shape:
+        if not isinstance(value, Tensor | StoredTensor):
             continue
         was_sharded = value.numel() == 0
-        if (saved_shapes.get(name) if was_sharded else value.shape) == shape_of(param):
+        shape = shapes.get(name) if was_sharded else value.shape
+        if value.shape != param.shape and shape == shape_of(param):
             saved[name] = param.detach()
+        elif was_sharded and shape not in (None, shape_of(param)) and unit_of(param) is not None:
+            raise CheckpointError(
+                f"{name}: found shape {tuple(shape)}, and the model has {tuple(shape_of(param))}; build the model of "
+                "the save"
+            )
     return saved
 
 
 def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Tensor]:
     """This rank's part of each parameter that no optimizer trains and that is sharded here, at the save, or both."""
     fragments = model_state.get("frozen_param_fragments") or {}
-    shapes = _shapes(model_state)
+    shapes = saved_shapes(model_state)
     parts = {}
     for name, param in module.named_parameters():
         if name in fragments:
@@ -52,7 +62,7 @@ def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Te
     return parts
 
 
-def _shapes(model_state: Mapping[str, Any]) -> dict[str, Any]:
+def saved_shapes(model_state: Mapping[str, Any]) -> dict[str, Any]:
     """Of the whole parameters, as they were saved; also under the names of shared ones."""
     groups = [*(model_state.get("param_shapes") or []), model_state.get("frozen_param_shapes") or {}]
     shapes = {name: shape for group in groups for name, shape in group.items()}

@@ -7,7 +7,7 @@ modules use them (`module_hooks.py`). Made by `stage3.py`; made again after a gr
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.fetcher import ParamFetcher
@@ -15,7 +15,7 @@ from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, unit_of
-from deepspeed.zero.parameter_parts import load_parts, whole_of_parts
+from deepspeed.zero.parameter_parts import load_parts, saved_part, whole_of_parts
 
 
 class ParamGathering:
@@ -89,16 +89,30 @@ class ParamGathering:
         for unit in self.units.all:
             unit.shards_changed()
 
+    def release_borrowed(self) -> None:
+        """As `release`, for the units of other engines that hold parameters of this one."""
+        for hooks in dict.fromkeys(unit.hooks for unit in self._borrowed_units()):
+            if hooks is not None:
+                hooks.param_coordinator.release_all()
+        for unit in self._borrowed_units():
+            unit.shards_changed()
+
+    def _borrowed_units(self) -> list[ParamUnit]:
+        return list(dict.fromkeys(unit for param in self.units.borrowed if (unit := unit_of(param)) is not None))
+
     def load_parts(self, parts: dict[str, Tensor], backend: GroupBackend) -> None:
-        """Load what `saved_part` gave for parameters that no optimizer has, by name."""
-        for unit in self.units.all:
-            if all(name in parts for name in unit.names):
-                load_parts(unit, [parts[name] for name in unit.names])
+        """Load what `saved_part` gave for parameters that no optimizer has, or that of another engine, by name."""
+        found: dict[ParamUnit, dict[Parameter, Tensor]] = {}
+        for name, param in self._module.named_parameters():
+            if name in parts and (unit := unit_of(param)) is not None:
+                found.setdefault(unit, {})[param] = parts[name]
+        for unit, its in found.items():  # one of another engine may have parameters that this one has not
+            load_parts(unit, [its[param] if param in its else saved_part(param) for param in unit.params])
         for name, param in self._module.named_parameters():
             if name in parts and unit_of(param) is None:  # sharded where it was saved
                 param.data.copy_(whole_of_parts(parts[name], param.shape, backend))
-        for unit in self.units.all:  # `load_state_dict` has copied empty tensors into the released parameters
-            unit.accept_changes()
+        for unit in (*self.units.all, *self._borrowed_units()):
+            unit.accept_changes()  # `load_state_dict` has copied empty tensors into the released parameters
 
     def remove_hooks(self) -> None:
         """Take the hooks off; those of other engines stay. Idempotent."""

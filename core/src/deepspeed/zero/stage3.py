@@ -27,6 +27,7 @@ from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_gathering import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.stage2 import Stage2
+from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.whole_state_dict import unwatch, watch
 
 
@@ -147,18 +148,35 @@ class Stage3(Stage2):
                 group.take_changes()
 
     def borrowed_names(self) -> list[str]:
+        return list(self._find_borrowed())
+
+    def _find_borrowed(self) -> dict[str, Parameter]:
         borrowed = self.module_units.borrowed
 
         def is_of_another(param: Parameter) -> bool:
             if unit_of(param) is not None:
                 return param in borrowed
-            # whole, and without an optimizer in no shard of this engine, where a load looks for it
+            # whole, and without an optimizer in no shard of this engine, which a save would write
             return self.optimizer is None and manager_of(param) not in (None, self)
 
-        return [name for name, param in self.named_parameters if is_of_another(param)]
+        return {name: param for name, param in self.named_parameters if is_of_another(param)}
+
+    def _find_lenders(self) -> list[Sharding]:
+        """Of the engines that train what this one borrows."""
+        managers = dict.fromkeys(manager_of(param) for param in self._find_borrowed().values())
+        return [manager for manager in managers if manager is not None]
+
+    def release_borrowed(self) -> None:
+        for lender in self._find_lenders():
+            lender.require_unmoved("load_checkpoint")
+            lender.wait_for_copy()
+        self.gathering.release_borrowed()
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         self.gathering.load_parts(parts, self.backend)
+        params = set(self._find_borrowed().values())
+        for lender in self._find_lenders():
+            lender.weights_changed(params)
 
     def retire(self) -> None:
         """Leave the parameters, sharded as they are, to another engine, which trains them."""

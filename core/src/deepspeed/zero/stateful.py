@@ -65,8 +65,16 @@ class Stateful(Holding):
         """Parameters that another engine holds, sharded, for this one, too."""
         return []
 
+    def release_borrowed(self) -> None:
+        """The parameters of `borrowed_names` are about to be loaded.
+
+        Raises:
+            StateError: the states of an engine that trains them are in host memory since `offload_states`.
+        """
+
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
-        """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
+        """Load what `saved_part` gave for parameters that no optimizer has, or that of another engine. Whole ones come
+        with the module's."""
 
     # ---- the state ----------------------------------------------------------------------------------------------
 
