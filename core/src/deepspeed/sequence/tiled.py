@@ -8,10 +8,13 @@ and random states work as in any recomputed block, and every parameter's gradien
     y_BTD = TiledMLP.apply(mlp_forward, mlp, x_BTD, 4, None)             # mlp_forward(mlp, x), tile by tile
     loss = TiledFusedLogitsLoss.apply(loss_fn, model, x_BTD, labels_BT, None, 8, None, "mean")
 
-All ranks need the same number of tiles where the parts gather parameters (ZeRO stage 3).
+The cut is that of `torch.chunk`, as in DeepSpeed: all tiles but the last have ceil(T / shards) tokens, so that few
+tokens make fewer tiles; more than (shards - 1)^2 make as many as asked for. All ranks need the same number of tiles
+where the parts gather parameters (ZeRO stage 3).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -42,7 +45,7 @@ def sequence_tiled_compute(
     Args:
         fn: gives a tensor per tile.
         seqlen: tokens of the tensors in `kwargs_to_shard`.
-        shards: number of tiles, which differ by one token at most; at most `seqlen`.
+        shards: number of tiles, at most.
         kwargs_to_shard: tensors with the tokens in dim 1, of which each call gets a tile; other values as they are.
         kwargs_to_pass: other arguments, the same in each call.
         grad_requiring_tensor_key: the key in `kwargs_to_shard` of the tensor that takes part in autograd. Others may,
@@ -63,11 +66,11 @@ def sequence_tiled_compute(
     if output_unshard_dimension == 0:
         _check_reduction(output_reduction)
     tiles = [
-        _tiles(value, shards, seqlen, key) if isinstance(value, torch.Tensor) else [value] * shards
+        _tiles(value, shards, seqlen, key) if isinstance(value, torch.Tensor) else repeat(value)
         for key, value in kwargs_to_shard.items()
     ]
     results = []
-    for tile in zip(*tiles, strict=True):
+    for tile in zip(*tiles, strict=False):  # one tensor at least, and all have as many tiles
         arguments = dict(zip(kwargs_to_shard, tile, strict=True))
         results.append(checkpoint(fn, use_reentrant=False, **arguments, **kwargs_to_pass))
     if output_unshard_dimension == 0:
@@ -134,7 +137,7 @@ class TiledMLP:
             fn: the MLP's forward, for a tile.
             self: its first argument, the module.
             x: [B, T, D], or [T, D].
-            shards: number of tiles, at most T.
+            shards: number of tiles, at most.
             compute_params: accepted for DeepSpeed's signature.
         """
         dim = x.dim() - 2
@@ -170,7 +173,7 @@ class TiledFusedLogitsLoss:
             x: [B, T, D] hidden states.
             y: [B, T] labels.
             mask: [B, T], or None.
-            shards: number of tiles, at most B * T.
+            shards: number of tiles, at most.
             compute_params: accepted for DeepSpeed's signature.
             output_reduction: "mean" or "sum".
         """
@@ -186,11 +189,9 @@ def _tiles(tensor: torch.Tensor, shards: int, length: int, name: str, dim: int =
         raise ValueError(
             f"tiled compute: {name} has the shape {tuple(tensor.shape)}; dim {dim} must have {counted(length, 'token')}"
         )
-    if not 1 <= shards <= length:
-        raise ValueError(
-            f"tiled compute: found {counted(shards, 'shard')} for {counted(length, 'token')}; give 1 to {length}"
-        )
-    return tensor.tensor_split(shards, dim=dim)
+    if shards < 1:
+        raise ValueError(f"tiled compute: found {counted(shards, 'shard')}; give 1 or more")
+    return tensor.chunk(shards, dim=dim)
 
 
 def _check_reduction(reduction: object) -> None:

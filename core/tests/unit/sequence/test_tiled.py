@@ -51,7 +51,7 @@ def compare(setup, whole, tiled):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("shards", [1, 3, TOKENS])
+@pytest.mark.parametrize("shards", [1, 3, 7, TOKENS, 4 * TOKENS])
 def test_an_mlp_in_tiles(setup, shards):
     module, x, _ = setup
     compare(setup, lambda: module(x), lambda: TiledMLP.apply(mlp_forward, module, x, shards, None))
@@ -92,6 +92,36 @@ def test_any_function_in_tiles(setup):
             lambda hidden, module: module(hidden), TOKENS, 3, *keys, "hidden", None, 1, None, x, module
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shards", "sizes"),
+    [(16, 4, [4] * 4), (34, 4, [9, 9, 9, 7]), (17, 7, [3, 3, 3, 3, 3, 2]), (3, 4, [1] * 3), (1, 4, [1])],
+)
+def test_the_cut_is_that_of_deepspeed(tokens, shards, sizes):
+    """As 0.19.6 was seen to cut, so that the mean of the tiles means the same."""
+    x, seen = torch.arange(float(tokens))[None, :, None], []
+
+    def mean(self, x, *_):
+        seen.append(x.numel())
+        return x.mean()
+
+    found = TiledFusedLogitsLoss.apply(mean, None, x, x[..., 0], None, shards)
+    assert seen == sizes
+    assert found == torch.stack([tile.mean() for tile in x.flatten().chunk(shards)]).mean()
+    y = TiledMLP.apply(lambda self, x: seen.append(x.shape[1]) or 2 * x, None, x, shards)
+    assert torch.equal(y, 2 * x)
+    arguments = {"x": x, "scale": 2}
+    y = sequence_tiled_compute(
+        lambda x, scale: seen.append(x.shape[1]) or x * scale, tokens, shards, arguments, {}, "x"
+    )
+    assert torch.equal(y, 2 * x)
+    assert seen == 3 * sizes
+
+
+def test_no_tokens(setup):
+    module, x, _ = setup
+    assert TiledMLP.apply(mlp_forward, module, x[:, :0], 4).shape == (BATCH, 0, WIDTH)
 
 
 def test_hooks_see_each_gradient_once(setup):
@@ -152,7 +182,7 @@ def test_memory_is_that_of_one_tile(kind):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: TiledMLP.apply(mlp_forward, None, x, 12), "found 12 shards for 11 tokens; give 1 to 11"),
+        (lambda x: TiledMLP.apply(mlp_forward, None, x, 0), "found 0 shards; give 1 or more"),
         (
             lambda x: TiledFusedLogitsLoss.apply(loss_of, None, x, x[:, :3, 0], None, 2),
             "y has the shape .6,.; dim 0 must have 22 tokens",
