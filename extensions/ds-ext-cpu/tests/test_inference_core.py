@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.ops import registry
-from deepspeed.ops.quantizer import pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.quantizer import pack_weight, packed_grouped_linear, packed_linear, unpack_weight
+from deepspeed.ops.quantizer.packed import stack_packed
 from deepspeed.ops.transformer import gated_activation, linear
 from deepspeed.ops.transformer.gated import FORMS, gated_activation_reference
 
@@ -75,6 +76,51 @@ def check_packed(ops, bits, cols, group_size, symmetric, dtype):
             x = numbers(rows, cols, dtype=dtype, seed=2)
             close(packed_operator(ops, x, packed, bias), product(x, unpack_weight(packed), bias), factor=2)
         close(packed_operator(ops, x, packed), product(x, unpack_weight(packed), None), factor=2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "cols", "group_size"), [(8, 33, 0), (8, 96, 32), (4, 34, 0), (4, 500, 20)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("counts", [[1, 0, 2], [0, 0, 0], [16, 3, 9], [0, 1, 0]], ids=str)
+def test_packed_grouped_linear_equals_the_products(ops, counts, dtype, bits, cols, group_size, symmetric):
+    for outs in (1, 6):
+        parts = [
+            pack_weight(
+                numbers(outs, cols, seed=seed) / cols**0.5 + (0 if symmetric else 0.1), bits, group_size, symmetric
+            )
+            for seed in (3, 4, 5)
+        ]
+        packed, bias = stack_packed(parts), numbers(3, outs, seed=1)
+        x = numbers(sum(counts), cols, dtype=dtype, seed=2)
+        given = (packed.data, packed.scales, packed.zeros)
+        for its_bias in (bias, None):
+            found = ops.packed_grouped_linear(x, *given, None if its_bias is None else bias.flatten(), counts, bits)
+            rows = x.split(counts)
+            wanted = [
+                product(its, unpack_weight(part), None if its_bias is None else bias[number])
+                for number, (its, part) in enumerate(zip(rows, parts, strict=True))
+            ]
+            close(found, torch.cat(wanted), factor=2)
+            alone = [
+                packed_operator(ops, its, part, None if its_bias is None else bias[number])
+                for number, (its, part) in enumerate(zip(rows, parts, strict=True))
+            ]
+            assert torch.equal(found, torch.cat(alone))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_the_outputs_of_all_experts(ops, threads):
+    before = torch.get_num_threads()
+    parts = [pack_weight(numbers(517, 512, seed=seed) / 16) for seed in range(5)]
+    counts, packed = [2, 0, 1, 0, 5], stack_packed(parts)
+    x = numbers(sum(counts), 512)
+    try:
+        torch.set_num_threads(threads)
+        found = ops.packed_grouped_linear(x, packed.data, packed.scales, None, None, counts, 8)
+    finally:
+        torch.set_num_threads(before)
+    rows = zip(x.split(counts), parts, strict=True)
+    close(found, torch.cat([product(its, unpack_weight(part), None) for its, part in rows]), factor=4)
 
 
 # this process multiplies bytes: the inputs of packed layers may be rounded to 8 bits
@@ -239,6 +285,21 @@ def test_refuses_by_name(ops):
         if index == 2 and wrong.shape == (3, 3):
             arguments[3] = None
         refused(match, "packed_linear", *arguments)
+    of_groups = (x, packed.data, packed.scales, packed.zeros, None, [1, 0, 1], 8)
+    for index, match, wrong in (
+        (0, r"x: found shape \(2, 4\), but it must be \(rows, 8\)", x[:, :4]),
+        (0, r"x: found shape \(1, 2, 8\), but it must be \(rows, 8\)", x[None]),
+        (0, "x: found dtype float64", x.double()),
+        (2, r"scales: found shape \(2, 2\), but it must be \(3, groups\)", torch.ones(2, 2)),
+        (4, r"bias: found shape \(1\)", torch.ones(1)),
+        (5, "counts: found 2 numbers, but it must be a divisor of the 3 rows of data", [1, 1]),
+        (5, "counts: found 0 numbers", []),
+        (5, "counts: found 3 rows, but it must be the 2 of x", [1, 1, 1]),
+        (5, r"counts\[1\]: found -1, but it must be 0 to 16", [2, -1, 1]),
+        (5, r"counts\[2\]: found 17, but it must be 0 to 16", [0, 0, 17]),
+        (6, "bits: found 5, but it must be 8 or 4", 5),
+    ):
+        refused(match, "packed_grouped_linear", *of_groups[:index], wrong, *of_groups[index + 1 :])
     refused("up: found dtype bfloat16", "gated_activation", x, x.bfloat16(), 0)
     refused(r"up: found shape \(3, 8\)", "gated_activation", x, weight, 0)
     refused("activation: found 3, but it must be 0, 1 or 2", "gated_activation", x, x, 3)
@@ -253,6 +314,10 @@ def test_opcheck(ops):
         (ops.linear, (x, weight, None)),
         (ops.packed_linear, (x, packed.data, packed.scales, packed.zeros, bias, 4)),
         (ops.packed_linear, (x.float(), packed.data, packed.scales, None, None, 4)),
+        (
+            ops.packed_grouped_linear,
+            (x.flatten(0, 1), packed.data, packed.scales, packed.zeros, None, [1, 0, 2, 3, 0], 4),
+        ),
         (ops.gated_activation, (x, x.flip(0), 1)),
     ):
         torch.library.opcheck(operator.default, args)
@@ -274,6 +339,24 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch):
     assert torch.equal(torch.compile(feed_forward, fullgraph=True, backend="aot_eager")(x), found)
     monkeypatch.setenv("DS_OPS_DISABLE", "inference_core_ops")
     torch.testing.assert_close(found, feed_forward(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_front_of_experts_runs_the_operator_where_all_have_few_rows(ops, monkeypatch):
+    packed, bias = pack_weight(numbers(6, 8)), numbers(3, 2, seed=4)
+    for counts, dtype, is_served in (
+        ([0, 16, 2], torch.float32, True),
+        ([1, 0, 0], torch.bfloat16, True),
+        ([1, 17, 2], torch.float32, False),
+    ):
+        x = numbers(sum(counts), 8, dtype=dtype)
+        with torch.profiler.profile(acc_events=True) as profile:
+            found = packed_grouped_linear(x, packed, counts, bias)
+        names = {event.key for event in profile.key_averages()}
+        assert ("ds_cpu::packed_grouped_linear" in names) == is_served
+        assert ("ds_cpu::packed_linear" in names) != is_served  # each by itself
+        with monkeypatch.context() as patch:
+            patch.setenv("DS_OPS_DISABLE", "inference_core_ops")
+            close(found, packed_grouped_linear(x, packed, counts, bias).double(), factor=4)
 
 
 def test_many_rows_and_gradients_go_to_torch(ops):

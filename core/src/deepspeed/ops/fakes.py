@@ -87,11 +87,19 @@ def linear_like(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def grouped_linear_like(
+    x: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, counts: Sequence[int], *_: int
+) -> Tensor:
+    """x's rows, with as many elements as one of the packed weights has rows."""
+    return x.new_empty((x.shape[0], data.shape[0] // len(counts)))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("adam_step_", "adagrad_step_", "lion_step_", "lamb_step_"), _nothing),
     **dict.fromkeys(("layer_norm", "rms_norm", "gelu", "bias_gelu", "rotary"), like_first),
     **dict.fromkeys(("gated_activation", "decode_attention", "decoder_layer"), like_first),
     **dict.fromkeys(("linear", "packed_linear"), linear_like),
+    "packed_grouped_linear": grouped_linear_like,
     **dict.fromkeys(("layer_norm_residual", "rms_norm_residual"), two_like_first),
     "quantize_groups": quantized,
     "fake_quantize_groups": like_first,

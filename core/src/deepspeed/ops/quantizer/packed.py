@@ -287,7 +287,10 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
 def packed_grouped_linear(x: Tensor, packed: PackedWeight, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """`packed_linear` of the first `counts[0]` rows of x with the first of several weights, and so on.
 
-    Each weight is read as `packed_linear` reads it: those without rows are not, and one at a time is widened.
+    Weights without rows are not read. Where none has more than `MOST_ROWS` rows one kernel reads the packed bytes of
+    the others; else each is read as `packed_linear` reads it, and one at a time is widened. Operator, which a vendor
+    may leave out: `packed_grouped_linear(x, data, scales, zeros, bias, counts, bits, input_bits=16)`, bias (weights *
+    out,).
 
     Args:
         x: (rows, in), the sum of `counts` of them.
@@ -315,6 +318,11 @@ def packed_grouped_linear(x: Tensor, packed: PackedWeight, counts: Sequence[int]
     out = rows // len(counts)
     if bias is not None and bias.shape != (len(counts), out):
         raise ConfigError(f"bias: found shape {tuple(bias.shape)}, but it must be ({len(counts)}, {out})")
+    if not packed.floating and max(counts) <= MOST_ROWS:
+        kernel = operator_for(OP, "packed_grouped_linear", x, packed.scales, packed.zeros, bias)
+        if kernel is not None:
+            given = (packed.data, packed.scales, packed.zeros, None if bias is None else bias.flatten())
+            return kernel(x, *given, counts, packed.bits, packed.input_bits)
     y = x.new_empty(x.shape[0], out)
     start = 0
     for number, count in enumerate(counts):

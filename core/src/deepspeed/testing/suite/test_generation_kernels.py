@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed.ops import transformer
-from deepspeed.ops.quantizer import pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.quantizer import pack_weight, packed_grouped_linear, packed_linear, unpack_weight
 from deepspeed.ops.transformer.decode_attention import decode_attention_reference
 from deepspeed.ops.transformer.decoder_layer import decoder_layer_reference
 from deepspeed.ops.transformer.gated import gated_activation_reference
@@ -53,6 +53,22 @@ def test_packed_linear_equals_its_reference(
     x, bias = _random(rows, 96, dtype=dtype), _random(7, seed=2)
     found = packed_linear(x.to(device), packed.to(device), bias.to(device))
     _assert_close(found, (x.float() @ unpack_weight(packed).t() + bias).to(dtype))
+
+
+@each_scheme
+@pytest.mark.parametrize("counts", [[1, 0, 3], [16, 0, 0], [0, 20, 1]], ids=str)
+@pytest.mark.parametrize("num_bits", [8, 4])
+@each_dtype
+def test_packed_grouped_linear_equals_its_reference(
+    device: torch.device, dtype: torch.dtype, num_bits: int, counts: list[int], symmetric: bool
+) -> None:
+    requirements.op("inference_core_ops").check()
+    packed = pack_weight(_random(21, 96, seed=1) / 10, num_bits, 32, symmetric)
+    x, bias = _random(sum(counts), 96, dtype=dtype), _random(3, 7, seed=2)
+    found = packed_grouped_linear(x.to(device), packed.to(device), counts, bias.to(device))
+    weights, rows = unpack_weight(packed).view(3, 7, 96), x.float().split(counts)
+    expected = [each @ weight.t() + its for each, weight, its in zip(rows, weights, bias, strict=True)]
+    _assert_close(found, torch.cat(expected).to(dtype))
 
 
 @each_row_count

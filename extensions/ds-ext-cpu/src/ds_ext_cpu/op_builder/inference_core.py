@@ -4,7 +4,7 @@ from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
 
 class InferenceCoreBuilder(CPUOpBuilder):
-    """`torch.ops.ds_cpu.{linear, packed_linear, gated_activation, decoder_layer}`."""
+    """`torch.ops.ds_cpu.{linear, packed_linear, packed_grouped_linear, gated_activation, decoder_layer}`."""
 
     BUILD_VAR = "DS_BUILD_INFERENCE_CORE_OPS"
     NAME = "inference_core_ops"
@@ -15,4 +15,6 @@ class InferenceCoreBuilder(CPUOpBuilder):
     def register_fakes(self) -> None:
         from deepspeed.ops.fakes import register_fakes
 
-        register_fakes("ds_cpu", "linear", "packed_linear", "gated_activation", "decoder_layer")
+        register_fakes(
+            "ds_cpu", "linear", "packed_linear", "packed_grouped_linear", "gated_activation", "decoder_layer"
+        )

@@ -24,6 +24,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ds_cpu, m) {
     m.def(
         "packed_linear(Tensor x, Tensor data, Tensor scales, Tensor? zeros, Tensor? bias, int bits, "
         "int input_bits=16) -> Tensor");
+    m.def(
+        "packed_grouped_linear(Tensor x, Tensor data, Tensor scales, Tensor? zeros, Tensor? bias, int[] counts, "
+        "int bits, int input_bits=16) -> Tensor");
     m.def("gated_activation(Tensor gate, Tensor up, int activation) -> Tensor");
     m.def(
         "decoder_layer(Tensor x, Tensor(a!) k_cache, Tensor(b!) v_cache, int length, Tensor? starts, Tensor? cos, "
@@ -39,6 +42,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ds_cpu, m) {
 STABLE_TORCH_LIBRARY_IMPL(ds_cpu, CompositeExplicitAutograd, m) {
     m.impl("linear", TORCH_BOX(&ds_cpu::linear));
     m.impl("packed_linear", TORCH_BOX(&ds_cpu::packed_linear));
+    m.impl("packed_grouped_linear", TORCH_BOX(&ds_cpu::packed_grouped_linear));
     m.impl("gated_activation", TORCH_BOX(&ds_cpu::gated_activation));
     m.impl("decoder_layer", TORCH_BOX(&ds_cpu::decoder_layer));
 }

@@ -1,8 +1,10 @@
-// Linear layers of few rows for tensors in host memory, with fp32, bf16, int8 and int4 weights. Formulas:
+// Linear layers of few rows for tensors in host memory, with fp32, bf16, int8 and int4 weights; experts. Formulas:
 // deepspeed/ops/transformer/linear.py, and deepspeed/ops/quantizer/packed.py for quantized weights.
 #pragma once
 
+#include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "common/aligned.h"
 #include "common/rows.h"
@@ -51,24 +53,77 @@ static LinearPass linear_pass(const LinearArgs& args) {
     return {DS_CPU_CHOOSE(prepare_linear<W>), DS_CPU_CHOOSE(linear_outs<W>), 32};
 }
 
-// y (rows, outs) of x (rows, in), both contiguous; `args` has what the weight is, the rest is filled in here.
+// y (rows, outs) of x (rows, in), both contiguous: copies x when it is made, then computes ranges of the outputs.
 template <typename W>
-static void compute_linear(LinearArgs args, Dtype dtype, const void* x, int64_t rows, const float* bias, void* y) {
-    args.dtype = dtype;
-    args.rows = rows;
-    args.padded_rows = 1;
-    while (args.padded_rows < rows) args.padded_rows *= 2;
-    const LinearPass pass = linear_pass<W>(args);
-    args.group_stride = (args.group_size + pass.block - 1) / pass.block * pass.block;
-    const AlignedFloats copy(args.padded_rows * args.groups * (args.group_stride + 1));
-    args.x = x;
-    args.copy = copy.data();
-    args.sums = args.zeros == nullptr ? nullptr : copy.data() + args.padded_rows * args.groups * args.group_stride;
-    args.bias = bias;
-    args.y = y;
-    pass.prepare(args);
-    const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, args.groups * args.group_bytes));
-    parallel_for(args.outs, grain, [&](int64_t begin, int64_t end) { pass.loop(args, begin, end); });
+class LinearRun {
+  public:
+    // `args` has what the weight is, the rest is filled in here.
+    LinearRun(const LinearArgs& args, Dtype dtype, const void* x, int64_t rows, const float* bias, void* y)
+        : args_(args) {
+        args_.dtype = dtype;
+        args_.rows = rows;
+        args_.padded_rows = 1;
+        while (args_.padded_rows < rows) args_.padded_rows *= 2;
+        pass_ = linear_pass<W>(args_);
+        args_.group_stride = (args_.group_size + pass_.block - 1) / pass_.block * pass_.block;
+        copy_ = std::make_unique<AlignedFloats>(args_.padded_rows * args_.groups * (args_.group_stride + 1));
+        args_.x = x;
+        args_.copy = copy_->data();
+        args_.sums =
+            args_.zeros == nullptr ? nullptr : copy_->data() + args_.padded_rows * args_.groups * args_.group_stride;
+        args_.bias = bias;
+        args_.y = y;
+        pass_.prepare(args_);
+    }
+
+    void compute(int64_t begin, int64_t end) const { pass_.loop(args_, begin, end); }
+
+  private:
+    LinearArgs args_;
+    LinearPass pass_;
+    std::unique_ptr<AlignedFloats> copy_;
+};
+
+// Outputs of a weight below which waking another thread costs more than it saves.
+static inline int64_t grain_of_outs(const LinearArgs& args) {
+    return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, args.groups * args.group_bytes));
+}
+
+template <typename W>
+static void compute_linear(const LinearArgs& args, Dtype dtype, const void* x, int64_t rows, const float* bias,
+                           void* y) {
+    const LinearRun<W> run(args, dtype, x, rows, bias, y);
+    parallel_for(args.outs, grain_of_outs(args), [&](int64_t begin, int64_t end) { run.compute(begin, end); });
+}
+
+// `counts[0]` rows of x with the first of several weights, which lie one below the other in that of `args`, and so on.
+// Weights without rows are not read; threads share the outputs of the others.
+template <typename W>
+static void compute_grouped(const LinearArgs& args, Dtype dtype, const void* x, const std::vector<int64_t>& counts,
+                            const float* bias, void* y) {
+    const int64_t outs = args.outs / static_cast<int64_t>(counts.size()), bytes = dtype == Dtype::kFp32 ? 4 : 2;
+    auto* from = static_cast<const uint8_t*>(x);
+    auto* to = static_cast<uint8_t*>(y);
+    LinearArgs one = args;
+    one.outs = outs;
+    std::vector<LinearRun<W>> runs;
+    for (const int64_t rows : counts) {
+        if (rows > 0) runs.emplace_back(one, dtype, from, rows, bias, to);
+        from += rows * args.groups * args.group_size * bytes;
+        to += rows * outs * bytes;
+        one.weight += outs * args.groups * args.group_bytes;
+        one.scales += outs * args.groups;
+        if (one.zeros != nullptr) one.zeros += outs * args.groups;
+        if (bias != nullptr) bias += outs;
+    }
+    const int64_t all_outs = static_cast<int64_t>(runs.size()) * outs;
+    parallel_for(all_outs, grain_of_outs(args), [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            const int64_t run = begin / outs, stop = std::min(end, (run + 1) * outs);
+            runs[run].compute(begin - run * outs, stop - run * outs);
+            begin = stop;
+        }
+    });
 }
 
 // How the arguments of a weight are called in an operator's schema.
@@ -139,6 +194,12 @@ class HeldWeight {
         if (*dtype_ == Dtype::kFp32) return compute_linear<float>(args_, dtype, x, rows, bias, y);
         compute_linear<Bf16>(args_, dtype, x, rows, bias, y);
     }
+    // Of packed weights.
+    void compute_of_groups(Dtype dtype, const void* x, const std::vector<int64_t>& counts, void* y) const {
+        const float* bias = bias_.has_value() ? bias_->data() : nullptr;
+        if (bits_ == 8) return compute_grouped<Int8>(args_, dtype, x, counts, bias, y);
+        compute_grouped<Int4Pair>(args_, dtype, x, counts, bias, y);
+    }
 
   private:
     // (out, groups) of fp32, on the host.
@@ -190,6 +251,37 @@ static Tensor packed_linear(Tensor x, Tensor data, Tensor scales, std::optional<
                             std::optional<Tensor> bias, int64_t bits, int64_t input_bits) {
     HeldWeight held({"packed_linear", "data", "scales", "zeros", "bias"}, data, scales, zeros, bits, input_bits);
     return run_linear("packed_linear", x, bias, &held);
+}
+
+// y (rows, out) of x (rows, in), sorted by weight; data (weights * out, bytes of a row).
+static Tensor packed_grouped_linear(Tensor x, Tensor data, Tensor scales, std::optional<Tensor> zeros,
+                                    std::optional<Tensor> bias, std::vector<int64_t> counts, int64_t bits,
+                                    int64_t input_bits) {
+    const char* const op = "packed_grouped_linear";
+    HeldWeight held({op, "data", "scales", "zeros", "bias"}, data, scales, zeros, bits, input_bits);
+    const Dtype dtype = check_float_on_host({op, "x"}, x);
+    if (x.dim() != 2 || x.size(1) != held.cols()) {
+        refuse({op, "x"}, shape_name(x), "(rows, " + std::to_string(held.cols()) + ")");
+    }
+    const int64_t num_weights = static_cast<int64_t>(counts.size());
+    if (num_weights == 0 || held.outs() % num_weights != 0) {
+        refuse({op, "counts"}, std::to_string(num_weights) + " numbers",
+               "a divisor of the " + std::to_string(held.outs()) + " rows of data");
+    }
+    int64_t rows = 0;
+    for (int64_t number = 0; number < num_weights; ++number) {
+        if (counts[number] < 0 || counts[number] > kMostRows) {
+            refuse({op, "counts", number}, std::to_string(counts[number]), "0 to " + std::to_string(kMostRows));
+        }
+        rows += counts[number];
+    }
+    if (rows != x.size(0)) {
+        refuse({op, "counts"}, std::to_string(rows) + " rows", "the " + std::to_string(x.size(0)) + " of x");
+    }
+    held.hold_bias(bias);
+    const Tensor from = as_contiguous(x), y = new_tensor(x, {rows, held.outs() / num_weights});
+    if (y.numel() > 0) held.compute_of_groups(dtype, from.data_ptr(), counts, y.data_ptr());
+    return y;
 }
 
 }  // namespace ds_cpu
