@@ -60,6 +60,7 @@ def _sentence(reason: str) -> str:
 
 
 _num_told = 0  # failures after which this rank has left its groups
+_logged = (0, "")  # after how many, and what was logged last
 
 
 def num_told() -> int:
@@ -74,6 +75,13 @@ def tell() -> None:
     if handled_consequence() is None:
         cause = _sentence(_reason(sys.exc_info()[1]))
         _ask(lambda store: store.compare_set(_told(_num_told), "", cause))
+
+
+def _is_new(cause: str) -> bool:
+    """Whether this is the first group that this rank leaves because of `cause`, since it failed last."""
+    global _logged
+    former, _logged = _logged, (_num_told, cause)
+    return former != _logged
 
 
 def go_to(number: int) -> None:
@@ -134,7 +142,6 @@ class FailureRecord:
         # group.group_name raises for a group that a plugin wrote in Python
         name = torch_dist.distributed_c10d._get_process_group_name(group)
         self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
-        self._logged = ""
         _num_records[name] += 1
 
     @property
@@ -152,9 +159,8 @@ class FailureRecord:
             first = self._claim(epoch, consequence.cause) if consequence.cause else self.first(epoch)
         else:
             first = self._claim(epoch, mine)
-        if first in ("", mine, self._logged):
+        if first in ("", mine) or not _is_new(first):
             return
-        self._logged = first
         if consequence is not None or isinstance(error, CommError):
             logger.error("%s; the failure of this rank follows from that", first)
         elif not first.endswith(f" {reason}"):  # else all ranks fail alike

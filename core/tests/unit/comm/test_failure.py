@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as torch_dist
+from deepspeed.comm import failure
 from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.errors import CommError
 
@@ -12,20 +13,24 @@ FIRST = "rank 0 failed with ValueError: bad batch"
 
 @pytest.fixture
 def fail(monkeypatch, lines):
-    """`fail(error)` of rank 1, after rank 0 has failed: what rank 1 logs."""
+    """`fail(error)` of rank 1, in two groups, after rank 0 has failed: what rank 1 logs."""
     store = torch_dist.HashStore()
     monkeypatch.setattr(torch_dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch_dist.distributed_c10d, "_get_process_group_name", lambda group: "a group")
     rank = SimpleNamespace(number=0)
+    monkeypatch.setattr(failure, "_num_told", 0)
+    monkeypatch.setattr(failure, "_logged", (0, ""))
     monkeypatch.setattr(torch_dist, "get_rank", lambda: rank.number)
-    record = FailureRecord(SimpleNamespace())
+    records = [FailureRecord(SimpleNamespace()) for _ in range(2)]
 
     def as_rank(number, error):
         rank.number = number
         try:
             raise error
         except type(error):
-            record.record(0)
+            failure.tell()
+            for record in records:
+                record.record(0)
 
     as_rank(0, ValueError("bad batch"))
     assert not lines
@@ -47,6 +52,11 @@ def test_a_collective_that_fails_without_a_known_cause_names_what_came_first(fai
 
 def test_ranks_that_fail_alike_say_nothing_of_each_other(fail):
     assert fail(ValueError("bad batch")) == []
+
+
+def test_another_failure_that_says_the_same_is_logged_too(fail):
+    error = PeerFailed("rank 1 cannot go on", FIRST)
+    assert fail(error) + fail(error) == 3 * [f"{FIRST}; the failure of this rank follows from that"]
 
 
 def test_a_rank_that_fails_by_itself_says_so(fail):
