@@ -313,14 +313,14 @@ class Coordinator:
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
         ready = self._selector.select(self._wait_s())
+        if any(key.fileobj is self._wake_read for key, _ in ready):
+            self._wake_read.recv(_CHUNK_BYTES)  # before the orders are taken: one that comes later wakes the next turn
         while not self._orders.empty():  # first: a node may have taken leave for what was ordered
             self._orders.get()()
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._wake_read:
-                self._wake_read.recv(_CHUNK_BYTES)
-            else:
+            elif key.fileobj is not self._wake_read:
                 self._read(key.data)
         self._membership.pass_time(time.monotonic())
 

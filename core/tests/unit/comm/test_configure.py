@@ -16,8 +16,8 @@ def off_again():
 def test_a_dict_with_a_mistyped_key_is_refused():
     with pytest.raises(ConfigError, match=r"^comms_logger\.enable: found an unknown key; did you mean 'enabled'"):
         dist.configure({"comms_logger": {"enable": True}})
-    with pytest.raises(ConfigError, match=r"^comms_logger\.enabled: found 'yes'"):
-        dist.configure({"comms_logger": {"enabled": "yes"}})
+    with pytest.raises(ConfigError, match=r"^comms_logger\.enabled: found 'perhaps'"):
+        dist.configure({"comms_logger": {"enabled": "perhaps"}})
     assert not comms_logger.enabled
 
 

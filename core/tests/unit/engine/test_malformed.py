@@ -31,7 +31,7 @@ MALFORMED = {
         "bf16.enabled",
         "keep one",
     ),
-    "a negative clipping": ({"train_batch_size": 4, "gradient_clipping": -1}, "gradient_clipping", ">= 0"),
+    "clipping in words": ({"train_batch_size": 4, "gradient_clipping": "much"}, "gradient_clipping", "a number"),
     "an unknown optimizer": (
         {"train_batch_size": 4, "optimizer": {"type": "Adamm", "params": {"lr": 0.1}}},
         "optimizer.type",

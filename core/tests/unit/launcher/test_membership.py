@@ -225,6 +225,17 @@ def test_a_node_of_another_job_is_refused_and_the_end_is_told():
         socket.create_connection(("127.0.0.1", port))
 
 
+def test_an_order_during_another_one_is_not_missed():
+    coordinator = Coordinator(0, "job", 1, 2, 0, 2, print)
+    done = threading.Event()
+    coordinator._order(lambda: coordinator._order(done.set))  # its byte is in the pipe when the first one's is read
+    coordinator.start()
+    try:
+        assert done.wait(20)
+    finally:
+        coordinator.finish()
+
+
 def test_the_node_that_keeps_the_list_is_told_to_end():
     job = Job()
     job.come(1, 2)
