@@ -70,13 +70,14 @@ def _refuse_missing(
     zero: Path, names: Sequence[Sequence[str]], shapes: Mapping[str, torch.Size], states: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise CheckpointError where a parameter that was updated lacks a state that one of its group and number of
-    dimensions has: optimizers with factored moments keep others for a matrix than for a vector."""
+    dimensions has: optimizers with factored moments keep others for a matrix than for a vector. A step count is not
+    there for a parameter that was never updated."""
     of_kind: dict[tuple[int, int], set[str]] = {}
     kinds = [(index, len(shapes[name]), name) for index, its in enumerate(names) for name in its]
     for (index, num_dims, _), state in zip(kinds, states, strict=True):
         of_kind.setdefault((index, num_dims), set()).update(state)
     for (index, num_dims, name), state in zip(kinds, states, strict=True):
-        if state and (missing := sorted(of_kind[index, num_dims] - state.keys())):
+        if state and (missing := sorted(of_kind[index, num_dims] - state.keys() - {"step"})):
             raise CheckpointError(
                 f"{zero / name / f'{missing[0]}.pt'} is missing, and other parameters of the group have it; convert "
                 "the checkpoint again"
