@@ -32,9 +32,11 @@ class Net(nn.Module):
         self.fails_in = ""
 
     def forward(self, x):
-        if self.fails_in == "evaluation":
+        if self.fails_in in ("start", "evaluation"):
             fail()
         hidden = torch.tanh(self.first(x))
+        if self.fails_in == "middle":  # of a backward, with gradients of the last layer in flight
+            hidden.register_hook(fail)
         if self.fails_in == "forward":
             fail()
         hidden = self.last(hidden)
@@ -116,7 +118,7 @@ def train(path, stage, plans, order, accumulation, name):
     """
     engine = create_engine(path, stage, accumulation)
     rank, found = torch.distributed.get_rank(), []
-    turns = Turns(order, plans[0], name)
+    turns, failing = Turns(order, plans[0], name), 0 if order == "late" else accumulation // 2
     for number, fails_in in enumerate(plans[rank]):
         turns.begin(number)
         try:
@@ -126,7 +128,7 @@ def train(path, stage, plans, order, accumulation, name):
                     engine(batch(number, 0, rank))
             else:
                 for micro in range(accumulation):
-                    engine.module.fails_in = fails_in if micro == accumulation // 2 else ""
+                    engine.module.fails_in = fails_in if micro == failing else ""
                     engine.backward(engine(batch(number, micro, rank)))
                     engine.step()
             found.append("made")
@@ -160,14 +162,18 @@ def check(path, stage, plans, order, accumulation):
         wanted = []
         for own, all_of_them in zip(plan, zip(*plans, strict=True), strict=True):
             is_heard = any(all_of_them) and not (stage < 3 and "evaluation" in all_of_them)
-            wanted.append("MemoryError" if own else "peer" if is_heard else "made")
-        assert found == wanted
+            # of ranks that fail in the same batch one may hear of the other before it comes to its own failure
+            own_or_peer = ("MemoryError", "peer") if all(all_of_them) else ("MemoryError",)
+            wanted.append(own_or_peer if own else ("peer",) if is_heard else ("made",))
+        assert all(each in allowed for each, allowed in zip(found, wanted, strict=True)), (found, wanted)
         assert num_steps == sum(not any(each) for each in zip(*plans, strict=True))
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other)
 
 
 PLANS = {
+    "starts": ("start start start - -", "- - - - -"),
+    "middles": ("middle middle - -", "- - - -"),
     "forwards": ("forward forward - -", "- - - -"),
     "forward and backward": ("forward backward - -", "- - - -"),
     "backward and forward": ("backward forward - -", "- - - -"),
@@ -186,6 +192,8 @@ CASES = [
     for plan in PLANS
     for order in ("late", "as they come", "heard")
     for accumulation in (1, 3)
+    # else rank 0 fails where it has waited for rank 1 before, which is late
+    if order != "late" or plan == "starts" or (stage < 3 and plan != "middles")
 ]
 IN_EVERY_RUN = {
     (0, "forwards", "late", 1),
@@ -196,6 +204,8 @@ IN_EVERY_RUN = {
     (3, "in turn", "as they come", 1),
     (0, "in the same and alone", "as they come", 3),
     (2, "all in the same", "as they come", 1),
+    (3, "starts", "late", 3),
+    (2, "middles", "as they come", 1),
     (3, "evaluation between", "as they come", 1),
     (1, "a step between", "heard", 1),
 }

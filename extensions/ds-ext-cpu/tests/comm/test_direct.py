@@ -227,6 +227,31 @@ def interrupted_job():
     return True
 
 
+def gone_announcement_job():
+    """Rank 0 has read what it needs and fails; its next collective takes the slot before rank 1 has looked."""
+    queue, rank = connected(), dist.get_rank()
+    store, name = torch.distributed.distributed_c10d._get_default_store(), f"gone/{queue._next}"
+    full, shard, ones = torch.ones(1000), torch.empty(500), torch.ones(1000)
+    # they meet in the store: a barrier goes on with the collectives, and rank 1 is not to look meanwhile
+    if rank == 1:
+        work = queue.reduce_scatter(shard, full, "")
+        store.set(f"{name}/announced", "")
+        store.wait([f"{name}/gone"])
+        with pytest.raises(boards.PeerLeft):
+            work.wait()
+        queue.abandon([], failed=True)
+    else:
+        store.wait([f"{name}/announced"])
+        work = queue.reduce_scatter(shard, full, "")
+        assert queue.done == work.number
+        queue.abandon([work], failed=True)
+    work = queue.all_reduce(ones, "")
+    if rank == 0:
+        store.set(f"{name}/gone", "")
+    work.wait()
+    return bool((ones == 2).all())
+
+
 def subgroup_message_job():
     """Errors name ranks of the job, not of the group."""
     group = dist.new_group([1, 3])
@@ -359,6 +384,10 @@ def test_ranks_that_make_different_collectives(elements, dtype, kind, said):
 
 def test_a_sum_that_was_interrupted_is_not_begun_again():
     assert run_ranks(2, interrupted_job) == [True, True]
+
+
+def test_a_rank_that_left_announces_nothing_any_more():
+    assert run_ranks(2, gone_announcement_job, timeout_s=30) == [True, True]
 
 
 def test_errors_name_ranks_of_the_job():

@@ -153,6 +153,20 @@ class Peer:
         is_whole = check == found ^ address ^ digest ^ text
         return (address, (digest, text)) if found == number and is_whole else None
 
+    def announces(self, number: int) -> tuple[int, tuple[int, int]] | None:
+        """As `announced`, for a rank that is to read from it.
+
+        Raises:
+            PeerLeft: it will not announce it any more. It may have done so, and read what it needs, and left: then a
+                collective of its next epoch may have taken the slot.
+        """
+        found = self.announced(number)
+        if found is None and self.is_beyond(number):
+            found = self.announced(number)  # before it left
+            if found is None:
+                raise PeerLeft(self.rank, self._done)
+        return found
+
     def text(self, address: int) -> str:
         """What a collective is, from the address that was announced with it."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)

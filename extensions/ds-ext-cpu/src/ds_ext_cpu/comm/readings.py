@@ -72,9 +72,8 @@ class Reading(ABC):
             self.announce()
         for rank in self._sources:
             if rank not in self._addresses:
-                announced = self._queue.peers[rank].announced(self.number)
+                announced = self._queue.peers[rank].announces(self.number)
                 if announced is None:
-                    self._has_read(rank)  # raises if the peer has left
                     return False
                 self._addresses[rank], what = announced
                 self._check(rank, what)
