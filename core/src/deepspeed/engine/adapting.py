@@ -46,11 +46,11 @@ def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_stat
     own, divided = found.model_state, _states_in(found, with_states=False)
     weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
     shapes, known = dict(own.get("frozen_param_shapes") or {}), saved_shapes(own)
-    trained, borrowed = set(state.sharding.params), set(state.sharding.borrowed_names())
+    trained = set(state.sharding.params)
     for name, param in state.module.named_parameters():
         if param not in trained and (part := _own_part(name, param, found, divided)) is not None:
             fragments[name] = part
-            if name not in known or name not in borrowed:
+            if name not in known:
                 shapes[name] = shape_of(param)
             if unit_of(param) is None:
                 weights[name] = part

@@ -245,7 +245,7 @@ class Saving:
             nonlocal loaded, weights
             loaded = with_own_parts(loaded, state, elsewhere)
             loaded = with_own_weights(loaded, state, with_states=with_states)
-            weights = fit_module_state(state.module, loaded.model_state, sharding.borrowed_names())
+            weights = fit_module_state(state.module, loaded.model_state, compares_shapes=loaded.stored is None)
             if custom_load_fn is None:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)
             loaded = with_own_states(loaded, state, with_states=with_states)

@@ -6,7 +6,7 @@ part, or the whole parameter.
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,16 +18,16 @@ from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of
 
 
-def fit_module_state(module: Module, model_state: Mapping[str, Any], borrowed: Collection[str] = ()) -> dict[str, Any]:
+def fit_module_state(module: Module, model_state: Mapping[str, Any], *, compares_shapes: bool = True) -> dict[str, Any]:
     """The weights of a model file, with the module's own value for each parameter that is whole on one side only.
 
     Args:
         module: its sharded parameters are released.
         model_state: content of the model file.
-        borrowed: names of parameters that another engine shards, which have no states to compare.
+        compares_shapes: the file's are those of the parameters here; else of parts of a model divided otherwise.
 
     Raises:
-        CheckpointError: one of `borrowed`, sharded on both sides, had another shape; nothing was changed.
+        CheckpointError: a parameter that is sharded on both sides had another shape; nothing was changed.
     """
     saved = copy.copy(model_state["module"])
     shapes = saved_shapes(model_state)
@@ -39,7 +39,7 @@ def fit_module_state(module: Module, model_state: Mapping[str, Any], borrowed: C
         shape = shapes.get(name) if was_sharded else value.shape
         if value.shape != param.shape and shape == shape_of(param):
             saved[name] = param.detach()
-        elif was_sharded and name in borrowed and shape not in (None, shape_of(param)):
+        elif compares_shapes and was_sharded and shape not in (None, shape_of(param)) and unit_of(param) is not None:
             raise CheckpointError(
                 f"{name}: found shape {tuple(shape)}, and the model has {tuple(shape_of(param))}; build the model of "
                 "the save"
