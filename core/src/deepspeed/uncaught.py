@@ -104,7 +104,7 @@ def report_to_launcher() -> None:
 
 
 def _show_stacks_when_asked(fd: int) -> None:
-    """Let `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and tell the launcher so."""
+    """Let `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and say so to the launcher."""
     if STACK_SIGNAL and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
         faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
         with contextlib.suppress(OSError):  # the launcher is gone, and asks nobody

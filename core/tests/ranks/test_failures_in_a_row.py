@@ -4,7 +4,6 @@ The timeout of groups is half an hour, and nothing ends a rank that waits for on
 until the limit of the pool.
 """
 
-import os
 import uuid
 from datetime import timedelta
 
@@ -12,12 +11,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.group_backend import forget
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import nn
+
+from .test_give_up import fail, take_path
 
 WIDTH = 8
 LIMIT = timedelta(seconds=100)
@@ -45,18 +45,13 @@ class Net(nn.Module):
         return hidden.square().mean()
 
 
-def fail(*_):
-    raise MemoryError("no memory")
-
-
 def create_net():
     torch.manual_seed(0)
     return Net()
 
 
 def create_engine(path, stage, accumulation=1):
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
-    forget()
+    take_path(path)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -258,8 +253,7 @@ class Layer(nn.Linear):
 
 
 def create_pipeline(path):
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
-    forget()
+    take_path(path)
     torch.manual_seed(0)
     module = PipelineModule(
         [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(4)], num_stages=2, loss_fn=nn.functional.mse_loss
@@ -325,8 +319,7 @@ class DividedNet(nn.Module):
 
 def train_divided(path, stage, plans, order, job):
     """What ended each batch on this rank, and the weights; without `order` all leave out the batches with a failure."""
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
-    forget()
+    take_path(path)
     group = deepspeed.utils.groups.set_mesh({"sp": 2}).group("sp")
     torch.manual_seed(0)
     config = {

@@ -3,7 +3,6 @@
 Read by `convert.py` and `ds_to_universal.py`. A value is joined when it is asked for, one at a time.
 """
 
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.checkpoint.universal_info import with_division
 from deepspeed.errors import CheckpointError, counted
+from deepspeed.zero.parameter_parts import part_of_parts
 
 _LAYER = re.compile(r"layer_(\d+)(?:-[\w-]+)?-model_states\.pt")
 _OF_DIVISION = frozenset({DIVISION, MODULE_FILES, MODULE_REST, DATA_RANK})
@@ -168,7 +168,7 @@ class JoinedRun(SavedRun):
         }
         num_ranks = len(layout.partitioned_models_in(self.folder))
         for rank in range(num_ranks):
-            fragments = {name: _part(value, rank, num_ranks) for name, value in frozen.items()}
+            fragments = {name: part_of_parts([value], value.shape, rank, num_ranks) for name, value in frozen.items()}
             yield layout.model_file(0, rank), {**state, "frozen_param_fragments": fragments}
 
     def _module(self, scratch: Path) -> dict[str, Any]:
@@ -208,15 +208,6 @@ def _mapped(value: Tensor, path: Path) -> Tensor:
     torch.save(value, path)
     mapped: Tensor = torch.load(path, weights_only=True, mmap=True)
     return mapped
-
-
-def _part(value: Tensor, rank: int, num_ranks: int) -> Tensor:
-    """The part of ceil(n / W) elements that a rank of stage 3 has, padded with zeros."""
-    size = math.ceil(value.numel() / num_ranks)
-    part = torch.zeros(size, dtype=value.dtype)
-    own = value.reshape(-1)[rank * size : (rank + 1) * size]
-    part[: own.numel()] = own
-    return part
 
 
 def _like(module: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:

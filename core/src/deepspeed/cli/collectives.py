@@ -265,6 +265,7 @@ def _pyplot() -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ds_bench", "Measure how fast the collectives of a job are, by size of the message.")
+    parser.allow_abbrev = False  # `_start` looks for the whole name of --num_gpus
     parser.add_argument("--num_gpus", type=positive, help="the ranks to start on this machine (default: all devices)")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
     parser.add_argument("--trials", type=positive, default=5, help="calls that are timed (default 5)")

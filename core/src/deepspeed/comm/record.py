@@ -95,15 +95,7 @@ class CommsLogger:
 
     def table(self) -> str:
         """The record as text, with DeepSpeed's columns: an operation, and below it one line per message size."""
-        lines = ["".join(f"{title: <20}" for title in _COLUMNS).rstrip()]
-        for op, sizes in self.comms_dict.items():
-            lines.append(op)
-            for num_bytes, (count, latencies_ms, tputs, busbws) in sorted(sizes.items()):
-                total_ms = sum(latencies_ms)
-                averages = (total_ms, total_ms / count, sum(tputs) / count, sum(busbws) / count)
-                cells = ["", readable(num_bytes), str(count), *(f"{value:.2f}" for value in averages)]
-                lines.append("".join(f"{cell: <20}" for cell in cells).rstrip())
-        return "\n".join(lines)
+        return _table(_COLUMNS, self.figures())
 
     def figures(self) -> dict[str, dict[int, dict[str, float]]]:
         """The record as numbers: by operation and message size in bytes."""
@@ -309,14 +301,17 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str 
 
 def _straggler_table(stragglers: dict[str, dict[int, dict[str, float]]]) -> str:
     title = "Breakdown with straggler effect"
-    lines = ["_" * len(title), title, "-" * len(title)]
-    lines.append("".join(f"{column: <20}" for column in _STRAGGLER_COLUMNS).rstrip())
-    for op, sizes in stragglers.items():
-        lines.append(op)
-        for num_bytes, (count, *times_ms) in ((size, row.values()) for size, row in sizes.items()):
-            cells = ["", readable(num_bytes), str(count), *(f"{value:.2f}" for value in times_ms)]
-            lines.append("".join(f"{cell: <20}" for cell in cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(["_" * len(title), title, "-" * len(title), _table(_STRAGGLER_COLUMNS, stragglers)])
+
+
+def _table(columns: Sequence[str], figures: dict[str, dict[int, dict[str, float]]]) -> str:
+    """An operation, and below it a line per message size: the count, and the numbers that follow it."""
+    lines = [tuple(columns)]
+    for op, sizes in figures.items():
+        lines.append((op,))
+        for num_bytes, (count, *numbers) in ((size, row.values()) for size, row in sizes.items()):
+            lines.append(("", readable(num_bytes), str(count), *(f"{number:.2f}" for number in numbers)))
+    return "\n".join("".join(f"{cell: <20}" for cell in line).rstrip() for line in lines)
 
 
 def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, float]:
