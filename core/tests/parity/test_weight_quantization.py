@@ -7,6 +7,7 @@ are from the weights before is a matter of the layers: unit/ops/test_stored_laye
 import copy
 import ctypes
 import gc
+import pickle
 import re
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from deepspeed.errors import ConfigError
 from deepspeed.inference.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
 from deepspeed.inference.quantization.quantization_context import QuantizationContext
-from deepspeed.ops.quantizer.layers import StoredForm
+from deepspeed.ops.quantizer.layers import StoredLayer
+from deepspeed.ops.quantizer.stored_form import StoredForm
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
 
@@ -41,6 +43,28 @@ def llama(**keys):
     return LlamaForCausalLM(LlamaConfig(**SIZES, **keys)).eval()
 
 
+def mixtral(**keys):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, **keys)).eval()
+
+
+def gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(**sizes, pad_token_id=0)).eval()
+
+
+def fill(plain, stored):
+    """The plain model with the weights that are stored."""
+    for name, module in stored.named_modules():
+        for weight in module.forms if isinstance(module, StoredLayer) else ():
+            plain.get_submodule(name).get_parameter(weight).copy_(module.dequantized(name=weight))
+
+
 def prompt():
     return torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -55,24 +79,23 @@ def test_only_the_layers_that_a_pattern_names_are_stored():
     assert {name for name, kind in kinds.items() if kind is QuantizedLinear} == {
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
     }
-    for name, module in model.named_modules():  # the plain model with the weights that are stored
-        if isinstance(module, QuantizedLinear):
-            plain.get_submodule(name).weight.copy_(module.dequantized())
+    fill(plain, model)
     torch.testing.assert_close(model(prompt()).logits, plain(prompt()).logits, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("create", "tied"), [(llama, True), (llama, False), (mixtral, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_stored_as_they_load_are_those_stored_afterwards(tied, dtype, tmp_path):
-    from transformers import LlamaForCausalLM
+def test_weights_that_are_stored_as_they_load_are_those_stored_afterwards(create, tied, dtype, tmp_path):
+    from transformers import AutoModelForCausalLM
 
-    llama(tie_word_embeddings=tied).save_pretrained(tmp_path)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    create(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
     later = _init_group_wise_weight_quantization(plain, after(model=KEYS, lm_head=KEYS))
     with QuantizationContext(INITIAL):
-        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
     assert type(model.model.embed_tokens) is QuantizedEmbedding
+    assert {name for name, each in model.named_parameters() if each.dim() == 3} == set()
     for one in (model, later):
         assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
     assert torch.equal(model(prompt()).logits, later(prompt()).logits)
@@ -87,18 +110,59 @@ def test_linear_layers_of_gpt2_are_stored():
     for dim in (0, 1):
         done = _init_group_wise_weight_quantization(copy.deepcopy(model), after(mlp={**KEYS, "group_dim": dim}))
         plain = copy.deepcopy(model)
-        for name, module in done.named_modules():
-            if isinstance(module, QuantizedLinear):
-                plain.get_submodule(name).weight.copy_(module.dequantized())
+        fill(plain, done)
         torch.testing.assert_close(done(prompt()).logits, plain(prompt()).logits, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dim", [1, 0])
+@pytest.mark.parametrize("create", [mixtral, gpt_oss])
+def test_experts_are_stored(create, dim):
+    plain = create()
+    done = _init_group_wise_weight_quantization(copy.deepcopy(plain), after(mlp={**KEYS, "group_dim": dim}))
+    for layer, former in zip(done.model.layers, plain.model.layers, strict=True):
+        experts, whole = layer.mlp.experts, former.mlp.experts
+        assert isinstance(experts, type(whole))
+        for name in ("gate_up_proj", "down_proj"):
+            numel = getattr(whole, name).numel()  # 4 bits, and a scale and a minimum for 16 of them
+            assert numel <= getattr(experts, name).nbytes <= numel + 64
+    before = plain(prompt()).logits
+    fill(plain, done)
+    wanted = plain(prompt()).logits
+    assert not torch.equal(wanted, before)
+    for each in (done, copy.deepcopy(done), pickle.loads(pickle.dumps(done))):
+        torch.testing.assert_close(each(prompt()).logits, wanted, atol=1e-5, rtol=1e-5)
+        tokens = [one.generate(prompt(), max_new_tokens=4, do_sample=False) for one in (each, plain)]
+        assert torch.equal(*tokens)
+    again = create()
+    _init_group_wise_weight_quantization(again, after(mlp={**KEYS, "group_dim": dim}))
+    again.load_state_dict(done.state_dict())
+    assert torch.equal(again(prompt()).logits, done(prompt()).logits)
+
+
+@torch.no_grad()
+def test_one_of_two_weights_of_experts_is_stored():
+    plain = mixtral()
+    done = _init_group_wise_weight_quantization(copy.deepcopy(plain), after(**{"experts.down_proj": KEYS}))
+    assert {module.gate_up_proj.dtype for module in done.modules() if hasattr(module, "gate_up_proj")} == {torch.float}
+    assert "down_proj: 4 x 32 x 64, 4 bits, asymmetric, groups of 16" in repr(done)
+    fill(plain, done)
+    torch.testing.assert_close(done(prompt()).logits, plain(prompt()).logits, atol=1e-5, rtol=1e-5)
+    fused = deepspeed.init_inference(done, dtype=torch.float, replace_with_kernel_inject=True)
+    assert all("forward" in vars(layer) for layer in fused.module.model.layers)
+    torch.testing.assert_close(fused(prompt()).logits, plain(prompt()).logits, atol=1e-5, rtol=1e-5)
+    wrong = after(**{"experts.down_proj": {**KEYS, "group_size": 24}})
+    with pytest.raises(ConfigError, match=r"found 24 for model.layers.0.mlp.experts.down_proj, .* is 32 x 64: .* 64"):
+        _init_group_wise_weight_quantization(plain, wrong)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("injects", [False, True])
-def test_init_inference_leaves_stored_layers_as_they_are(injects):
-    model = _init_group_wise_weight_quantization(llama(), after(layers=KEYS))
+@pytest.mark.parametrize(("create", "dtype"), [(llama, torch.float), (mixtral, torch.float), (mixtral, torch.int8)])
+def test_init_inference_leaves_stored_layers_as_they_are(injects, create, dtype):
+    model = _init_group_wise_weight_quantization(create(), after(layers=KEYS))
     wanted = model(prompt()).logits
-    engine = deepspeed.init_inference(model, dtype=torch.float, replace_with_kernel_inject=injects)
+    engine = deepspeed.init_inference(model, dtype=dtype, replace_with_kernel_inject=injects)
     torch.testing.assert_close(engine(prompt()).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -170,11 +234,11 @@ def check_saved(engine, wanted, folder, dtype):
     assert engine.save_16bit_model(str(folder))
     saved = torch.load(folder / "pytorch_model.bin")
     assert {value.dtype for value in saved.values()} == {dtype}
-    loaded = llama().to(dtype)
+    loaded = type(wanted)(wanted.config).eval().to(dtype)
     loaded.load_state_dict(saved)
     for name, module in wanted.named_modules():
-        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            assert torch.equal(loaded.get_submodule(name).weight, module.dequantized()), name
+        for weight in module.forms if isinstance(module, StoredLayer) else ():
+            assert torch.equal(loaded.get_submodule(name).get_parameter(weight), module.dequantized(name=weight)), name
     # the numbers are rounded to bf16 in the file, and not by the stored layers
     atol = 1e-5 if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(loaded(prompt()).logits, wanted(prompt()).logits, atol=atol, rtol=2**-6)
@@ -197,10 +261,10 @@ def test_weights_with_an_exponent_are_stored_and_saved_as_numbers(bits, tmp_path
 
 
 def stage3_job(folder, dtype, offloads):
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    plain = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     patterns = after(model=KEYS, lm_head=KEYS)
     wanted = _init_group_wise_weight_quantization(copy.deepcopy(plain), patterns)
     results = []
@@ -209,7 +273,7 @@ def stage3_job(folder, dtype, offloads):
         if offloads:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
         of_transformers = HfDeepSpeedConfig(config)  # from_pretrained enters zero.Init
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         if way is patterns:
             model = _init_group_wise_weight_quantization(model, config)
         engine = deepspeed.initialize(model=model, config=config)[0]
@@ -228,11 +292,14 @@ def stage3_job(folder, dtype, offloads):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "offloads"),
-    [(2, torch.float32, False), (1, torch.bfloat16, False), (2, torch.bfloat16, True)],
+    ("create", "num_ranks", "dtype", "offloads"),
+    [
+        *((llama, 2, torch.float32, False), (llama, 1, torch.bfloat16, False), (llama, 2, torch.bfloat16, True)),
+        (mixtral, 2, torch.bfloat16, False),
+    ],
 )
-def test_stage_3_shards_and_gathers_stored_weights(num_ranks, dtype, offloads, tmp_path):
-    llama().save_pretrained(tmp_path)
+def test_stage_3_shards_and_gathers_stored_weights(create, num_ranks, dtype, offloads, tmp_path):
+    create().save_pretrained(tmp_path)
     for results in run_ranks(num_ranks, stage3_job, str(tmp_path), dtype, offloads):
         for kept, whole in results:
             assert whole / num_ranks <= kept <= whole / num_ranks + 256 * num_ranks  # shards are filled up

@@ -525,8 +525,9 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.inference.quantization (weight_quantization)",
             W,
-            "Linear layers, embeddings and transformers' Conv1D. Layers made for `quantized_initialization` have no "
-            "values until a checkpoint is loaded; without stage 3 `from_pretrained` runs inside `QuantizationContext`.",
+            "Linear layers, embeddings, transformers' Conv1D and experts. Layers made for `quantized_initialization` "
+            "have no values until a checkpoint is loaded; without stage 3 `from_pretrained` runs inside "
+            "`QuantizationContext`.",
         ),
         (
             "deepspeed.inference.v2.InferenceEngineV2",

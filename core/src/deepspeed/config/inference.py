@@ -80,7 +80,7 @@ class GroupWiseQuantConfig(Section):
 
 
 class WeightQuantizationConfig(Section):
-    """`weight_quantization`: weights of linear and embedding layers in few bits, for inference."""
+    """`weight_quantization`: weights of linear and embedding layers and of experts in few bits, for inference."""
 
     quantized_initialization: GroupWiseQuantConfig | None = key(
         None, "Every layer, as a checkpoint loads into a model built inside zero.Init or QuantizationContext."

@@ -66,14 +66,21 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
     progress = ProgressLog("gather the weights of the model")
     state = module_state_dict(module, keep_vars=True, exclude_frozen=exclude_frozen)
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
-    stored = {id(each.weight): each for each in module.modules() if isinstance(each, StoredLayer)}
+    layers = [each for each in module.modules() if isinstance(each, StoredLayer)]
+    stored = {id(each.get_parameter(name)): (each, name) for each in layers for name in each.forms}
+
+    def numbers(key: int, weight: Tensor) -> Tensor:
+        if key not in stored:
+            return weight.detach()
+        layer, name = stored[key]
+        return layer.values(weight, name=name)
+
     sharded = [value for value in tensors.values() if unit_of(value) is not None]
     whole = {key: value for key, value in tensors.items() if unit_of(value) is None}
-    copies = {key: stored[key].values() if key in stored else value.detach() for key, value in whole.items()}
+    copies = {key: numbers(key, value) for key, value in whole.items()}
     for param, weights in whole_in_turn(sharded):
         if keeps:
-            numbers = stored[id(param)].values(weights) if id(param) in stored else weights
-            copies[id(param)] = numbers.to("cpu", copy=True)
+            copies[id(param)] = numbers(id(param), weights).to("cpu", copy=True)
         progress.advance(len(sharded))
     return {name: copies.get(id(value), value) for name, value in state.items()} if keeps else None
 

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.inference.packed_experts import names_of_experts, pack_experts
+from deepspeed.inference.packed_experts import pack_experts
 from deepspeed.log import announce
+from deepspeed.ops.experts import is_experts, names_of_weights
+from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
@@ -189,8 +191,8 @@ class Packing:
 
     def _names(self, module: nn.Module, path: str) -> tuple[str, ...]:
         """Of the weights of this module that are packed."""
-        if names := names_of_experts(module):
-            return names
+        if is_experts(module) and not isinstance(module, StoredLayer):
+            return names_of_weights(module)
         if "Experts" in type(module).__name__ and any(each.dim() == 3 for each in module.parameters(recurse=False)):
             self._left.setdefault(type(module).__name__, path)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)

@@ -1,4 +1,4 @@
-"""`weight_quantization`: weights of linear and embedding layers in 8, 6 or 4 bits, for inference, also with ZeRO-3.
+"""`weight_quantization`: weights of linear and embedding layers and of experts in 8, 6 or 4 bits, also with ZeRO-3.
 
 Two ways, as DeepSpeed documents them for ZeRO-Inference:
 
@@ -25,13 +25,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from deepspeed.config import read_config
 from deepspeed.config.inference import GroupWiseQuantConfig, WeightQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.layers import StoredForm, StoredLayer, await_values, can_be_stored, store_layers, take_form
+from deepspeed.ops.experts import is_experts
+from deepspeed.ops.quantizer.layers import (
+    StoredLayer,
+    WeightToStore,
+    await_values,
+    store_layers,
+    take_form,
+    weights_to_store,
+)
+from deepspeed.ops.quantizer.stored_form import StoredForm
 from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
 from deepspeed.zero.construct import Init
 
@@ -48,8 +58,8 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn
     call this together, before `initialize`.
 
     Args:
-        model: loaded; linear layers (also transformers' Conv1D) and embeddings are stored, classes derived from them
-            are not.
+        model: loaded; linear layers (also transformers' Conv1D), embeddings and experts (`gate_up_proj` and `down_proj`
+            of a module) are stored, classes derived from layers are not.
         ds_config: the DeepSpeed configuration, a path or a dict.
 
     Returns:
@@ -73,15 +83,15 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn
             f'{_AFTER}: found no pattern; write {{"part of a layer\'s name": {{"num_bits": 4, "group_size": 64}}}}'
         )
     chosen = list(_chosen(model, patterns))
-    sharded = [each for each in chosen if is_sharded(each[1].weight)]
+    sharded = [each for each in chosen if is_sharded(each.layer.get_parameter(each.weight_name))]
     _refuse_of_engine(sharded)
-    store_layers(each for each in chosen if not is_sharded(each[1].weight))
+    store_layers(each for each in chosen if not any(each is other for other in sharded))
     _store_sharded(model, sharded)
     return model
 
 
 class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext"]):
-    """Context in which new linear and embedding layers are stored in few bits: their values are those of a checkpoint.
+    """Context in which new linear and embedding layers and experts are stored in few bits: a checkpoint has the values.
 
     A layer has none when it is made, and stores a weight when that is loaded or assigned: the model never exists in 16
     or 32 bits. `from_pretrained`, `load_state_dict` and assignments to `layer.weight` do that. With
@@ -124,6 +134,8 @@ class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext
                 undo.enter_context(_transformers_reads_in_turn())
                 for cls in _layer_classes():
                     self._patch(undo, cls)
+                # transformers has many classes of experts, which are known when they become part of a layer
+                undo.callback(register_module_module_registration_hook(self._await_experts).remove)
             self._undo = undo.pop_all()
         return self
 
@@ -132,13 +144,17 @@ class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext
     ) -> None:
         self._undo.__exit__(kind, error, traceback)
 
+    def _await_experts(self, _: nn.Module, __: str, part: nn.Module | None) -> None:
+        if part is not None and is_experts(part) and weights_to_store(part):
+            await_values(part, self._config, _INITIAL, allocates=False)
+
     def _patch(self, undo: contextlib.ExitStack, cls: Any) -> None:
         init = cls.__init__
 
         @functools.wraps(init)
         def construct(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(layer, *args, **kwargs)
-            if type(layer) is cls and can_be_stored(layer):
+            if type(layer) is cls and weights_to_store(layer):
                 await_values(layer, self._config, _INITIAL, allocates=False)
 
         cls.__init__ = construct
@@ -214,13 +230,14 @@ def _patterns(section: WeightQuantizationConfig) -> dict[str, GroupWiseQuantConf
     }
 
 
-_Layer = tuple[str, Any, GroupWiseQuantConfig, str]
-
-
-def _chosen(model: nn.Module, patterns: dict[str, GroupWiseQuantConfig]) -> Iterator[_Layer]:
-    """The layers that patterns name, with how each is stored; checked before the first is changed."""
+def _chosen(model: nn.Module, patterns: dict[str, GroupWiseQuantConfig]) -> Iterator[WeightToStore]:
+    """The weights of the layers that patterns name, with how each is stored; checked before the first is changed."""
     found: dict[str, str] = {}
-    layers = {name: module for name, module in model.named_modules() if can_be_stored(module)}
+    layers = {
+        path if name == "weight" else f"{path}.{name}": (module, name)
+        for path, module in model.named_modules()
+        for name in weights_to_store(module)
+    }
     for pattern, config in patterns.items():
         matched = [name for name in layers if pattern in name]
         if not matched:
@@ -237,9 +254,10 @@ def _chosen(model: nn.Module, patterns: dict[str, GroupWiseQuantConfig]) -> Iter
                     "so that one names it"
                 )
     for name, pattern in found.items():
-        layer, config, key = layers[name], patterns[pattern], f"{_AFTER}.{pattern}"
-        StoredForm.of(whole_shape(layer.weight), config, key, name)
-        yield name, layer, config, key
+        layer, weight_name = layers[name]
+        each = WeightToStore(name, layer, weight_name, patterns[pattern], f"{_AFTER}.{pattern}")
+        StoredForm.of(torch.Size(whole_shape(layer.get_parameter(weight_name))), each.config, each.key, name)
+        yield each
 
 
 def _kinds_of(model: nn.Module, pattern: str) -> str:
@@ -251,36 +269,39 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:4])}{' ...' * (len(names) > 4)}" if names else "none"
 
 
-def _refuse_of_engine(layers: list[_Layer]) -> None:
-    for name, layer, _, key in layers:
-        if not can_reshard(layer.weight):
+def _refuse_of_engine(weights: list[WeightToStore]) -> None:
+    for each in weights:
+        if not can_reshard(each.layer.get_parameter(each.weight_name)):
             raise ConfigError(
-                f"{key}: found {name} in an engine, which has sharded its weight; call "
+                f"{each.key}: found {each.name} in an engine, which has sharded its weight; call "
                 "_init_group_wise_weight_quantization before deepspeed.initialize"
             )
 
 
-def _store_sharded(model: nn.Module, layers: list[_Layer]) -> None:
+def _store_sharded(model: nn.Module, weights: list[WeightToStore]) -> None:
     """Weights that `zero.Init` has sharded: each is whole while it is stored. Tied ones are one parameter."""
-    chosen = {layer for _, layer, _, _ in layers}
+    chosen = {each.layer for each in weights}
     users: dict[Any, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for param in module._parameters.values():
             users.setdefault(param, []).append((name, module))
-    done: dict[Any, Any] = {}
-    for name, layer, config, key in layers:
-        weight = layer.weight
+    done: dict[Any, tuple[StoredForm, torch.dtype]] = {}
+    for each in weights:
+        weight: Any = each.layer.get_parameter(each.weight_name)
         if others := [other for other, module in users[weight] if module not in chosen]:
             raise ConfigError(
-                f"{key}: found {name}, whose weight is also that of {others[0]}, and is sharded; name both, or neither"
+                f"{each.key}: found {each.name}, whose weight is also that of {others[0]}, and is sharded; name both, "
+                "or neither"
             )
-        shape, dtype = whole_shape(weight), weight.dtype
+        shape, dtype = torch.Size(whole_shape(weight)), weight.dtype
         if weight in done:
-            shape, dtype = done[weight].form.shape, done[weight].dtype
-        stored = take_form(layer, config, torch.Size(shape), dtype, key, name)
+            shape, dtype = torch.Size(done[weight][0].whole_shape), done[weight][1]
+        form = take_form(each, shape, dtype).forms[each.weight_name]
         if weight not in done:
             weight.requires_grad_(False)
-            reshard(weight, stored.form.pack, weight.ds_process_group)
-            done[weight] = stored
-        elif done[weight].form != stored.form:
-            raise ConfigError(f"{key}: found {name}, whose weight is tied and stored otherwise; give both the same")
+            reshard(weight, form.pack, weight.ds_process_group)
+            done[weight] = form, dtype
+        elif done[weight][0] != form:
+            raise ConfigError(
+                f"{each.key}: found {each.name}, whose weight is tied and stored otherwise; give both the same"
+            )

@@ -15,7 +15,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig, stored_as
 from deepspeed.linear.quantization import QuantizedLinear, WidensInBackward
-from deepspeed.ops.quantizer.layers import StoredForm
+from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class OptimizedLinear(nn.Module):
@@ -153,7 +153,9 @@ def freeze(layer: nn.Linear, lora: LoRAConfig, quantization: QuantizationConfig 
         config = stored_as(quantization, layer.in_features)
         form = StoredForm.of(weight.shape, config, "QuantizationConfig", "a Linear")
         layer.__class__ = QuantizedLoRALinear
-        vars(layer).update(form=form, dtype=weight.dtype, _has_values=False, _device=None)
+        assert isinstance(layer, QuantizedLoRALinear)
+        layer.begin_storing(weight.dtype)
+        layer.forms["weight"] = form
         layer.weight = weight
     if not lora.delay_lora_init:
         layer.init_lora()

@@ -13,8 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import QuantizationConfig, stored_as
 from deepspeed.ops.quantizer import layers
-from deepspeed.ops.quantizer.layers import StoredForm, StoredLayer
+from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import packed_linear
+from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 @absent_members("linear.quantization:QuantizedParameter")
@@ -89,8 +90,8 @@ class QuantizedParameter(nn.Parameter):
 class WidensInBackward(StoredLayer):
     """A stored layer whose product keeps no wide weight for the backward pass: it is widened once more there."""
 
-    def _stored(self, value: Tensor) -> nn.Parameter:
-        stored = super()._stored(value)
+    def _stored(self, name: str, value: Tensor) -> nn.Parameter:
+        stored = super()._stored(name, value)
         if stored.dtype is not torch.int8 or isinstance(stored, QuantizedParameter):
             return stored
         made = QuantizedParameter.of(stored, self.form, self.dtype)

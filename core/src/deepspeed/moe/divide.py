@@ -14,8 +14,6 @@ width.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +25,11 @@ from deepspeed.moe.dispatch import dispatch
 from deepspeed.moe.gate import Routing
 from deepspeed.moe.stacked import grouped_linear
 from deepspeed.moe.token_ranks import token_ranks
+from deepspeed.ops.experts import DOWN, has_params_of_experts, inner_of, is_experts, is_transposed, up_name
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import ModelPart, mark_part
 
-_DOWN = "down_proj"
 #: keys that this version acts on; `preset_model` names what is recognized by its parameters
 _SUPPORTED = {"enabled", "autoep_size", "expert_tensor_parallel_size", "preset_model", "moe_layer_pattern"}
 
@@ -49,7 +47,7 @@ class DividedExperts(nn.Module):
         self._ranks = ranks
         self._up = up_name(module)
         self._inner: Callable[[Tensor], Tensor] = inner_of(module)
-        self._is_transposed = bool(getattr(module, "is_transposed", False))
+        self._is_transposed = is_transposed(module)
         self.num_experts = _num_experts(module)
         start, stop = (self.num_experts * place // ranks.world_size for place in (ranks.rank, ranks.rank + 1))
         for name, param in list(module.named_parameters(recurse=False)):
@@ -74,7 +72,7 @@ class DividedExperts(nn.Module):
         return dispatch(x_TH, routing, self._run, self._ranks).view_as(hidden_states)
 
     def _run(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._linear(self._inner(self._linear(rows_NH, self._up, counts)), _DOWN, counts)
+        return self._linear(self._inner(self._linear(rows_NH, self._up, counts)), DOWN, counts)
 
     def _linear(self, rows_NI: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.get_parameter(name)
@@ -134,7 +132,7 @@ def _can_divide(module: nn.Module) -> bool:
     Raises:
         ConfigError: stage 3 holds them already.
     """
-    if _has_params_of_experts(module) and any(hasattr(param, "ds_id") for param in module.parameters()):
+    if has_params_of_experts(module) and any(hasattr(param, "ds_id") for param in module.parameters()):
         raise ConfigError(
             f"expert_parallel: the experts ({type(module).__name__}) were sharded by zero.Init; build the model "
             "without it: the experts are divided first, and stage 3 shards what each rank holds"
@@ -142,51 +140,5 @@ def _can_divide(module: nn.Module) -> bool:
     return is_experts(module)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether it computes down(inner(up(x))) for each expert, as most models of transformers do."""
-    if not _has_params_of_experts(module):
-        return False
-    if getattr(module, "has_post_expert_norm", False) or inner_of(module) is None:
-        return False
-    up_shape, down_shape = module.get_parameter(up_name(module)).shape, module.get_parameter(_DOWN).shape
-    if len(up_shape) != 3 or len(down_shape) != 3:
-        return False
-    out_dim, in_dim = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
-    widening = 2 if up_name(module) == "gate_up_proj" else 1
-    fits = up_shape[in_dim] == down_shape[out_dim] and up_shape[out_dim] == widening * down_shape[in_dim]
-    return up_shape[0] == down_shape[0] and fits
-
-
-def _has_params_of_experts(module: nn.Module) -> bool:
-    """The two weights, the biases that its class declares, and no others."""
-    params, up = dict(module.named_parameters(recurse=False)), up_name(module)
-    biases = {f"{up}_bias", f"{_DOWN}_bias"} if getattr(module, "has_bias", False) else set()
-    return set(params) == {up, _DOWN, *biases} and list(module.parameters()) == list(params.values())
-
-
-def up_name(module: nn.Module) -> str:
-    """Of the weight of the first product."""
-    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-
-
 def _num_experts(module: nn.Module) -> int:
-    return len(module.get_parameter(_DOWN))
-
-
-def inner_of(module: nn.Module) -> Any:
-    """What lies between the two products: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate.
-
-    None where the module does not say.
-    """
-    act = getattr(module, "act_fn", None)
-    if not getattr(module, "has_gate", True):
-        return act
-    own = getattr(module, "_apply_gate", None)  # set by transformers on the classes that declare themselves
-    if own is not None:
-        return own
-    return partial(_gated, act) if callable(act) else None
-
-
-def _gated(act: Callable[[Tensor], Tensor], gate_and_up: Tensor) -> Tensor:
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return act(gate) * up
+    return len(module.get_parameter(DOWN))

@@ -29,7 +29,7 @@ from deepspeed.config.data import AioConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.layers import await_values, can_be_stored, store_layers
+from deepspeed.ops.quantizer.layers import WeightToStore, await_values, store_layers, weights_to_store
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
@@ -155,9 +155,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
         if module is not None:
             if self._stored is not None:
                 store_layers(
-                    (name, each, self._stored, _STORED_BY)
+                    WeightToStore(name, each, weight, self._stored, _STORED_BY)
                     for name, each in list(module.named_modules())
-                    if can_be_stored(each) and unit_of(each._parameters["weight"]) is None
+                    for weight in weights_to_store(each)
+                    if unit_of(each.get_parameter(weight)) is None
                 )
             with freed_memory_returned():
                 self._shard(module)
@@ -213,7 +214,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             finally:
                 module.__dict__.pop(_UNDER_CONSTRUCTION, None)
             self._access.shard_unreferenced()
-            if self._stored is not None and can_be_stored(module):
+            if self._stored is not None and weights_to_store(module):
                 stored = await_values(module, self._stored, _STORED_BY, allocates=True)
                 stored.dtype = self.dtype or stored.dtype
             self._shard(module)

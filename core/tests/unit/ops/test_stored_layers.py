@@ -8,7 +8,7 @@ import torch
 from deepspeed.config.inference import GroupWiseQuantConfig
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from deepspeed.ops.quantizer.layers import await_values, store_layers
+from deepspeed.ops.quantizer.layers import WeightToStore, await_values, store_layers
 from torch import nn
 
 ROWS, COLS, GROUP = 24, 32, 8
@@ -43,7 +43,7 @@ def bound_of(weight, bits, dim, symmetric):
 
 
 def stored(layer, *form):
-    store_layers([("layer", layer, section(*form), "key")])
+    store_layers([WeightToStore("layer", layer, "weight", section(*form), "key")])
     return layer
 
 
@@ -107,7 +107,7 @@ def test_a_state_dict_brings_the_stored_weight_back_bit_for_bit(assign):
         nn.Linear(COLS, ROWS).load_state_dict(saved.state_dict())
     for differs in ({"bits": 8}, {"symmetric": True}, {"dim": 0}, {"group": 16}, {"bits": 8, "symmetric": FLOATING}):
         layer = nn.Linear(COLS, ROWS)
-        store_layers([("layer", layer, section(**{"bits": 4, **differs}), "key")])
+        store_layers([WeightToStore("layer", layer, "weight", section(**{"bits": 4, **differs}), "key")])
         with pytest.raises(
             RuntimeError, match=r"weight: found a weight stored otherwise: .* instead of .*; give the sett"
         ):

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
-from deepspeed.inference.packed_experts import PackedExperts, by_expert
+from deepspeed.inference.packed_experts import PackedExperts
 from deepspeed.moe.stacked import grouped_linear
+from deepspeed.ops.experts import by_expert
+from deepspeed.ops.quantizer.layers import StoredExperts
 from deepspeed.tensor_parallel.experts import ranks_of_experts
 from deepspeed.tensor_parallel.ranks import sum_over
 
@@ -34,8 +36,10 @@ class FusedExperts:
         self.router: nn.Module = module.gate
         self.experts: Any = module.experts
         self.activation = activation
+        is_converted = isinstance(self.experts, PackedExperts | StoredExperts)
+        self.num_experts: int = self.experts.num_held if is_converted else len(self.experts.down_proj)
         self.ranks = ranks_of_experts(self.experts)
-        name = (self.experts.original if isinstance(self.experts, PackedExperts) else type(self.experts)).__name__
+        name = (self.experts.original if is_converted else type(self.experts)).__name__
         if name not in _CLASSES:
             raise ConfigError(f"its experts are {name}; {', '.join(_CLASSES)} are fused")
         hooks = len(self.experts._forward_hooks) + len(self.experts._forward_pre_hooks)
@@ -45,7 +49,7 @@ class FusedExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
         _, weights_NK, index_NK = self.router(x.reshape(-1, x.shape[-1]))
-        total = by_expert(x, index_NK, weights_NK, len(self.experts.down_proj), self._run)
+        total = by_expert(x, index_NK, weights_NK, self.num_experts, self._run)
         return total if self.ranks is None else sum_over(total, self.ranks)
 
     def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -53,6 +57,6 @@ class FusedExperts:
         return self._product(self.activation(gate).mul_(up), "down_proj", counts)
 
     def _product(self, rows: Tensor, name: str, counts: Sequence[int]) -> Tensor:
-        if isinstance(self.experts, PackedExperts):
+        if isinstance(self.experts, PackedExperts | StoredExperts):
             return self.experts.product(rows, name, counts)
         return grouped_linear(rows, getattr(self.experts, name), counts)

@@ -1,25 +1,17 @@
 """Layers whose weight is stored in 8, 6 or 4 bits, in one parameter: `deepspeed.inference.quantization.layers`.
 
 A layer becomes one of these in place (`store_layers`), so that the model, its hooks and whoever refers to the layer
-keep it. Its `weight` is then one int8 tensor, 1-D, which ZeRO shards and gathers, `to` moves and a state dict saves
-like any other; B bytes:
+keep it. Its `weight` is then one int8 tensor, 1-D, in the form of `stored_form.py`, which ZeRO shards and gathers, `to`
+moves and a state dict saves like any other. Experts (`ops.experts`) have two such parameters, of all experts each.
 
-    header   8 x int32: a mark, whether there are values, bits, group size, group dim, kind, rows, columns;
-             kind: 0 asymmetric, 1 symmetric, 2 floating
-    scales   fp32, one per group
-    zeros    fp32, one per group; none where symmetric
-    data     the numbers, as `packed.py` has them; filled up to a multiple of 16 bytes
-
-`packed.py` cuts groups along the last dimension, so with group dim 0 what is packed is the transposed weight. An
-ordinary layer refuses such a weight for its shape. A stored one takes an ordinary weight from a state dict too, and
+An ordinary layer refuses such a weight for its shape. A stored one takes an ordinary weight from a state dict too, and
 packs it: a layer made inside `zero.Init` or `QuantizationContext` has no values until then. The outputs are those of
 `torch.nn.functional.linear` or `embedding` with the weight that `unpack_weight` gives.
 """
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,208 +22,100 @@ from deepspeed._absent_members import absent_members
 from deepspeed.config.inference import GroupWiseQuantConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear, unit_of, unpack_weight
-
-_MARK = 0x51775344  # "DSwQ"
-_HEADER_BYTES = 32
-_HAS_VALUES = 1  # its place in the header
-_ALIGNMENT = 16  # bytes, so that the fp32 parts of weights that are gathered together are aligned
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """How one weight is stored: see the file's docstring.
-
-    Fields:
-        shape: of the weight, in the order that its layer has.
-        bits: 8 or 4; 8 or 6 where floating.
-        group_size: elements that share a scale.
-        group_dim: dimension along which a group lies.
-        symmetric: whether groups have no minimum.
-        floating: e4m3 or e3m2; symmetric.
-    """
-
-    shape: tuple[int, int]
-    bits: int
-    group_size: int
-    group_dim: int
-    symmetric: bool
-    floating: bool = False
-
-    @classmethod
-    def of(cls, shape: torch.Size, config: GroupWiseQuantConfig, key: str, where: str) -> "StoredForm":
-        """The form that a configuration asks for.
-
-        Raises:
-            ConfigError: groups do not fit the weight; names the key, the layer and the sizes that fit.
-        """
-        try:
-            check_bits(config.num_bits, config.floating)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.num_bits: {error}") from None
-        rows, cols = shape
-        length, size = shape[config.group_dim], config.group_size
-        step = unit_of(config.num_bits, config.floating)
-        if length % size or size % step:
-            even = {2: " and be even, as a byte holds two", 4: " and by 4, as three bytes hold four"}.get(step, "")
-            fits = [each for each in range(step, length + 1, step) if length % each == 0]
-            near = sorted(fits, key=lambda each: abs(math.log(each / size)))[:3]
-            advice = f"for example {', '.join(map(str, sorted(near)))}" if near else "which no size does"
-            raise ConfigError(
-                f"{key}.group_size: found {size} for {where}, whose weight is {rows} x {cols}: with group_dim "
-                f"{config.group_dim} it must divide {length}{even}; {advice}, or leave the layer out by a pattern of "
-                "weight_quantization.post_init_quant"
-            )
-        symmetric = config.symmetric or config.floating
-        return cls((rows, cols), config.num_bits, size, config.group_dim, symmetric, config.floating)
-
-    @property
-    def packed_shape(self) -> tuple[int, int]:
-        """Of the matrix that is packed: groups lie along its rows."""
-        return self.shape if self.group_dim == 1 else (self.shape[1], self.shape[0])
-
-    @property
-    def num_groups(self) -> int:
-        """Of the weight."""
-        return self.shape[0] * self.shape[1] // self.group_size
-
-    @property
-    def num_bytes(self) -> int:
-        """Elements of the stored weight."""
-        rows, cols = self.shape
-        data = rows * cols * self.bits // 8
-        numel = _HEADER_BYTES + 4 * self.num_groups * (1 if self.symmetric else 2) + data
-        return -(-numel // _ALIGNMENT) * _ALIGNMENT
-
-    def empty(self, device: torch.device) -> Tensor:
-        """A stored weight that has no values yet."""
-        stored_B = torch.zeros(self.num_bytes, dtype=torch.int8, device=device)
-        self._write_header(stored_B, has_values=False)
-        return stored_B
-
-    @torch.no_grad()
-    def pack(self, weight: Tensor) -> Tensor:
-        """The stored form of a weight."""
-        matrix = weight.detach() if self.group_dim == 1 else weight.detach().t().contiguous()
-        packed = pack_weight(matrix.contiguous(), self.bits, self.group_size, self.symmetric, floating=self.floating)
-        stored_B = self.empty(weight.device)
-        self._write_header(stored_B, has_values=True)
-        view = self.view(stored_B)
-        view.data.copy_(packed.data)
-        view.scales.copy_(packed.scales)
-        if view.zeros is not None and packed.zeros is not None:
-            view.zeros.copy_(packed.zeros)
-        return stored_B
-
-    def view(self, stored_B: Tensor) -> PackedWeight:
-        """The parts of a stored weight, without a copy."""
-        rows, cols = self.packed_shape
-        of_groups = (rows, cols // self.group_size)
-        if stored_B.storage_offset() % 4:  # gathered with parameters of another size
-            stored_B = stored_B.clone()
-        ends = [_HEADER_BYTES + 4 * self.num_groups * count for count in range(3)]
-        scales = stored_B[ends[0] : ends[1]].view(torch.float32).view(of_groups)
-        zeros = None if self.symmetric else stored_B[ends[1] : ends[2]].view(torch.float32).view(of_groups)
-        start = ends[1] if self.symmetric else ends[2]
-        data = stored_B[start : start + rows * cols * self.bits // 8].view(rows, cols * self.bits // 8)
-        return PackedWeight(data, scales, zeros, self.bits, self.group_size, (rows, cols), self.floating)
-
-    def unpack(self, stored_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight, in the order of its layer."""
-        weight = unpack_weight(self.view(stored_B), dtype)
-        return weight if self.group_dim == 1 else weight.t()
-
-    def difference(self, stored_B: Tensor) -> str:
-        """What of a stored weight is not of this form; "": nothing."""
-        header = stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32).tolist()
-        if stored_B.numel() < _HEADER_BYTES or header[0] != _MARK:
-            return "it is no weight that deepspeed.inference.quantization stored"
-        names = ("num_bits", "group_size", "group_dim", "kind", "rows", "columns")
-        wanted = self._header(has_values=True)[2:]
-        differ = [
-            f"{name} {found} instead of {asked}"
-            for name, found, asked in zip(names, header[2:], wanted, strict=True)
-            if found != asked
-        ]
-        return ", ".join(differ)
-
-    def has_values(self, stored_B: Tensor) -> bool:
-        """Whether a checkpoint gave it any. Waits for the device."""
-        return bool(stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32)[_HAS_VALUES].item())
-
-    def _header(self, has_values: bool) -> list[int]:
-        kind = 2 if self.floating else int(self.symmetric)
-        return [_MARK, int(has_values), self.bits, self.group_size, self.group_dim, kind, *self.shape]
-
-    def _write_header(self, stored_B: Tensor, has_values: bool) -> None:
-        header = torch.tensor(self._header(has_values), dtype=torch.int32).view(torch.int8)
-        stored_B[:_HEADER_BYTES].copy_(header)
+from deepspeed.ops.experts import (
+    ConvertedExperts,
+    converted_class,
+    is_experts,
+    is_transposed,
+    names_of_weights,
+    run_experts,
+)
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_grouped_linear, packed_linear, unpack_weight
+from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class StoredLayer(nn.Module):
     """What the layers have in common. Made from an ordinary layer by `store_layers` or `await_values`."""
 
     weight: Tensor
-    form: StoredForm
+    #: by the name of the parameter
+    forms: dict[str, StoredForm]
     #: type of the weight that was stored
     dtype: torch.dtype
-    _has_values: bool
+    _have_values: set[str]  # as far as is known
     _device: torch.device | None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and isinstance(value, Tensor):
-            value = self._stored(value)
+        if isinstance(value, Tensor) and name in vars(self).get("forms", ()):
+            value = self._stored(name, value)
         super().__setattr__(name, value)
 
-    def _stored(self, value: Tensor) -> Parameter:
-        """A weight that is assigned, as transformers does when it loads and ties: in the form of this layer."""
+    def _weight(self, name: str) -> Tensor:
+        found: Tensor = getattr(self, name)
+        return found
+
+    def begin_storing(self, dtype: torch.dtype) -> None:
+        """Prepare a layer that was an ordinary one: no weight is stored yet."""
+        vars(self).update(forms={}, dtype=dtype, _have_values=set(), _device=None)
+
+    @property
+    def form(self) -> StoredForm:
+        """How the weight of a linear layer or embedding is stored."""
+        return self.forms["weight"]
+
+    def _stored(self, name: str, value: Tensor) -> Parameter:
+        """Store a weight that is assigned, as transformers does when it loads and ties, in the form of this layer."""
+        form = self.forms[name]
         if value.dtype is torch.int8:
-            if value.device.type != "meta" and value.numel() and (text := self.form.difference(value)):
-                raise ConfigError(f"weight: found a weight stored otherwise, {text}; tied layers must be stored alike")
-            self._has_values = False  # as far as is known
+            if value.device.type != "meta" and value.numel() and (text := form.difference(value)):
+                raise ConfigError(f"{name}: found a weight stored otherwise, {text}; tied layers must be stored alike")
+            self._have_values.discard(name)
             return value if isinstance(value, Parameter) else Parameter(value, requires_grad=False)
-        if tuple(value.shape) != self.form.shape or not value.is_floating_point():
+        if tuple(value.shape) != form.whole_shape or not value.is_floating_point():
             raise ConfigError(
-                f"weight: found {value.dtype} of shape {tuple(value.shape)} for a weight of shape {self.form.shape}"
+                f"{name}: found {value.dtype} of shape {tuple(value.shape)} for a weight of shape {form.whole_shape}"
             )
         if value.device.type == "meta":
             return Parameter(value.detach(), requires_grad=False)
         self.dtype = value.dtype
         device = value.device if self._device is None else self._device
-        stored = Parameter(self.form.pack(value.detach().to(device)), requires_grad=False)
+        stored = Parameter(form.pack(value.detach().to(device)), requires_grad=False)
         stored._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would draw random numbers into it
-        self._has_values = True
+        self._have_values.add(name)
         return stored
 
-    def _packed(self) -> PackedWeight:
-        """The parts of the weight, for the forward."""
-        if not self._has_values:
-            if self.weight.dtype is not torch.int8 or (self.weight.numel() and not self.form.has_values(self.weight)):
+    def _packed(self, name: str = "weight") -> PackedWeight:
+        """The parts of a weight, for the forward."""
+        form, weight = self.forms[name], self._weight(name)
+        if name not in self._have_values:
+            if weight.dtype is not torch.int8 or (weight.numel() and not form.has_values(weight)):
                 raise StateError(
-                    f"{type(self).__name__}: found no weight of shape {self.form.shape}: it was made with "
+                    f"{type(self).__name__}: found no {name} of shape {form.whole_shape}: it was made with "
                     "quantized_initialization, so its values are those of a checkpoint; load one, or make the model "
                     "without it and use weight_quantization.post_init_quant"
                 )
-            if not self.weight.numel():
+            if not weight.numel():
                 raise StateError(
-                    f"{type(self).__name__}: found a weight of shape {self.form.shape} that is sharded and not "
+                    f"{type(self).__name__}: found a {name} of shape {form.whole_shape} that is sharded and not "
                     "gathered; call the engine of deepspeed.initialize, or gather it with GatheredParameters"
                 )
-            self._has_values = True
-        return self.form.view(self.weight)
+            self._have_values.add(name)
+        return form.view(weight)
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+    def dequantized(self, dtype: torch.dtype | None = None, name: str = "weight") -> Tensor:
         """The weight that the layer computes with, in `dtype`; default: the type that it had."""
-        self._packed()
-        return self.values(dtype=dtype)
+        self._packed(name)
+        return self.values(dtype=dtype, name=name)
 
-    def values(self, stored_B: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def values(self, stored_B: Tensor | None = None, dtype: torch.dtype | None = None, name: str = "weight") -> Tensor:
         """The numbers that a stored weight stands for: this layer's, or `stored_B`, gathered."""
-        return self.form.unpack(self.weight if stored_B is None else stored_B, dtype or self.dtype).contiguous()
+        stored_B = self._weight(name) if stored_B is None else stored_B
+        return self.forms[name].unpack(stored_B, dtype or self.dtype).contiguous()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredLayer":
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        device = self._weight(next(iter(self.forms))).device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
         return self
 
     def _load_from_state_dict(
@@ -244,47 +128,51 @@ class StoredLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take an ordinary weight, which is packed, or a stored one."""
-        name = f"{prefix}weight"
+        """Take ordinary weights, which are packed, or stored ones."""
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        refusal = ""
-        if name in own:
-            own[name], refusal = self._loaded(own[name])
-        if refusal:
-            del own[name]
-            error_msgs.append(f"{name}: {refusal}")
+        refused = set()
+        for name in self.forms:
+            key = f"{prefix}{name}"
+            if key not in own:
+                continue
+            own[key], refusal = self._loaded(name, own[key])
+            if refusal:
+                del own[key]
+                refused.add(key)
+                error_msgs.append(f"{key}: {refusal}")
         super()._load_from_state_dict(own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if refusal and name in missing_keys:
-            missing_keys.remove(name)
-        elif name in own:
-            self._has_values = True
+        missing_keys[:] = [key for key in missing_keys if key not in refused]
+        self._have_values.update(name for name in self.forms if f"{prefix}{name}" in own)
 
-    def _loaded(self, value: Tensor) -> tuple[Tensor, str]:
+    def _loaded(self, name: str, value: Tensor) -> tuple[Tensor, str]:
         """The stored form of a weight from a state dict, or why there is none."""
+        form = self.forms[name]
         if value.device.type == "meta":
             return value, "found a tensor of the meta device, which has no values"
         if value.dtype is torch.int8:
-            text = self.form.difference(value)
+            text = form.difference(value)
             refusal = f"found a weight stored otherwise: {text}; give the settings with which it was saved"
             stored = value
         else:
-            is_weight = tuple(value.shape) == self.form.shape and value.is_floating_point()
+            is_weight = tuple(value.shape) == form.whole_shape and value.is_floating_point()
             text = "" if is_weight else "other"
-            refusal = (
-                f"found {value.dtype} of shape {tuple(value.shape)}, and the weight has the shape {self.form.shape}"
-            )
-            stored = self.form.pack(value.to(self.dtype)) if is_weight else value
+            found = f"found {value.dtype} of shape {tuple(value.shape)}"
+            refusal = f"{found}, and the weight has the shape {form.whole_shape}"
+            stored = form.pack(value.to(self.dtype)) if is_weight else value
         if text:
             return value, refusal
-        if self.weight.dtype is not torch.int8:
+        if self._weight(name).dtype is not torch.int8:
             device = value.device if self._device is None else self._device
-            self.weight = Parameter(self.form.empty(device), requires_grad=False)
+            setattr(self, name, Parameter(form.empty(device), requires_grad=False))
         return stored, ""
 
     def extra_repr(self) -> str:
-        form = self.form
-        kind = "floating" if form.floating else "symmetric" if form.symmetric else "asymmetric"
-        return f"{form.shape[0]} x {form.shape[1]}, {form.bits} bits, {kind}, groups of {form.group_size}"
+        def shown(name: str, form: StoredForm) -> str:
+            kind = "floating" if form.floating else "symmetric" if form.symmetric else "asymmetric"
+            size = f"{'' if name == 'weight' else f'{name}: '}{' x '.join(map(str, form.whole_shape))}"
+            return f"{size}, {form.bits} bits, {kind}, groups of {form.group_size}"
+
+        return "; ".join(shown(*each) for each in self.forms.items())
 
 
 def _as_section(config: Any) -> GroupWiseQuantConfig:
@@ -347,6 +235,47 @@ class QuantizedEmbedding(StoredLayer, nn.Embedding):
         return unpack_weight(found, self.dtype).view(*input.shape, shape[1])
 
 
+class StoredExperts(ConvertedExperts, StoredLayer):
+    """Experts whose weights, one or both, are stored in few bits; biases keep their type. `store_layers` makes them."""
+
+    prefix = "Quantized"
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[..., H] -> [..., H]; index and weights are [T, K]."""
+        return run_experts(self, self.product, self.num_held, hidden_states, top_k_index, top_k_weights)
+
+    @property
+    def num_held(self) -> int:
+        """How many experts there are."""
+        return next(iter(self.forms.values())).experts
+
+    def product(self, rows: Tensor, name: str, counts: Sequence[int]) -> Tensor:
+        """Multiply the first `counts[0]` rows with the first expert's weight, and so on."""
+        bias = getattr(self, f"{name}_bias", None)
+        form = self.forms.get(name)
+        if form is not None and (form.group_dim == 1) != is_transposed(self):
+            return packed_grouped_linear(rows, self._packed(name), counts, bias)
+        outputs = []
+        for number, some in enumerate(rows.split(list(counts))):
+            if len(some):
+                weight = self._of_expert(name, number, rows.dtype)
+                its_bias = None if bias is None else bias[number].to(rows.dtype)
+                outputs.append(F.linear(some, weight.t() if is_transposed(self) else weight, its_bias))
+        if outputs:
+            return torch.cat(outputs)
+        shape = self._weight(name).shape if form is None else form.whole_shape
+        return rows.new_empty(0, shape[2 if is_transposed(self) else 1])
+
+    def _of_expert(self, name: str, number: int, dtype: torch.dtype) -> Tensor:
+        """Return the weight of one expert, as the module had it."""
+        if name not in self.forms:
+            return self._weight(name)[number]
+        packed = self._packed(name)
+        length = packed.shape[0] // self.num_held
+        weight = unpack_weight(packed.narrow(0, number * length, length), dtype)
+        return weight if self.forms[name].group_dim == 1 else weight.t()
+
+
 #: class of a layer -> of the layer that it becomes; by name, since core does not need transformers
 _STORED: dict[str, type[StoredLayer]] = {
     "torch.nn.modules.linear.Linear": QuantizedLinear,
@@ -355,51 +284,68 @@ _STORED: dict[str, type[StoredLayer]] = {
 }
 
 
-def can_be_stored(module: nn.Module) -> bool:
-    """Whether it is a linear or embedding layer with a weight of its own, and not of a class derived from one."""
+def weights_to_store(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of a module that can be stored.
+
+    Linear and embedding layers with a weight of their own have one, unless their class is derived; experts have two.
+    """
+    if isinstance(module, StoredLayer):
+        return ()
     cls = type(module)
-    return f"{cls.__module__}.{cls.__qualname__}" in _STORED and module._parameters.get("weight") is not None
+    if f"{cls.__module__}.{cls.__qualname__}" in _STORED:
+        return ("weight",) if module._parameters.get("weight") is not None else ()
+    return names_of_weights(module) if is_experts(module) else ()
 
 
-def store_layers(layers: Iterable[tuple[str, nn.Module, GroupWiseQuantConfig, str]]) -> None:
-    """Store the weights of layers, in place; one whole weight is in memory beside them. Tied ones stay tied.
+class WeightToStore(NamedTuple):
+    """A weight, how it is stored, and the key of the configuration that says so."""
 
-    Args:
-        layers: (name, layer, how its weight is stored, key of the configuration that says so).
+    name: str  # shown
+    layer: nn.Module
+    weight_name: str
+    config: GroupWiseQuantConfig
+    key: str
+
+
+def store_layers(weights: Iterable[WeightToStore]) -> None:
+    """Store weights of layers, in place; one whole weight is in memory beside them. Tied ones stay tied.
 
     Raises:
         ConfigError: groups do not fit, or a weight has no values. Layers before it are stored.
     """
     done: dict[tuple[Tensor, StoredForm], Tensor] = {}
-    for name, layer, config, key in layers:
-        weight = layer._parameters["weight"]
+    for each in weights:
+        weight = each.layer._parameters[each.weight_name]
         assert weight is not None
         if weight.device.type == "meta":
             raise ConfigError(
-                f"{key}: found {name} on the meta device, where it has no values; load the model before, or make it "
-                "inside QuantizationContext with weight_quantization.quantized_initialization"
+                f"{each.key}: found {each.name} on the meta device, where it has no values; load the model before, or "
+                "make it inside QuantizationContext with weight_quantization.quantized_initialization"
             )
-        stored = take_form(layer, config, weight.shape, weight.dtype, key, name)
-        same = done.get((weight, stored.form))
-        stored.weight = weight if same is None else same
-        done[weight, stored.form] = stored.weight
-        stored._has_values = True
+        stored = take_form(each, weight.shape, weight.dtype)
+        form = stored.forms[each.weight_name]
+        same = done.get((weight, form))
+        setattr(stored, each.weight_name, weight if same is None else same)
+        done[weight, form] = stored.get_parameter(each.weight_name)
+        stored._have_values.add(each.weight_name)
 
 
-def take_form(
-    layer: nn.Module, config: GroupWiseQuantConfig, shape: torch.Size, dtype: torch.dtype, key: str, name: str
-) -> StoredLayer:
+def take_form(each: WeightToStore, shape: torch.Size, dtype: torch.dtype) -> StoredLayer:
     """Make an ordinary layer a stored one; its weight is as it was, and must be replaced at once."""
-    form = StoredForm.of(shape, config, key, name)
+    layer = each.layer
+    form = StoredForm.of(shape, each.config, each.key, each.name)
     if getattr(layer, "max_norm", None) is not None:
         raise ConfigError(
-            f"{key}: found {name} with max_norm, by which an embedding changes its weight as it looks rows up; leave "
-            "it out by a pattern of weight_quantization.post_init_quant"
+            f"{each.key}: found {each.name} with max_norm, by which an embedding changes its weight as it looks rows "
+            "up; leave it out by a pattern of weight_quantization.post_init_quant"
         )
-    cls = type(layer)
-    layer.__class__ = _STORED[f"{cls.__module__}.{cls.__qualname__}"]
-    assert isinstance(layer, StoredLayer)
-    vars(layer).update(form=form, dtype=dtype, _has_values=False, _device=None)
+    if not isinstance(layer, StoredLayer):
+        cls = type(layer)
+        found = _STORED.get(f"{cls.__module__}.{cls.__qualname__}")
+        layer.__class__ = converted_class(StoredExperts, cls) if found is None else found
+        assert isinstance(layer, StoredLayer)
+        layer.begin_storing(dtype)
+    layer.forms[each.weight_name] = form
     return layer
 
 
@@ -407,17 +353,20 @@ def await_values(layer: nn.Module, config: GroupWiseQuantConfig, key: str, *, al
     """Make a layer that was just built a stored one, without values until a checkpoint is loaded.
 
     Args:
-        allocates: the stored weight exists, to be sharded; else it is made when the values come.
+        allocates: the stored weights exist, to be sharded; else they are made when the values come.
     """
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    stored = take_form(layer, config, weight.shape, weight.dtype, key, f"a {type(layer).__name__}")
-    if allocates:
-        stored.weight = Parameter(stored.form.empty(weight.device), requires_grad=False)
-    else:
-        stored._device = None if weight.device.type == "meta" else weight.device
-        stored.weight = Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-    return stored
+    for name in weights_to_store(layer):
+        weight = layer._parameters[name]
+        assert weight is not None
+        shown = f"a {type(layer).__name__}" if name == "weight" else f"{name} of a {type(layer).__name__}"
+        stored = take_form(WeightToStore(shown, layer, name, config, key), weight.shape, weight.dtype)
+        if allocates:
+            setattr(stored, name, Parameter(stored.forms[name].empty(weight.device), requires_grad=False))
+        else:
+            stored._device = None if weight.device.type == "meta" else weight.device
+            setattr(stored, name, Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+    assert isinstance(layer, StoredLayer)
+    return layer
 
 
 def _take_over(into: StoredLayer, layer: nn.Module, config: GroupWiseQuantConfig) -> None:
@@ -425,6 +374,7 @@ def _take_over(into: StoredLayer, layer: nn.Module, config: GroupWiseQuantConfig
     weight = layer._parameters["weight"]
     assert weight is not None
     copied = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
-    form = StoredForm.of(weight.shape, config, "config", f"a {type(layer).__name__}")
-    vars(into).update(copied, form=form, dtype=weight.dtype, _has_values=False, _device=None)
+    vars(into).update(copied)
+    into.begin_storing(weight.dtype)
+    into.forms["weight"] = StoredForm.of(weight.shape, config, "config", f"a {type(layer).__name__}")
     into.weight = weight

@@ -1,0 +1,142 @@
+"""Experts as transformers keeps them: what a module of them is, and its forward by two products of sorted rows.
+
+The experts of a layer are one module with the parameters `gate_up_proj` (or `up_proj`) and `down_proj`, of all experts,
+[E, out, in] or [E, in, out], and biases. Its forward takes the tokens, the experts that the router chose and their
+weights. Its class declares what differs: biases, the order, no gate, a gate of its own (GPT-OSS).
+
+`moe.divide` divides such modules over ranks; `inference.packed_experts` and `ops.quantizer.layers` pack their weights.
+
+Shape legend: T tokens, K experts of a token, N rows, E experts, H width, F inner width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DOWN = "down_proj"
+
+#: rows sorted by expert, the weight's name, and how many rows each expert has -> one of the two products
+Product = Callable[[Tensor, str, Sequence[int]], Tensor]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tell whether a module computes down(inner(up(x))) for each expert, as those of most models of transformers do."""
+    if not has_params_of_experts(module):
+        return False
+    if getattr(module, "has_post_expert_norm", False) or inner_of(module) is None:
+        return False
+    up_shape, down_shape = (_whole_shape(module.get_parameter(name)) for name in names_of_weights(module))
+    if len(up_shape) != 3 or len(down_shape) != 3:
+        return False
+    out_dim, in_dim = (2, 1) if is_transposed(module) else (1, 2)
+    widening = 2 if up_name(module) == "gate_up_proj" else 1
+    fits = up_shape[in_dim] == down_shape[out_dim] and up_shape[out_dim] == widening * down_shape[in_dim]
+    return bool(up_shape[0] == down_shape[0] and fits)
+
+
+def has_params_of_experts(module: nn.Module) -> bool:
+    """Tell whether a module has the two weights, the biases that its class declares, and no other parameters."""
+    params, weights = dict(module.named_parameters(recurse=False)), names_of_weights(module)
+    biases = {f"{name}_bias" for name in weights} if getattr(module, "has_bias", False) else set()
+    return set(params) == {*weights, *biases} and list(module.parameters()) == list(params.values())
+
+
+def _whole_shape(param: Tensor) -> Sequence[int]:
+    """Return the shape of the whole parameter, also of one that ZeRO-3 has sharded."""
+    shape: Sequence[int] = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+def names_of_weights(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the weights of the first and of the second product."""
+    return up_name(module), DOWN
+
+
+def up_name(module: nn.Module) -> str:
+    """Return the name of the weight of the first product."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Tell whether the weights are [E, in, out]."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def inner_of(module: nn.Module) -> Any:
+    """Return what lies between the two products: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate.
+
+    None is returned where the module does not say.
+    """
+    act = getattr(module, "act_fn", None)
+    if not getattr(module, "has_gate", True):
+        return act
+    own = getattr(module, "_apply_gate", None)  # set by transformers on the classes that declare themselves
+    if own is not None:
+        return own
+    return partial(_gated, act) if callable(act) else None
+
+
+def _gated(act: Callable[[Tensor], Tensor], gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def run_experts(
+    module: nn.Module, product: Product, num_experts: int, x: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Run the forward of such a module by another product; its own arguments follow `num_experts`."""
+    inner: Callable[[Tensor], Tensor] = inner_of(module)
+
+    def run(rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
+        return product(inner(product(rows_NH, up_name(module), counts)), DOWN, counts)
+
+    return by_expert(x, index_TK, weights_TK, num_experts, run)
+
+
+def by_expert(
+    x: Tensor, index_TK: Tensor, weights_TK: Tensor, num_experts: int, run: Callable[[Tensor, Sequence[int]], Tensor]
+) -> Tensor:
+    """Sum what the experts of each token give, by their weights, [..., H] -> [..., H].
+
+    Args:
+        index_TK: the experts; E and above are of no expert, a mark of transformers' for tokens that go nowhere.
+        run: rows sorted by expert, and how many each has -> what the experts give.
+    """
+    rows_TH = x.reshape(-1, x.shape[-1])
+    experts = index_TK.reshape(-1)
+    counts = experts.bincount(minlength=num_experts)[:num_experts].tolist()
+    order = experts.argsort(stable=True)[: sum(counts)]
+    tokens = order // index_TK.shape[-1]
+    rows_NH = run(rows_TH[tokens], counts) * weights_TK.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(rows_TH).index_add_(0, tokens, rows_NH.to(x.dtype)).view_as(x)
+
+
+class ConvertedExperts(nn.Module):
+    """Experts whose class was changed in place to one that `converted_class` makes; their own class stays a base."""
+
+    #: the class of transformers
+    original: type[nn.Module]
+    #: the names of the classes begin with it
+    prefix: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, type(self).__bases__, self.__getstate__()
+
+
+_CONVERTED: dict[tuple[type[ConvertedExperts], type[nn.Module]], type[ConvertedExperts]] = {}
+
+
+def converted_class(base: type[ConvertedExperts], original: type[nn.Module]) -> type[ConvertedExperts]:
+    """Return the class of experts of class `original` that compute as `base` says: one for each pair."""
+    if (base, original) not in _CONVERTED:
+        _CONVERTED[base, original] = type(f"{base.prefix}{original.__name__}", (base, original), {"original": original})
+    return _CONVERTED[base, original]
+
+
+def _empty(base: type[ConvertedExperts], original: type[nn.Module]) -> ConvertedExperts:
+    """Make a module for a copy, which gets its attributes afterwards."""
+    cls = converted_class(base, original)
+    return cls.__new__(cls)
