@@ -11,7 +11,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm import parted
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -296,3 +298,36 @@ def test_a_look_that_fails_leaves_the_others(monkeypatch):
     for _ in range(2):
         parted._look_after_waits(now_s=10.0)
     assert looked == [2, 2]
+
+
+def leave_in_the_middle_of_a_message(numel):
+    """Rank 1 leaves an all-to-all when the first of the peer's numbers have come and the last have not. Then both can
+    go on. Returns what ended the all-to-all here."""
+    group = TorchGroup(torch.distributed.group.WORLD)
+    while True:
+        output_N, input_N = torch.zeros(numel), torch.ones(numel)
+        group.barrier()
+        is_partial, error = torch.zeros(1), None
+        work = group.all_to_all(output_N, input_N)
+        try:
+            if torch.distributed.get_rank() == 1:
+                while output_N[0] == 0:
+                    pass
+                is_partial += output_N[numel // 2 - 1] == 0
+                raise MemoryError("no memory")
+            work.wait()
+        except (MemoryError, PeerFailed) as raised:
+            group.abandon([work], failed=True)
+            error = raised
+        else:  # all had come, and nothing fails here
+            group.abandon([], failed=True)
+        group.all_reduce(is_partial).wait()
+        if is_partial:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_a_message_under_way_to_a_rank_that_leaves_ends():
+    peer, failed = run_ranks(2, leave_in_the_middle_of_a_message, 1 << 25, timeout_s=60)
+    assert failed == "MemoryError: no memory"
+    assert peer.startswith("PeerFailed: ")
+    assert "rank 1 failed with MemoryError: no memory" in peer

@@ -1,6 +1,14 @@
-"""gloo's collectives of one group, watched: errors name the rank that failed first, and a rank can leave."""
+"""gloo's collectives of one group, watched: errors name the rank that failed first, and a rank can leave.
+
+[Note: what gloo does not end] Where a peer closes a connection, gloo ends what waits for it, but for the message that
+is under way at that time: `Pair::signalException` (gloo/transport/tcp/pair.cc) signals the buffers that are still to
+be sent or received, and not those of which a part was. Both ranks of that connection then have a thread of gloo that
+waits until the group's timeout. So who waits in a collective looks whether a rank has left the group, and gives up;
+and a group that is left with works in flight is never freed, since that would wait for its threads.
+"""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -16,10 +24,14 @@ from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.own_group import own_group
+from deepspeed.comm.work import ends_within, is_over
 from deepspeed.errors import CommError, first_line
 
 #: of messages that nobody sends
 _UNUSED_TAG = 1 << 22
+#: between two looks of a rank that waits; after so many that a rank has left nothing more will come
+_PAUSE = timedelta(seconds=1)
+_NUM_LOOKS = 3
 
 
 class Watch:
@@ -102,6 +114,10 @@ class Watch:
             )
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
+    def is_left(self, epoch: int) -> bool:
+        """Whether a rank has left the group in this epoch."""
+        return self._parted is not None or bool(self._failures.first(epoch))
+
     def cause(self) -> str:
         """Which rank left the group first in this epoch, and why; "" where none did."""
         return self._failures.first(self._epoch)
@@ -113,7 +129,7 @@ class Watch:
         group, epoch, issued = self.group, self._epoch, self.issued
 
         def look() -> None:
-            if self._parted is not None:
+            if self.is_left(epoch):
                 return
             error: CommError | None = parted.find(self.ranks, str(waits_in), never_comes)
             if error is None and (crossing := issued.crossing()):
@@ -148,8 +164,14 @@ class Watch:
         self._kept += over_gloo
         if not failed:
             return
+        if not all(work.is_over() for work in over_gloo):
+            self.never_free()
         self._failures.record(self._epoch)
         self.join_epoch(self._epoch + 1, leaves_works=bool(over_gloo))
+
+    def never_free(self) -> None:
+        """The group, of which a thread may wait for what does not end."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def epoch(self) -> tuple[str, int]:
         """For `give_up.py`."""
@@ -196,7 +218,7 @@ class _Watched:
         self._watch = watch
         self._work = work
         self._collective = collective
-        self._name, self._number = watch.issued.name, watch.issued.number
+        self._name, self._number, self._epoch = watch.issued.name, watch.issued.number, watch.epoch()[1]
 
     def poll(self) -> bool:
         """Poll; a failure names the rank that failed first."""
@@ -210,9 +232,19 @@ class _Watched:
         try:
             wait = parted.Wait(self._collective, self._name, self._number, self._watch.ranks)
             with parted.looking(wait, self._watch.looker(self._collective, self._never_comes)):
+                num_looks = 0
+                while num_looks < _NUM_LOOKS and not ends_within(self._work, _PAUSE):
+                    num_looks = num_looks + 1 if self._watch.is_left(self._epoch) else 0
+                if num_looks == _NUM_LOOKS:
+                    self._watch.never_free()
+                    raise RuntimeError("the connection was closed in the middle of a message")
                 self._work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._collective) from error
+
+    def is_over(self) -> bool:
+        """Whether gloo does nothing for it any more."""
+        return is_over(self._work)
 
     def _never_comes(self, rank: int, note: parted.Note) -> bool:
         return note.num_started.get(self._name, 0) < self._number

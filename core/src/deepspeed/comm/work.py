@@ -1,6 +1,7 @@
 """Works: those of torch as one, one with a local step after it, and one that is done."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch.distributed as torch_dist
 
@@ -39,6 +40,17 @@ class _Works:
         for work in works:
             work.wait()
 
+    def ends_within(self, limit: timedelta) -> bool:
+        """Wait for so long at most for each. Returns whether all are done; raises the error of one that failed."""
+        for work in self._works:
+            try:
+                work.wait(limit)
+            except RuntimeError:  # its own, or that of the limit
+                if not work.is_completed():
+                    return False
+                work.wait()
+        return True
+
 
 class Followed:
     """A work and the step of this rank that follows it: a sum of what came, a copy to where it belongs.
@@ -75,6 +87,16 @@ class Followed:
 def as_work(*works: torch_dist.Work | None) -> Work:
     """Several torch works (None: already done) as one."""
     return _Works([work for work in works if work is not None])
+
+
+def ends_within(work: Work, limit: timedelta) -> bool:
+    """`work.wait()` for a limited time, without the step that follows. Returns whether `wait` will return at once."""
+    return all(part.ends_within(limit) for part in parts_of([work]) if isinstance(part, _Works))
+
+
+def is_over(work: Work) -> bool:
+    """Whether the works of torch that it is made of are completed, if with an error."""
+    return all(part.poll() for part in parts_of([work]) if isinstance(part, _Works))
 
 
 def parts_of(works: Sequence[Work]) -> list[Work]:
