@@ -1,6 +1,7 @@
 """Logging: one logger, quiet by default, each line with its rank.
 
-May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name, default WARNING), or `logger.setLevel(...)`.
+May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name), or `logger.setLevel(...)`. By default it is just
+below WARNING: warnings and errors are shown, and lines of progress (`announce`), which WARNING silences.
 """
 
 import functools
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from deepspeed.errors import ConfigError, either, environment_int, stated
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_BY_DEFAULT = logging.WARNING - 5  # the level
 
 
 class _RankFormatter(logging.Formatter):
@@ -46,18 +48,18 @@ def _create_logger() -> logging.Logger:
     logger = logging.getLogger("DeepSpeed")
     logger.propagate = False
     level = environment_level()
-    logger.setLevel(level if level in LEVELS else "WARNING")
+    logger.setLevel((level if level in LEVELS else "WARNING") if level else _BY_DEFAULT)
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
     logger.addHandler(handler)
-    if level not in LEVELS and own_rank() == 0:
+    if level not in ("", *LEVELS) and own_rank() == 0:
         logger.warning(f"{stated('DS_LOG_LEVEL')}: found no level of that name; taking WARNING. Use {either(LEVELS)}")
     return logger
 
 
 def environment_level() -> str:
-    """The level that `DS_LOG_LEVEL` names, in capitals; WARNING where it is empty or not set."""
-    return os.environ.get("DS_LOG_LEVEL", "").strip().upper() or "WARNING"
+    """The level that `DS_LOG_LEVEL` names, in capitals; "" where it is not set."""
+    return os.environ.get("DS_LOG_LEVEL", "").strip().upper()
 
 
 logger = _create_logger()
@@ -81,9 +83,18 @@ def warn_once(message: str, ranks: tuple[int, ...] | None = None) -> None:
     log_dist(message, ranks, logging.WARNING)
 
 
-def announce(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Log a line of progress that is shown by default; the level ERROR silences it."""
-    if logger.isEnabledFor(logging.WARNING):
+def shows_asked_for() -> bool:
+    """Whether lines are shown that the configuration asks for: the level ERROR silences them."""
+    return logger.isEnabledFor(logging.WARNING)
+
+
+def announce(message: str, ranks: Sequence[int] | None = None, *, is_asked_for: bool = False) -> None:
+    """Log a line of progress, which is shown by default; the level WARNING silences it.
+
+    Args:
+        is_asked_for: by the configuration, as `steps_per_print` does; then only the level ERROR silences it.
+    """
+    if shows_asked_for() if is_asked_for else logger.isEnabledFor(_BY_DEFAULT):
         report(message, ranks)
 
 

@@ -162,12 +162,14 @@ def as_transformers(stage: int, folder: str) -> dict[str, Any]:
     """The Trainer: optimizer and schedule from the config, a checkpoint without a tag, groups of no parallelism."""
     from deepspeed.utils import groups, logger
 
+    level = logger.level
     logger.setLevel(30)
     model = torch.nn.Linear(4, 2)
     config = {**CONFIGS["transformers"], "zero_optimization": {"stage": stage, **SHARD_ALL}}
     engine, face, _, scheduler = deepspeed.initialize(
         model=model, config_params=config, model_parameters=list(model.parameters())
     )
+    logger.setLevel(level)
     engine.set_gradient_accumulation_boundary(is_boundary=True)
     engine.backward(engine(torch.ones(4, 4)).sum(), scale_wrt_gas=False)
     engine.step()

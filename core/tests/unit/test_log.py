@@ -57,6 +57,28 @@ def test_report_speaks_whatever_the_level(lines, monkeypatch):
     assert [text for _, text in lines] == ["asked for", "here"]
 
 
+@pytest.mark.parametrize(
+    ("level", "wanted"),
+    [
+        (None, ["progress", "asked for"]),
+        (logging.INFO, ["progress", "asked for"]),
+        (logging.WARNING, ["asked for"]),
+        (logging.ERROR, []),
+    ],
+)
+def test_progress_is_shown_by_default_and_follows_the_level(lines, monkeypatch, level, wanted):
+    monkeypatch.delenv("RANK", raising=False)
+    before = log.logger.level
+    if level is not None:
+        log.logger.setLevel(level)
+    try:
+        log.announce("progress")
+        log.announce("asked for", is_asked_for=True)
+    finally:
+        log.logger.setLevel(before)
+    assert lines == [("INFO", text) for text in wanted]
+
+
 def test_warn_once(lines):
     for _ in range(3):
         log.warn_once("a warning of test_log")
@@ -86,11 +108,12 @@ def test_a_root_logger_with_handlers_does_not_repeat_it(monkeypatch):
 @pytest.mark.parametrize(
     ("level", "wanted"),
     [
-        (None, "WARNING"),
+        (None, "Level 25"),  # between INFO and WARNING
+        ("warning", "WARNING"),
         ("debug", "DEBUG"),
         ("ERROR", "ERROR"),
         ("nonsense", "WARNING"),
-        ("", "WARNING"),
+        ("", "Level 25"),
         (" debug ", "DEBUG"),
         ("a\x1b[31m", "WARNING"),
     ],

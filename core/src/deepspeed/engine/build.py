@@ -447,7 +447,12 @@ def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool)
         MonitorMaster(config.monitor_config),
         Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
         # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
-        ThroughputTimer(throughput, int(config.train_batch_size), steps_per_output=1, logging_fn=log.announce),
+        ThroughputTimer(
+            throughput,
+            int(config.train_batch_size),
+            steps_per_output=1,
+            logging_fn=partial(log.announce, is_asked_for=True),
+        ),
         steps_per_print=every,
         shows_loss_scale=config.fp16.enabled or scales_loss,
         group=ranks_of_table(is_enabled=config.wall_clock_breakdown, steps_per_print=every, group=group),

@@ -227,7 +227,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             state = None if self.sigterm_client_state is None else self.sigterm_client_state()
             self.save_checkpoint(folder, client_state=state)
             self.wait_for_checkpoint()
-            announce(f"SIGTERM: saved in {folder} after step {self.global_steps}")
+            announce(f"SIGTERM: saved in {folder} after step {self.global_steps}", is_asked_for=True)
         raise SystemExit(EXIT_CODE)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -1,7 +1,6 @@
 """Who watches the engine: timers, the printed lines, the monitor. They receive values and change nothing."""
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -92,13 +91,14 @@ class Observers:
         notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0
-        is_shown = is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING)  # else nobody would see it
+        is_shown = is_due and is_writer() and log.shows_asked_for()  # else nobody would see it
         if is_shown:
             if stats.applied:
                 warn_unless_finite(stats.grad_norm)
             loss = "" if self._loss is None else f", loss={self._loss.item():.4g}"
             log.announce(
-                f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}{loss}"
+                f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}{loss}",
+                is_asked_for=True,
             )
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
         if self.breakdown.enabled:

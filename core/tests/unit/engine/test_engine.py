@@ -536,11 +536,12 @@ def test_bf16_skips_a_step_whose_gradients_are_not_finite(make_engine, lines, st
 
 
 def test_the_level_error_silences_the_lines(make_engine, lines):
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         train(make_engine(Net(), steps_per_print=1), 3)
     finally:
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(level)
     assert lines == []
 
 

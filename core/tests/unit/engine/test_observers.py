@@ -214,11 +214,12 @@ def test_nothing_is_measured_for_lines_that_nobody_sees(make_engine, monkeypatch
     train(make_engine(Net(), steps_per_print=float("inf")), 10)
     with pytest.raises(pytest.fail.Exception, match="the speed was read"):
         train(make_engine(Net(), steps_per_print=10), 10)
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         train(make_engine(Net(), steps_per_print=10), 10)
     finally:
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(level)
 
 
 def test_a_norm_that_stayed_on_the_device_is_checked_where_a_line_is_due(make_engine, lines):

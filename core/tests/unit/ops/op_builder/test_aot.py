@@ -175,10 +175,11 @@ def test_a_prebuilt_library_of_other_sources_is_not_taken(wheel, installed, work
     package = installed(wheel(DS_BUILD_OPS="1", DS_BUILD_OPERATORS="0"))
     with (package / "csrc" / "module.cpp").open("a") as source:
         source.write("// edited\n")
+    level = logger.level
     logger.setLevel("INFO")
     before = workshop.count("compile")
     loaded = importlib.import_module("shipped_of_test.op_builder").ModuleBuilder().load()
-    logger.setLevel("WARNING")
+    logger.setLevel(level)
     assert loaded.__file__.startswith(str(workshop.cache))
     assert workshop.count("compile") == before + 1
     assert any("was built from other sources or with other flags; it is compiled instead" in text for _, text in lines)
