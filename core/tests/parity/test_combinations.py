@@ -73,6 +73,7 @@ class Draw:
     events: dict[int, str] = field(default_factory=dict)  # before a step; failures: in it
     divides_vocabulary: bool = False
     other_engine: bool = False  # built later, with another mesh
+    compares: bool = False  # copies of weights, before each update
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -140,6 +141,7 @@ def draw(number, world=2):
         events=draw_events(dice, is_pipe),
         divides_vocabulary=dice.random() < 0.3 and is_tensor,
         other_engine=dice.random() < 0.4 and not is_pipe,
+        compares=dice.random() < 0.5,
     )
 
 
@@ -375,6 +377,7 @@ def config_of(case, place, step):
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
+        "watch": {"compare_weights_every": int(case.compares)},
     }
     if case.precision != "fp32":
         config[case.precision] = {"enabled": True, **({"loss_scale": 64} if case.precision == "fp16" else {})}

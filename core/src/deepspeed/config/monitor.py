@@ -1,7 +1,7 @@
 """Where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which: flops, collectives, times.
 
 None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
-first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`.
+first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`, `zero/replicas.py` on `watch`.
 """
 
 from collections.abc import Mapping
@@ -117,3 +117,15 @@ class TimersConfig(Section):
     """`timers`."""
 
     throughput: ThroughputTimerConfig = key(ThroughputTimerConfig, "The throughput timer.")
+
+
+class WatchConfig(Section):
+    """`watch`: what ranks find out about one another while they train. DeepSpeed ignores it, having no such section."""
+
+    compare_weights_every: Int = key(
+        0,
+        "Before every so many updates, compare digests of weights that several ranks hold copies of; where the bits "
+        "of a weight differ, all ranks raise, and name it and the ranks. 0: never.",
+        unit="updates",
+        ge=0,
+    )

@@ -38,6 +38,7 @@ from deepspeed.config.monitor import (
     TensorBoardConfig,
     TimersConfig,
     WandbConfig,
+    WatchConfig,
 )
 from deepspeed.config.optim import EigenvalueConfig, OptimizerConfig, ProgressiveLayerDropConfig, SchedulerConfig
 from deepspeed.config.parallel import (
@@ -174,6 +175,7 @@ class DeepSpeedConfig(Section):
     comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "Record of collectives.")
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Operations of a step.")
     timers: TimersConfig = key(TimersConfig, "Timers.")
+    watch: WatchConfig = key(WatchConfig, "What ranks find out about one another.")
 
     mesh: MeshConfig = key(MeshConfig, "Layout of the ranks; initialize(mesh_param=...) says the same.")
     tensor_parallel: TensorParallelConfig = key(TensorParallelConfig, "Tensor parallelism.")

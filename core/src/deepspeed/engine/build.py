@@ -77,7 +77,8 @@ from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded, 
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of
-from deepspeed.zero.replicas import check_replicas
+from deepspeed.zero.replicas import ReplicaCheck
+from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
@@ -237,9 +238,7 @@ def _initialize(
         observers=_create_observers(settings, group, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
-        check=partial(check_replicas, module, group, experts, sharding.set_locally)
-        if zero.enable_sanity_checks
-        else None,
+        check=_create_check(settings, module, mesh, sharding),
     )
     synchronize_module(module, group, experts)
     synchronize_tied(module, units)
@@ -393,7 +392,8 @@ def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
         "gradient_clipping": str(config.gradient_clipping),
         "mics_shard_size and zero_hpz_partition_size": copies,
     }
-    facts |= {name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline")}
+    facts["zero_optimization.enable_sanity_checks"] = str(zero.enable_sanity_checks)
+    facts |= {name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline", "watch")}
     check_same(facts, mesh.norm_group)
 
 
@@ -436,6 +436,17 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
     if training.sharding.stage == 0 and is_plain:
         return optimizer
     return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)
+
+
+def _create_check(
+    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
+) -> ReplicaCheck | None:
+    """What compares copies of weights before updates, if the configuration asks for it. A collective then."""
+    if config.zero_optimization.enable_sanity_checks:
+        return ReplicaCheck(module, mesh, sharding, key="zero_optimization.enable_sanity_checks", every=1)
+    if every := config.watch.compare_weights_every:
+        return ReplicaCheck(module, mesh, sharding, key="watch.compare_weights_every", every=every)
+    return None
 
 
 def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool) -> Observers:

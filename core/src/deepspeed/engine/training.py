@@ -24,7 +24,7 @@ class Training:
     Args:
         basic_optimizer: torch's; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
-        check: called before each update, by all ranks; None: nothing is checked.
+        check: called before each update, by all ranks, with its number; None: nothing is checked.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Training:
         observers: Observers,
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
-        check: Callable[[], None] | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         self.sharding = sharding
         self.precision = precision
@@ -228,7 +228,7 @@ class Training:
         sharding, precision = self.sharding, self.precision
         loss_scale = precision.loss_scaler.loss_scale
         if self._check is not None:
-            self._check()
+            self._check(self.progress.global_steps + 1)
         with self.observers.phase("step"):
             verdict = precision.verdict(sharding.norm())
             if verdict.applies:

@@ -1,74 +1,210 @@
-"""Whether ranks that hold the same parameter whole hold the same values: `zero_optimization.enable_sanity_checks`.
+"""Whether ranks that hold copies of the same weights hold the same bits: `watch.compare_weights_every`, and
+`zero_optimization.enable_sanity_checks`, which compares before every update.
 
-Called before each update, as `Training.check`: a rank that changed such a parameter on its own, for example inside
-`GatheredParameters` without `modifier_rank`, would train on from other weights without a sign.
+Called before an update, as `Training.check`. A rank that changed such a weight on its own, for example inside
+`GatheredParameters` without `modifier_rank`, or whose memory or kernel erred, would train on from other weights without
+a sign. Copies are
+
+    weights that this rank has whole    on the ranks of dp x sp; those of experts on the ranks with the same experts
+    weights of several pipeline stages  on these stages too
+    undivided weights, and shards       on tensor-parallel ranks too, if marks say what is divided
+    shards of MiCS                      on the ranks with the same shard
+    parts of hpZ's second copy          on the ranks with the same part
+
+Each copy has a digest, made on its device: one transfer per device brings them to the host. Ranks then exchange one
+digest of all digests for each set of ranks that hold copies, and only where two differ those of single weights.
 """
 
-from collections.abc import Iterator, Mapping, Set
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import StateError
-from deepspeed.parallel.expert_params import expert_group_of
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, is_moe_param
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import division_is_known
+from deepspeed.parallel.tied_params import tied_stages
 from deepspeed.zero.agreement import named_ranks
+from deepspeed.zero.gradient_norm import is_tensor_parallel
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.strategy import Sharding
 
-_PERIOD = 8191  # a prime: elements that changed places change the sum
 _CHUNK_NUMEL = 2**20
+_SPREAD = 0x9E3779B1  # odd, so that places below 2**31 get different factors
+_MIX = 0x2545F4914F6CDD1D  # odd, so that no bit of the chunks before is lost
+_MIB = 2**20
+_CALL = "comparison of weights"
+
+#: by set of ranks that hold copies, and by weight its digest; None: it is not to be compared now
+Digests = dict[str, dict[str, int | None]]
 
 
-def check_replicas(
-    module: torch.nn.Module, group: ProcessGroup, experts: Mapping[str, ProcessGroup], waiting: Set[Tensor]
-) -> None:
-    """Compare checksums of the parameters that this rank holds whole. A collective of `group` and of those of experts.
+class ReplicaCheck:
+    """Compares the copies of one engine's weights. Made by all ranks of the mesh together.
 
     Args:
-        group: ranks that hold the same parameters.
-        experts: by `param.group_name`, the ranks that hold the same experts.
-        waiting: parameters of which this rank has set its own elements, which the others get with the update. They are
-            not compared.
-
-    Raises:
-        StateError: on every rank, for the first parameter whose values differ; it names the ranks.
+        key: of the configuration, for errors.
+        every: updates; before each of so many it compares.
     """
-    found: dict[ProcessGroup, dict[str, int | None]] = {members: {} for members in (group, *experts.values())}
-    for name, param in module.named_parameters():
-        if param.numel() > 0:  # those of stage 3 that are sharded now are empty
-            expert = expert_group_of(param)
-            found[group if expert is None else experts[expert]][name] = (
-                None if param in waiting else _checksum(param.detach())
+
+    def __init__(self, module: torch.nn.Module, mesh: Mesh, sharding: Sharding, *, key: str, every: int) -> None:
+        self._module, self._mesh, self._sharding = module, mesh, sharding
+        self._key, self._every = key, every
+        self._ranks = mesh.ranks(*mesh.layout.axes)
+        self._was_reported = False
+        group_backend(mesh.norm_group).connect()
+
+    def __call__(self, update: int) -> None:
+        """Compare, if it is time. A collective of all ranks of the mesh.
+
+        Args:
+            update: the number of the update that follows, from 1.
+
+        Raises:
+            StateError: on every rank, for the first weight of which copies differ; it names the ranks.
+        """
+        if update % self._every or len(self._ranks) == 1:
+            return
+        started_s = time.perf_counter()
+        found, num_bytes = self._digests()
+        by_rank: list[dict[str, int]] = self._gather({members: _digest_of_all(each) for members, each in found.items()})
+        if not self._was_reported:
+            self._was_reported = True
+            elapsed_ms, sent = (time.perf_counter() - started_s) * 1e3, sum(len(str(each)) for each in by_rank)
+            log.announce(
+                f"{self._key}: compared {num_bytes / _MIB:.1f} MiB of weights per rank in {elapsed_ms:.1f} ms, with "
+                f"{sent} bytes from {len(by_rank)} ranks; every {self._every} updates"
             )
-    for members, sums in found.items():
-        if torch.distributed.get_world_size(members) > 1:
-            _compare(all_gather_values(sums, backend=group_backend(members)), members)
+        differing = [members for members in _in_order(by_rank) if len(_values(by_rank, members)) > 1]
+        if differing:
+            self._refuse(differing, self._gather({members: found.get(members, {}) for members in differing}))
+
+    def _gather(self, own: object) -> list[Any]:
+        return all_gather_values(own, backend=group_backend(self._mesh.norm_group), call=_CALL)
+
+    def _refuse(self, differing: Sequence[str], by_rank: Sequence[Digests]) -> None:
+        for members in differing:
+            for name in _in_order(found[members] for found in by_rank):
+                # another rank may have released it already, or set its own elements, which come with the update
+                every = zip(self._ranks, (found[members] for found in by_rank), strict=True)
+                held = {rank: digests[name] for rank, digests in every if name in digests}
+                if None in held.values() or len(set(held.values())) < 2:
+                    continue
+                (expected, _), *_ = Counter(held.values()).most_common()  # of equally many, that of the first rank
+                others = [rank for rank, digest in held.items() if digest != expected]
+                first = next(rank for rank, digest in held.items() if digest == expected)
+                raise StateError(
+                    f"{self._key}: the parameter {name} must have the same values on all ranks that hold it, and "
+                    f"{named_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank {first}. Change "
+                    "parameters on all ranks alike, or on one inside deepspeed.zero.GatheredParameters(..., "
+                    "modifier_rank=0). If nobody changed it, a rank computes or remembers other bits than its peers: "
+                    "go on from a checkpoint that is older than the last comparison, and test the memory and the "
+                    "device of that rank"
+                )
+
+    # ---- what this rank holds -----------------------------------------------------------------------------------
+
+    def _digests(self) -> tuple[Digests, int]:
+        """The digests of this rank's copies, and how many bytes they have."""
+        copies = [(name, sets, value) for name, sets, value in self._copies() if sets]
+        waiting = self._sharding.set_locally
+        digests = _digests([value for _, _, value in copies])
+        found: Digests = {}
+        for (name, sets, value), digest in zip(copies, digests, strict=True):
+            for members in sets:
+                found.setdefault(members, {})[name] = None if value in waiting else digest
+        return found, sum(value.nbytes for _, _, value in copies)
+
+    def _copies(self) -> Iterator[tuple[str, list[str], Tensor]]:
+        """By copy its name, the sets of ranks that hold others, and its values."""
+        is_known = self._mesh.size("tp") > 1 and division_is_known(self._module)
+        for name, param in self._module.named_parameters():
+            unit = unit_of(param)
+            is_whole = unit is None or not unit.is_sharded
+            if is_whole or (unit.status is ZeroParamStatus.AVAILABLE and unit.is_exact):  # type: ignore[union-attr]
+                if param.numel() > 0:
+                    yield name, self._holders(param, is_known), param
+        for unit in self._sharding.sharded_units():
+            yield from self._copies_of_shards(unit, is_known)
+
+    def _holders(self, param: Tensor, division_known: bool) -> list[str]:
+        mesh, expert = self._mesh, expert_group_of(param)
+        ep_size = 1 if expert is None else int(expert.removeprefix(EXPERT_PREFIX))
+        data = mesh.ranks("dp", "sp") if ep_size == 1 else mesh.experts(ep_size).ranks("edp")
+        sets = [*_set_of("edp" if ep_size > 1 else "dp", data)]
+        if division_known and expert is None and not is_tensor_parallel(param):
+            sets += _set_of("tp", mesh.ranks("tp"))
+        if stages := tied_stages(param):
+            stage_ranks = mesh.ranks("pp")
+            sets += _set_of(f"pp {stages}", [stage_ranks[at] for at in stages])
+        return sets
+
+    def _copies_of_shards(self, unit: ParamUnit, division_known: bool) -> Iterator[tuple[str, list[str], Tensor]]:
+        name = f"{unit.names[0]} (a shard that begins with it, of {unit.numel // unit.ranks.world_size} elements)"
+        sets, replicas, param = [], unit.unit_ranks.replicas, unit.params[0]
+        if replicas is not None:
+            kind = f"pp {tied_stages(param)}" if unit.unit_ranks.is_tied else "copies"
+            sets += _set_of(kind, torch.distributed.get_process_group_ranks(replicas.group))
+        if division_known and not any(is_tensor_parallel(each) or is_moe_param(each) for each in unit.params):
+            sets += _set_of("tp", self._mesh.ranks("tp"))
+        if sets:
+            yield name, sets, unit.shard_S if unit.offloaded is None else unit.offloaded.load(0, unit.shard_S.numel())
+        for near_S in unit.kept_tensors()[1:]:
+            yield f"{name}, second copy", _set_of("near", self._mesh.ranks("dp_replicate")), near_S
 
 
-def _compare(by_rank: list[dict[str, int | None]], members: ProcessGroup) -> None:
-    for name, expected in by_rank[0].items():
-        found = [sums.get(name, expected) for sums in by_rank]  # another rank may have released it already
-        if None in found:
-            continue
-        others = [torch.distributed.get_global_rank(members, at) for at, one in enumerate(found) if one != expected]
-        if others:
-            first = torch.distributed.get_global_rank(members, 0)
-            raise StateError(
-                f"zero_optimization.enable_sanity_checks: the parameter {name} must have the same values on all ranks "
-                f"that hold it, and {named_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank "
-                f"{first}. Change parameters on all ranks alike, or on one inside "
-                "deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
-            )
+def _set_of(kind: str, members: Sequence[int]) -> list[str]:
+    """The name of a set of ranks: that of its first, since sets of a kind have no rank in common. None of one rank."""
+    return [f"{kind} {members[0]}"] if len(members) > 1 else []
 
 
-def _checksum(param: Tensor) -> int:
-    """The sum of the bytes, each times one more than its place modulo a prime. It is equal for equal bits."""
-    return sum(_weighted_sums(param.contiguous().view(-1).view(torch.uint8)))
+def _in_order(by_rank: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for each in by_rank for name in each))
 
 
-def _weighted_sums(flat: Tensor) -> Iterator[int]:
-    for start in range(0, flat.numel(), _CHUNK_NUMEL):
-        chunk = flat[start : start + _CHUNK_NUMEL].long()
-        places = torch.arange(start, start + chunk.numel(), device=flat.device)
-        yield int((chunk * (places % _PERIOD + 1)).sum())
+def _values(by_rank: Iterable[dict[str, int]], name: str) -> set[int]:
+    return {each[name] for each in by_rank if name in each}
+
+
+def _digest_of_all(digests: dict[str, int | None]) -> int:
+    text = "\n".join(f"{name} {digest}" for name, digest in digests.items())
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _digests(values: Sequence[Tensor]) -> list[int]:
+    """The digest of each; one wait per device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        by_device.setdefault(value.device, []).append(place)
+    found = [0] * len(values)
+    for device, places in by_device.items():
+        factors = _factors(device)
+        digests = torch.stack([_digest(values[at], factors) for at in places]).tolist()
+        for place, digest in zip(places, digests, strict=True):
+            found[place] = digest
+    return found
+
+
+def _factors(device: torch.device) -> Tensor:
+    """One odd number below 2**31 for each place of a chunk."""
+    return (torch.arange(1, _CHUNK_NUMEL + 1, device=device).mul_(_SPREAD).bitwise_and_(2**31 - 1)).bitwise_or_(1)
+
+
+@torch.no_grad()
+def _digest(value: Tensor, factors: Tensor) -> Tensor:
+    """0-D, int64: the sum of the words of 32 bits at most, each times the factor of its place, modulo 2**64. Equal bits
+    give equal digests; a word that changed alone changes it, as its factor is odd."""
+    words = value.detach().contiguous().view(-1).view({1: torch.uint8, 2: torch.int16}.get(value.itemsize, torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    for chunk in words.split(_CHUNK_NUMEL):
+        total.mul_(_MIX).add_(chunk.long().mul_(factors[: chunk.numel()]).sum())
+    return total
