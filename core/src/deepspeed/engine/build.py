@@ -73,7 +73,13 @@ from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.leaf_modules import mark_configured
-from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded, refuse_unshaped
+from deepspeed.zero.managed import (
+    refuse_managed,
+    refuse_meta,
+    refuse_sharded,
+    refuse_unshaped,
+    warn_of_shared_memory,
+)
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of
@@ -166,6 +172,7 @@ def _initialize(
         log.logger.setLevel(settings.log_level)
     settings.check_supported()
     _refuse_wrapped(model, settings.zero_optimization.stage)
+    warn_of_shared_memory(model, settings.zero_optimization.stage)
     if optimizer is not None:
         _leave_unclipped(settings)
     _start_communication(dist_init_required, distributed_port)

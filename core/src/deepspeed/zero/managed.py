@@ -6,14 +6,17 @@ A parameter belongs to its engine until `destroy()`, or until the engine is coll
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.errors import ConfigError, counted
+from deepspeed.log import warn_once
 from deepspeed.zero.param_unit import unit_of
 
 if TYPE_CHECKING:
@@ -127,6 +130,33 @@ def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
             'no values; build the model in deepspeed.zero.Init, outside of torch.device("meta"), or allocate it '
             'with model.to_empty(device="cpu") and set its values before'
         )
+
+
+def warn_of_shared_memory(module: torch.nn.Module, stage: int) -> None:
+    """Called before an engine of `stage` is built around `module`: sharding puts each parameter elsewhere, so that two
+    with memory in common, which plain torch changes together, are then trained apart. It is said once."""
+    if stage > 0 and (names := _overlapping(module)) is not None:
+        warn_once(
+            f"initialize: the parameters {names[0]!r} and {names[1]!r} share memory, and zero_optimization.stage "
+            f"{stage} gives each its own: from now on a change of one does not change the other. For one weight under "
+            "two names use one nn.Parameter for both, as `decoder.weight = encoder.weight`"
+        )
+
+
+def _overlapping(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Two parameters with memory in common. Those that are not dense, such as every other column of a matrix, are left
+    out: their first and last element do not tell."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in module.named_parameters():
+        has_own = param.numel() > 0 and param.layout is torch.strided and not is_traceable_wrapper_subclass(param)
+        if has_own and torch.ops.aten.is_non_overlapping_and_dense(param):
+            start = param.data_ptr()
+            ends.setdefault(param.untyped_storage().data_ptr(), []).append((start, start + param.nbytes, name))
+    for ranges in map(sorted, ends.values()):
+        for (_, end, name), (start, _, other) in pairwise(ranges):
+            if start < end:
+                return name, other
+    return None
 
 
 def refuse_sharded(module: torch.nn.Module, stage: int) -> None:

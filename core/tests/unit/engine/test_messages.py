@@ -140,3 +140,26 @@ def test_batch_sizes_of_a_library_that_saw_one_process():
         resolve_batch(8, 4, 2, world_size=2)
     with pytest.raises(ConfigError, match="change one of them"):
         resolve_batch(9, 4, 2, world_size=2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_with_memory_in_common(single_rank, lines, stage):
+    net = nn.Module()
+    base = torch.arange(12.0)
+    net.first, net.apart = nn.Parameter(base[:4]), nn.Parameter(base[8:])
+    net.tied = net.first
+    net.second = nn.Parameter(base[2:6])
+    engine, *_ = deepspeed.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": stage}})
+    engine.destroy()
+    said = [text for _, text in lines if "share memory" in text]
+    assert len(said) == (stage > 0)
+    assert all("the parameters 'first' and 'second' share memory" in line for line in said)
+
+
+def test_parameters_of_one_storage_that_are_apart(single_rank, lines):
+    net = nn.LSTM(4, 4)
+    base = torch.zeros(4, 4)
+    net.even, net.odd = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
+    net.empty, net.rest = nn.Parameter(base[:0]), nn.Parameter(base[0])
+    deepspeed.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": 1}})[0].destroy()
+    assert not any("share memory" in text for _, text in lines)
