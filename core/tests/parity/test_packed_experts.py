@@ -22,6 +22,11 @@ SIZES = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 # shared experts and the first layer are plain linears
 DEEPSEEK = {**SIZES, **MLA, "n_routed_experts": 6, "first_k_dense_replace": 1, "num_key_value_heads": 6}
+LLAMA4 = {"num_local_experts": 4, "intermediate_size": 40, "intermediate_size_mlp": 48, "num_experts_per_tok": 2}
+DBRX = {
+    "attn_config": {"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0},
+    "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+}
 FAMILIES = {
     "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "intermediate_size": 40}),
     "qwen2_moe": ("Qwen2Moe", {**SIZES, "shared_expert_intermediate_size": 40}),
@@ -30,7 +35,20 @@ FAMILIES = {
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "n_group": 2, "topk_group": 2}),
     "gpt_oss": ("GptOss", {**SIZES, "num_local_experts": 6, "intermediate_size": 24}),  # biases, [in, out], own gate
+    # [in, out], of every token; the second layer has no experts
+    "llama4": ("Llama4", {**LLAMA, **LLAMA4, "moe_layers": [0]}),
+    # products by themselves, of attention too
+    "jetmoe": ("JetMoe", {**LLAMA, "num_local_experts": 4, "intermediate_size": 40, "kv_channels": 8}),
+    # matrices one below the other, of a part
+    "dbrx": ("Dbrx", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64, **DBRX}),
 }
+#: of a class with other weights than gate_up_proj and down_proj: whether each is [in, out]
+OWN_WEIGHTS = {
+    "Llama4TextExperts": {"gate_up_proj": True, "down_proj": True},
+    "JetMoeParallelExperts": {"weight": False},
+    "DbrxExpertGLU": {"w1": False, "v1": False, "w2": True},
+}
+OTHERS = ("llama4", "jetmoe", "dbrx")
 SCHEMES = {
     "int8": ({"dtype": torch.int8}, 8, True, False),
     "int4": ({"dtype": torch.int8, "quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}, 4, False, False),
@@ -38,10 +56,16 @@ SCHEMES = {
 }
 
 
-def create(name):
+def config_of(name):
     family, keys = FAMILIES[name]
+    text = "Text" * (name == "llama4")
+    return getattr(transformers, f"{family}{text}Config")(**COMMON, **keys)
+
+
+def create(name):
+    family, _ = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**COMMON, **keys)
+    config = config_of(name)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for param in model.parameters():
@@ -49,8 +73,21 @@ def create(name):
     return model.eval()
 
 
+def own_weights(experts):
+    found = [OWN_WEIGHTS[cls.__name__] for cls in type(experts).__mro__ if cls.__name__ in OWN_WEIGHTS]
+    return found[0] if found else None
+
+
+def weights_of(experts):
+    """The names of the weights, and whether each is [in, out]."""
+    return own_weights(experts) or dict.fromkeys(("gate_up_proj", "down_proj"), experts.is_transposed)
+
+
 def experts_of(model):
-    return [each for each in model.modules() if hasattr(each, "down_proj") and not hasattr(each.down_proj, "weight")]
+    def is_one(each):
+        return own_weights(each) or (hasattr(each, "down_proj") and not hasattr(each.down_proj, "weight"))
+
+    return [each for each in model.modules() if is_one(each)]
 
 
 @torch.no_grad()
@@ -67,9 +104,10 @@ def rounded(model, bits, symmetric, floating, groups=1):
         if type(module) is torch.nn.Linear and module is not head:
             module.weight.copy_(value(module.weight))
     for experts in experts_of(model):
-        for param in (experts.gate_up_proj, experts.down_proj):
-            for each in param:
-                each.copy_(value(each.t()).t() if experts.is_transposed else value(each))
+        for name, is_transposed in weights_of(experts).items():
+            param = getattr(experts, name)
+            for each in param if param.dim() == 3 else param.unflatten(0, (experts.moe_num_experts, -1)):
+                each.copy_(value(each.t()).t() if is_transposed else value(each))
     return model
 
 
@@ -92,7 +130,7 @@ def test_packed_experts_give_what_their_values_give(name, scheme):
     assert experts_of(engine.module)
     for experts, former in zip(experts_of(engine.module), experts_of(plain), strict=True):
         assert isinstance(experts, type(former))
-        for key in ("gate_up_proj", "down_proj"):
+        for key in weights_of(former):
             weight = getattr(experts, key)
             assert weight.dtype == torch.int8
             assert weight.nbytes == getattr(former, key).numel() * bits // 8
@@ -198,7 +236,7 @@ def test_packed_experts_move_copy_and_no_state_dict_omits_them():
     assert experts.down_proj.device.type == "meta"
 
 
-@pytest.mark.parametrize(("name", "tp"), [("gpt_oss", 1), ("mixtral", 2)])
+@pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in ("gpt_oss", *OTHERS)), ("mixtral", 2)])
 def test_packed_experts_are_written_as_the_numbers_they_stand_for(name, tp, tmp_path):
     arguments = (name, tp, str(tmp_path / "exported"))
     run_ranks(tp, export_job, *arguments) if tp > 1 else export_job(*arguments)
@@ -215,11 +253,10 @@ def export_job(name, tp, path):
 
 
 def checkpoint_job(name, tp, checkpoint):
-    family, keys = FAMILIES[name]
+    family, _ = FAMILIES[name]
     expected = deepspeed.init_inference(create(name), mp_size=tp, dtype=torch.int8)
     with deepspeed.OnDevice(dtype=torch.float, device="meta"):
-        config = getattr(transformers, f"{family}Config")(**COMMON, **keys)
-        empty = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        empty = getattr(transformers, f"{family}ForCausalLM")(config_of(name)).eval()
     put, kept = load_weights._put, []
 
     def watched(model, values):
@@ -233,7 +270,7 @@ def checkpoint_job(name, tp, checkpoint):
     assert torch.equal(tokens_of(engine, do_sample=False), tokens_of(expected, do_sample=False))
 
 
-@pytest.mark.parametrize(("name", "tp"), [("qwen3_moe", 1), ("gpt_oss", 1), ("mixtral", 2)])
+@pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in ("qwen3_moe", "gpt_oss", *OTHERS)), ("mixtral", 2)])
 def test_a_checkpoint_is_packed_as_it_is_read(name, tp, tmp_path):
     create(name).save_pretrained(tmp_path, max_shard_size="40KB")
     arguments = (name, tp, str(tmp_path / "model.safetensors.index.json"))
@@ -256,8 +293,35 @@ def test_experts_in_a_list_are_linears():
 
 
 def test_experts_of_another_form_are_named(capfd):
-    keys = {**LLAMA, "num_local_experts": 2, "intermediate_size_mlp": 48, "num_experts_per_tok": 1}
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**COMMON, **keys)).eval()
+    model = create("mixtral")
+    experts = experts_of(model)
+    for each in experts:
+        each.has_post_expert_norm = True  # as those of Muse Spark, whose norm is of each expert
     deepspeed.init_inference(model, dtype=torch.int8)
-    assert "Llama4TextExperts" in capfd.readouterr().err
+    assert "MixtralExperts (model.layers.0.mlp.experts) keep their weights" in capfd.readouterr().err
+    assert {each.down_proj.dtype for each in experts} == {torch.float}
+
+
+@torch.no_grad()
+def test_llama4_reads_experts_that_have_tokens():
+    """Each expert of the model gets every token, most of them times 0."""
+    engine = deepspeed.init_inference(create("llama4"), dtype=torch.int8)
+    experts = experts_of(engine.module)[0]
+    with mock.patch.object(experts, "product", wraps=experts.product) as product:
+        engine(torch.tensor([[5, 6, 7]]))
+    assert [len(call.args[0]) for call in product.call_args_list] == [6, 6]  # of 3 tokens, which have 2 experts each
+    rows = torch.zeros(8, 48)
+    assert torch.equal(experts(rows), rows)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_experts_of_other_forms_move_and_copy(name):
+    engine = deepspeed.init_inference(create(name), dtype=torch.int8)
+    expected = logits_of(engine, "")
+    for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+        assert torch.equal(logits_of(other, ""), expected)
+    with pytest.raises(StateError, match=r"^state_dict: .* init_inference packed into 8 bits"):
+        engine.module.state_dict()
+    engine.module.to("meta")
+    for experts in experts_of(engine.module):
+        assert {packed.data.device.type for packed in experts.packed_weights.values()} == {"meta"}

@@ -134,8 +134,7 @@ def load_weights(
         last = each.file
         tensor = wanted[key]
         if packing is not None and packing.takes(tensor):
-            num_parts = len(tensor) if tensor.dim() == 3 else 1  # experts, one by one
-            packing.take(tensor, _read(tensor, each, parts[key], device, num_parts))
+            packing.take(tensor, _read(tensor, each, parts[key], device, packing.num_parts_of(tensor)))
         else:
             new[key] = next(_read(tensor, each, parts[key], device))
     _put(model, new)

@@ -1,8 +1,8 @@
 """Weights of linear layers and experts in few bits: `init_inference(model, dtype=torch.int8)`, also "fp8" and "fp6".
 
 Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for,
-and so does each expert (`packed_experts.py`); biases, norms, routers and embeddings keep their type, in which the model
-goes on computing. For outputs y = x W^T of one layer
+and so does each expert (`packed_experts.py`); biases, norms, embeddings and routers that are no plain linears keep
+their type, in which the model goes on computing. For outputs y = x W^T of one layer
 
     |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
 
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.inference.packed_experts import pack_experts
+from deepspeed.inference.packed_experts import ExpertsForm, experts_form, pack_experts
 from deepspeed.log import announce
-from deepspeed.ops.experts import is_experts, names_of_weights
 from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
@@ -140,7 +139,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @dataclass
 class _Weight:
-    """One that is packed; as the module has it, [out, in], or [in, out] where transposed; of experts [E, ...]."""
+    """A weight that is packed; as the module has it, [out, in], or [in, out] where transposed.
+
+    A weight of experts is [E, out, in], or their matrices one below the other.
+    """
 
     module: nn.Module
     name: str
@@ -148,12 +150,24 @@ class _Weight:
     bits: int
     group_size: int
     is_transposed: bool
+    num_experts: int  # 0: of a linear
+
+    @property
+    def single_shape(self) -> tuple[int, int]:
+        """The shape of the matrix, or of one expert's, as the module has it."""
+        shape = self.tensor.shape
+        return shape[:-1].numel() // self.num_parts, shape[-1]
+
+    @property
+    def num_parts(self) -> int:
+        """How many matrices there are."""
+        return max(self.num_experts, 1)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in), or (E out, in), as it is packed."""
-        rows, cols = self.tensor.shape[-2:][:: -1 if self.is_transposed else 1]
-        return self.tensor.shape[:-2].numel() * rows, cols
+        rows, cols = self.single_shape[:: -1 if self.is_transposed else 1]
+        return self.num_parts * rows, cols
 
     @property
     def tensor(self) -> Tensor:
@@ -177,47 +191,62 @@ class Packing:
         get_head: Any = getattr(model, "get_output_embeddings", None)
         head = get_head() if get_head is not None else None
         self._left: dict[str, str] = {}
-        self._modules: list[tuple[str, nn.Module, list[_Weight]]] = []
+        self._modules: list[tuple[str, nn.Module, ExpertsForm | None, list[_Weight]]] = []
         self._taken: dict[int, PackedWeight] = {}
         for path, module in model.named_modules():
             bits = _bits(settings, module is head)
-            names = () if bits is None else self._names(module, path)
-            weights = [self._planned(path, module, name, groups_of(path), bits or 0) for name in names]
-            if weights:
-                self._modules.append((path, module, weights))
+            if bits is None:
+                continue
+            form = None if isinstance(module, StoredLayer) else experts_form(module)
+            if form is not None:
+                weights = self._of_experts(path, module, form, groups_of(path), bits)
+                self._modules.append((path, module, form, weights))
+            elif self._is_linear(module, path):
+                is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
+                weight = _Weight(module, "weight", path, bits, 0, is_transposed, 0)
+                self._modules.append((path, module, None, [self._grouped(weight, groups_of(path))]))
         users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-        planned = {id(each.tensor): each for _, _, weights in self._modules for each in weights}
+        planned = {id(each.tensor): each for *_, weights in self._modules for each in weights}
         self._by_param = {key: each for key, each in planned.items() if users[key] == 1}
 
-    def _names(self, module: nn.Module, path: str) -> tuple[str, ...]:
-        """Of the weights of this module that are packed."""
-        if is_experts(module) and not isinstance(module, StoredLayer):
-            return names_of_weights(module)
+    def _is_linear(self, module: nn.Module, path: str) -> bool:
+        """Tell whether the weight of this module is packed; note experts that keep theirs."""
         if "Experts" in type(module).__name__ and any(each.dim() == 3 for each in module.parameters(recurse=False)):
             self._left.setdefault(type(module).__name__, path)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        is_linear = is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS
-        return ("weight",) if is_linear else ()
+        return is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS
 
-    def _planned(self, path: str, module: nn.Module, name: str, num_groups: int, bits: int) -> _Weight:
-        is_of_linear = name == "weight"
-        named = path if is_of_linear else f"{path}.{name}"
-        keys = ("transposed",) if is_of_linear else ("is_transposed",)
-        is_transposed = type(module).__name__ == "Conv1D" or any(getattr(module, key, False) for key in keys)
-        weight = _Weight(module, name, named, bits, 0, is_transposed)
-        rows, cols = weight.tensor.shape[-2:][:: -1 if is_transposed else 1]
+    def _of_experts(self, path: str, module: nn.Module, form: ExpertsForm, num_groups: int, bits: int) -> list[_Weight]:
+        owner: Any = module
+        holder = form.holder(module)
+        prefix = f"{path}.{form.part}" if form.part else path
+        weights = []
+        for name, is_transposed in form.is_transposed.items():
+            tensor = holder.get_parameter(name)
+            num_experts = len(tensor) if tensor.dim() == 3 else owner.num_experts
+            weight = _Weight(holder, name, f"{prefix}.{name}", bits, 0, is_transposed, num_experts)
+            weights.append(self._grouped(weight, num_groups))
+        return weights
+
+    def _grouped(self, weight: _Weight, num_groups: int) -> _Weight:
+        """Give the weight the size of groups by which a matrix has `num_groups` at least."""
+        rows, cols = weight.single_shape[:: -1 if weight.is_transposed else 1]
         per_row = -(-num_groups // rows)
         if cols % per_row:
             raise ConfigError(
-                f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {named}, whose weight is {rows} x "
-                f"{cols}: {per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, "
-                "or 1"
+                f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {weight.path}, whose weight is "
+                f"{rows} x {cols}: {per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor "
+                f"of {cols}, or 1"
             )
         return replace(weight, group_size=cols // per_row)
 
     def takes(self, param: Tensor) -> bool:
         """Whether the values of a parameter are for `take`; one that has other uses keeps its own."""
         return id(param) in self._by_param
+
+    def num_parts_of(self, param: Tensor) -> int:
+        """In how many equal parts along its first dimension a parameter may be taken: experts, one by one."""
+        return self._by_param[id(param)].num_parts
 
     def take(self, param: Tensor, parts: Iterable[Tensor]) -> None:
         """Pack the values of a parameter, which it does not get itself: parts along its first dimension, in order."""
@@ -228,18 +257,18 @@ class Packing:
         """Let the modules compute with packed weights, in place: those that were taken, and those that they have."""
         self._by_param.clear()
         while self._modules:  # which hold the weights until each is packed
-            path, module, weights = self._modules.pop(0)
+            path, module, form, weights = self._modules.pop(0)
             packed = {}
             for each in weights:
                 taken = self._taken.pop(id(each.tensor), None)
                 packed[each.name] = self._packed(each, [each.tensor.detach()]) if taken is None else taken
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if form is not None:
+                pack_experts(module, form, weights[0].num_experts, packed)
+            elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.pack(packed["weight"])
-            elif "weight" in packed:
+            else:
                 bias: Any = module.bias
                 self._model.set_submodule(path, PackedLinear(packed["weight"], bias, weights[0].is_transposed))
-            else:
-                pack_experts(module, packed)
         for name, path in self._left.items():
             kept = "keep their weights: they are of a form that is not packed"
             announce(f"dtype {self._settings.dtype}: {name} ({path}) {kept}")
@@ -250,7 +279,7 @@ class Packing:
         form = (weight.bits, weight.group_size, settings.quant.weight.q_type == "symmetric")
         floating = settings.dtype != "int8"
         try:
-            singles = (one for part in parts for one in (part if part.dim() == 3 else (part,)))
+            singles = (one for part in parts for one in part.reshape(-1, *weight.single_shape))
             rows = (one.t() if weight.is_transposed else one for one in singles)
             packed = pack_rows(rows, weight.shape, *form, floating=floating)
         except ConfigError as error:

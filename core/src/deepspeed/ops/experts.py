@@ -88,12 +88,13 @@ def run_experts(
     module: nn.Module, product: Product, num_experts: int, x: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Run the forward of such a module by another product; its own arguments follow `num_experts`."""
+    return by_expert(x, index_TK, weights_TK, num_experts, partial(run_sorted, module, product))
+
+
+def run_sorted(module: nn.Module, product: Product, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute what the experts give for rows that are sorted by expert: of the first for `counts[0]`, and so on."""
     inner: Callable[[Tensor], Tensor] = inner_of(module)
-
-    def run(rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
-        return product(inner(product(rows_NH, up_name(module), counts)), DOWN, counts)
-
-    return by_expert(x, index_TK, weights_TK, num_experts, run)
+    return product(inner(product(rows_NH, up_name(module), counts)), DOWN, counts)
 
 
 def by_expert(
