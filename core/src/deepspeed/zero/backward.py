@@ -6,6 +6,7 @@ was launched. A rank that fails in either abandons its collectives here, so that
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,8 +18,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up, makes_collectives_besides
-from deepspeed.errors import CommError, StateError, first_line
-from deepspeed.log import logger, warn_once
+from deepspeed.errors import CommError, StateError, counted, first_line
+from deepspeed.log import log_dist, logger
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_norm import Scalar
@@ -169,12 +170,15 @@ class Reducing(Stateful):
         self._adds_up = any(self.reduction.used)
         if self.reduction.is_launched:
             self._after_launch()
-        for name, param in self._others:
-            if param.grad is not None:
-                warn_once(
-                    f"the parameter {name} got a gradient, and the optimizer does not have it: it is not trained. If "
-                    "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
-                )
+        if untrained := [name for name, param in self._others if param.grad is not None]:
+            self._others = [(name, param) for name, param in self._others if name not in untrained]  # said once
+            log_dist(
+                f"{counted(len(untrained), 'parameter')} got a gradient and will not be trained, such as "
+                f"{untrained[0]}: what is frozen when initialize() is called, or the optimizer is not given, has no "
+                "place in the step. To train it from now on unfreeze it and call "
+                "engine.optimizer.add_param_group({'params': [...]}); else freeze it by requires_grad_(False)",
+                level=logging.WARNING,
+            )
 
     @abandons_on_error
     def reduce_postponed(self) -> None:

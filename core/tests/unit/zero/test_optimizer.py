@@ -153,6 +153,49 @@ def test_a_group_is_added_while_another_parameter_is_frozen(make_engine, stage):
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_unfrozen_is_said_once_per_engine_and_can_be_added(make_engine, lines, stage):
+    def train(model, step):
+        for _ in range(3):
+            step(model(torch.ones(4, 4)).square().mean())
+
+    def build():
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain, optimizer = build()
+    plain[0].requires_grad_(True)
+
+    def step_plain(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(plain, step_plain)
+    for is_added in (False, True, False):
+        model, given = build()
+        engine = make_engine(model, arguments={"optimizer": given}, optimizer=None, zero_optimization={"stage": stage})
+
+        def step_engine(loss, engine=engine):
+            engine.backward(loss)
+            engine.step()
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            before = model[0].weight.detach().clone()
+        model[0].requires_grad_(True)
+        if is_added:
+            engine.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        train(model, step_engine)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            torch.testing.assert_close(model[0].weight, plain[0].weight if is_added else before)
+    said = [text for _, text in lines if "will not be trained" in text]
+    assert len(said) == 2
+    assert "2 parameters got a gradient and will not be trained, such as 0.weight" in said[0]
+    assert "engine.optimizer.add_param_group" in said[0]
+
+
 def test_the_rest_is_answered_by_the_inner_optimizer(engine):
     engine.basic_optimizer.its_own = 5
     assert engine.optimizer.its_own == 5
