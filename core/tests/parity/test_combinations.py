@@ -74,6 +74,7 @@ class Draw:
     divides_vocabulary: bool = False
     other_engine: bool = False  # built later, with another mesh
     compares: bool = False  # copies of weights, before each update
+    times_ranks: bool = False
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -142,6 +143,7 @@ def draw(number, world=2):
         divides_vocabulary=dice.random() < 0.3 and is_tensor,
         other_engine=dice.random() < 0.4 and not is_pipe,
         compares=dice.random() < 0.5,
+        times_ranks=dice.random() < 0.5,
     )
 
 
@@ -377,7 +379,7 @@ def config_of(case, place, step):
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "watch": {"compare_weights_every": int(case.compares)},
+        "watch": {"compare_weights_every": int(case.compares), "slow_rank_window": 2 * case.times_ranks},
     }
     if case.precision != "fp32":
         config[case.precision] = {"enabled": True, **({"loss_scale": 64} if case.precision == "fp16" else {})}

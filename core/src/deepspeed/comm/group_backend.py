@@ -11,6 +11,7 @@ from deepspeed.comm.in_place_group import InPlaceGroup
 from deepspeed.comm.libraries import library_by_device, no_group_error
 from deepspeed.comm.record import RecordedGroup, comms_logger
 from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.waits import waits
 from deepspeed.errors import CommError, PluginError
 from deepspeed.log import warn_once
 from deepspeed.ops.implementations import HOST
@@ -47,7 +48,7 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
     if group not in _backends:
         _backends[group] = _create(group)
     chosen = _backends[group]
-    return RecordedGroup(chosen) if comms_logger.enabled else chosen
+    return RecordedGroup(chosen) if comms_logger.enabled or waits.is_watched else chosen
 
 
 def backend_for_barriers(group: ProcessGroup | None = None) -> GroupBackend:

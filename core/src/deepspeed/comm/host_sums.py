@@ -11,10 +11,11 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.backend import Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.issued import Collective
 from deepspeed.comm.own_group import host_group
-from deepspeed.comm.record import comms_logger
+from deepspeed.comm.record import comms_logger, waited
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import as_work
 from deepspeed.errors import CommError
@@ -51,7 +52,7 @@ class HostSums:
         sums_N = torch.tensor(values, dtype=torch.float64, device="cpu")
         collective = Collective("an all-reduce between hosts", len(values), sums_N.dtype, "")
         start = time.perf_counter()
-        watch.start(lambda: as_work(torch_dist.all_reduce(sums_N, group=watch.group, async_op=True)), collective).wait()
+        waited(watch.start(lambda: _all_reduce(sums_N, watch.group), collective).wait)
         if comms_logger.wants("all_reduce", prof=False):
             comms_logger.add("all_reduce", sums_N.nbytes, time.perf_counter() - start)
         return sums_N.tolist()  # type: ignore[no-any-return]
@@ -73,3 +74,7 @@ class HostSums:
                 self._watch = Watch(self._device_group)
                 self._watch.group = group
         return self._watch
+
+
+def _all_reduce(sums_N: torch.Tensor, group: ProcessGroup) -> Work:
+    return as_work(torch_dist.all_reduce(sums_N, group=group, async_op=True))

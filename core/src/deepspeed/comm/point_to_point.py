@@ -16,6 +16,7 @@ from deepspeed.comm.backend import Messages, Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.issued import Collective
+from deepspeed.comm.record import counted
 from deepspeed.comm.watch import Watch
 
 
@@ -59,11 +60,11 @@ class PointToPoint:
             peer: rank within the group.
             tag: 0 to 7, as the receive has it.
         """
-        return self._start("a send to", tensor, peer, tag)
+        return counted(self._start("a send to", tensor, peer, tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
         """Start to receive into a contiguous tensor of the shape and dtype that is sent."""
-        return self._start("a receive from", tensor, peer, tag)
+        return counted(self._start("a receive from", tensor, peer, tag))
 
     def abandon(self) -> None:
         """This rank failed, and leaves its messages unfinished: peers that wait for it raise, and name it. Waits for

@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.backend import Capabilities, GroupBackend, Work
 from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.waits import waits
 from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 
@@ -44,6 +45,7 @@ _WITH_PARTS = frozenset(
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 class CommsLogger:
@@ -146,19 +148,19 @@ comms_logger = CommsLogger()
 def recorded(function: _F) -> _F:
     """Decorator of a public operation. Adds DeepSpeed's arguments `prof`, `log_name` and `debug`.
 
-    When recording is off this costs one attribute test.
+    When recording is off, and nobody watches waits, this costs two attribute tests.
     """
     op = function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
         if not comms_logger.enabled or not comms_logger.wants(op, prof):
-            return function(*args, **kwargs)
+            return waited(lambda: function(*args, **kwargs)) if waits.is_watched else function(*args, **kwargs)
         name = log_name or op
         if comms_logger.debug:
             name += f" | [Caller Func: {sys._getframe(1).f_code.co_name}]"
         start = time.perf_counter()
-        result = function(*args, **kwargs)
+        result = waited(lambda: function(*args, **kwargs))
         comms_logger.add(name, _num_bytes(args) or _num_bytes(tuple(kwargs.values())), time.perf_counter() - start)
         return result
 
@@ -222,7 +224,7 @@ class RecordedGroup:
     def barrier(self) -> None:
         """Recorded without bytes, as one that was waited for."""
         start = time.perf_counter()
-        self.recorded.barrier()
+        waited(self.recorded.barrier)
         if comms_logger.wants("barrier", prof=False):
             comms_logger.add("barrier", 0, time.perf_counter() - start)
 
@@ -242,13 +244,17 @@ def unrecorded(works: Sequence[Work]) -> list[Work]:
 
 
 class _RecordedWork:
-    """A collective in flight that is recorded when it was waited for."""
+    """A collective in flight that is recorded when it was waited for.
 
-    def __init__(self, work: Work, op: str, num_bytes: int, started_s: float) -> None:
+    Args:
+        started_s: what it took to start it; None: it is not recorded.
+    """
+
+    def __init__(self, work: Work, op: str = "", num_bytes: int = 0, started_s: float | None = None) -> None:
         self.recorded = work
         self._op = op
         self._num_bytes = num_bytes
-        self._spent_s: float | None = started_s
+        self._spent_s = started_s
 
     def poll(self) -> bool:
         """The recorded work's."""
@@ -257,17 +263,32 @@ class _RecordedWork:
     def wait(self) -> None:
         """Wait; the first time counts."""
         start = time.perf_counter()
-        self.recorded.wait()
+        waited(self.recorded.wait)
         spent_s, self._spent_s = self._spent_s, None
         if spent_s is not None:
             comms_logger.add(self._op, self._num_bytes, spent_s + time.perf_counter() - start)
 
 
+def waited(call: Callable[[], _T]) -> _T:
+    """`call()`, which waits for peers: `waits` counts it."""
+    is_counted = waits.begin()
+    try:
+        return call()
+    finally:
+        if is_counted:
+            waits.end()
+
+
+def counted(work: Work) -> Work:
+    """The work; `waits` counts the time in its `wait`."""
+    return _RecordedWork(work) if waits.is_watched else work
+
+
 def _recorded(op: str, tensor_N: torch.Tensor, call: Callable[[], Work]) -> Work:
     if not comms_logger.wants(op, prof=False):
-        return call()
+        return counted(waited(call))
     start = time.perf_counter()
-    work = call()
+    work = waited(call)
     return _RecordedWork(work, op, tensor_N.nbytes, time.perf_counter() - start)
 
 

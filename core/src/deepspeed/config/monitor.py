@@ -1,7 +1,8 @@
 """Where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which: flops, collectives, times.
 
 None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
-first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`, `zero/replicas.py` on `watch`.
+first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`, `zero/replicas.py` and
+`engine/slow_ranks.py` on `watch`.
 """
 
 from collections.abc import Mapping
@@ -129,3 +130,11 @@ class WatchConfig(Section):
         unit="updates",
         ge=0,
     )
+    slow_rank_window: Int = key(
+        0,
+        "After every so many steps, compare the ranks' own time per step, without waits for others; rank 0 warns of "
+        "those that are slower than the median. 0: never.",
+        unit="steps",
+        ge=0,
+    )
+    slow_rank_factor: Float = key(1.25, "How many times the median the time of a slow rank exceeds.", gt=1)

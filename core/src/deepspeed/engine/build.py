@@ -18,6 +18,7 @@ from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.together import together
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
 from deepspeed.data.loader import check_data
@@ -48,6 +49,7 @@ from deepspeed.engine.sharding import (
     refuse_quantized,
     split_data,
 )
+from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Training
 from deepspeed.engine.training_state import TrainingState
@@ -194,6 +196,7 @@ def _initialize(
     check_dtypes(asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
+    slow_ranks = _create_slow_ranks(settings.watch, mesh)  # before the backends of groups, whose waits it counts
 
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
@@ -242,7 +245,7 @@ def _initialize(
         sharding=sharding,
         precision=precision,
         schedule=schedule,
-        observers=_create_observers(settings, group, scales_loss=precision.loss_scaler.is_dynamic),
+        observers=_create_observers(settings, group, slow_ranks, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
         check=_create_check(settings, module, mesh, sharding),
@@ -456,7 +459,15 @@ def _create_check(
     return None
 
 
-def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool) -> Observers:
+def _create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
+    if config.slow_rank_window == 0 or len(mesh.layout.ranks) == 1:
+        return None
+    return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
+
+
+def _create_observers(
+    config: DeepSpeedConfig, group: Any, slow_ranks: SlowRanks | None, *, scales_loss: bool
+) -> Observers:
     """A collective over `group`, whose ranks print their tables together."""
     throughput, every = config.timers.throughput, config.steps_per_print
     if every is None:
@@ -474,6 +485,7 @@ def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool)
         steps_per_print=every,
         shows_loss_scale=config.fp16.enabled or scales_loss,
         group=ranks_of_table(is_enabled=config.wall_clock_breakdown, steps_per_print=every, group=group),
+        slow_ranks=slow_ranks,
     )
 
 

@@ -14,6 +14,7 @@ from deepspeed import comm, log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.engine.events import notify
+from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.step import Progress, StepStats
 from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
@@ -35,6 +36,7 @@ class Observers:
         steps_per_print: a line every so many steps; infinity: never.
         shows_loss_scale: whether the loss scale is one of the events.
         group: ranks that show their times in one table; None: each has its own to show.
+        slow_ranks: names ranks that are slower than others; None: nobody does.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Observers:
         steps_per_print: float,
         shows_loss_scale: bool,
         group: ProcessGroup | None,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         self.monitor = monitor
         self.breakdown = breakdown
@@ -55,6 +58,7 @@ class Observers:
         self._prints = steps_per_print < math.inf
         self._shows_loss_scale = shows_loss_scale
         self._group = group
+        self._slow_ranks = slow_ranks
         self._loss: Tensor | None = None
 
     def forward(self) -> AbstractContextManager[None]:
@@ -108,6 +112,8 @@ class Observers:
         self._loss = None
         if is_due and self.breakdown.enabled:
             self._print_table()
+        if self._slow_ranks is not None:
+            self._slow_ranks.step_ended(progress.global_steps)
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a forward of `fwd_time` milliseconds and its parts: timers of `engine.timers` called `fwd_...`."""
@@ -117,6 +123,8 @@ class Observers:
 
     def close(self) -> None:
         """End the monitors."""
+        if self._slow_ranks is not None:
+            self._slow_ranks.close()
         self.monitor.close()
 
     def _write(self, stats: StepStats, samples: int, lr: list[float]) -> None:
