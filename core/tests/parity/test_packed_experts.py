@@ -314,6 +314,15 @@ def test_llama4_reads_experts_that_have_tokens():
     assert torch.equal(experts(rows), rows)
 
 
+@pytest.mark.parametrize("name", ["mixtral", *OTHERS])
+def test_experts_are_packed_once(name, capfd):
+    first = deepspeed.init_inference(create(name), dtype=torch.int8)
+    expected = logits_of(first, "")
+    again = deepspeed.init_inference(first.module, dtype=torch.int8)
+    assert torch.equal(logits_of(again, ""), expected)
+    assert "keep their weights" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_experts_of_other_forms_move_and_copy(name):
     engine = deepspeed.init_inference(create(name), dtype=torch.int8)

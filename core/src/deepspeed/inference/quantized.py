@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.inference.packed_experts import ExpertsForm, experts_form, pack_experts
+from deepspeed.inference.packed_experts import ExpertsForm, PackedExperts, experts_form, pack_experts
 from deepspeed.log import announce
 from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, packed_linear
@@ -195,10 +195,9 @@ class Packing:
         self._taken: dict[int, PackedWeight] = {}
         for path, module in model.named_modules():
             bits = _bits(settings, module is head)
-            if bits is None:
+            if bits is None or isinstance(module, StoredLayer | PackedExperts):  # has few bits already
                 continue
-            form = None if isinstance(module, StoredLayer) else experts_form(module)
-            if form is not None:
+            if (form := experts_form(module)) is not None:
                 weights = self._of_experts(path, module, form, groups_of(path), bits)
                 self._modules.append((path, module, form, weights))
             elif self._is_linear(module, path):
