@@ -12,6 +12,8 @@ from deepspeed.errors import CheckpointError
 from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
 
 _SHOWN = 6  # names in one message
+_FILLED = "num_batches_tracked"  # torch's batch norms fill it in where it is older than their counter
+_VERSION_WITH_COUNTER = 2
 _EXTRA = "_extra_state"  # torch's key of what a module's `get_extra_state` gives
 
 
@@ -41,8 +43,9 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
         if name in theirs and not _fits(theirs[name], value)
     ]
     if strict and not any(child._load_state_dict_post_hooks for _, child in children):
-        filled = tuple(prefix for prefix, child in children if _definer(child) is not torch.nn.Module)
-        missing = [name for name in own if name not in theirs and not name.startswith(filled)]
+        versions = getattr(saved, "_metadata", None) or {}
+        filled = {prefix + _FILLED for prefix, child in children if _fills(child, versions.get(prefix[:-1], {}))}
+        missing = [name for name in own if name not in theirs and name not in filled]
         faults += [f"{name} is missing there" for name in missing]
         faults += [f"{name} is not in the model" for name in theirs if name not in own]
     if faults:
@@ -88,8 +91,13 @@ def _translates(module: torch.nn.Module) -> bool:
     return bool(hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
 
 
+def _fills(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether torch fills in the counter of a batch norm, saved by a version that had none."""
+    return _definer(module) is not torch.nn.Module and (saved.get("version") or 0) < _VERSION_WITH_COUNTER
+
+
 def _definer(module: torch.nn.Module) -> type:
-    """The class whose `_load_from_state_dict` it is. torch's batch norms fill in a counter that old files lack."""
+    """The class whose `_load_from_state_dict` it is."""
     return next(cls for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
 
 

@@ -252,7 +252,7 @@ class Saving:
             if with_states or loaded.has_masters:
                 state.check_optimizer(loaded, with_states=with_states, strict=strict)
             if not module_only:
-                state.check_progress(loaded.model_state, with_scheduler=with_scheduler)
+                state.check_progress(loaded, with_scheduler=with_scheduler)
 
         def restore() -> None:
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights

@@ -22,6 +22,8 @@ from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.whole_state_dict import as_it_is
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
@@ -216,18 +218,24 @@ class TrainingState:
         if with_states and isinstance(saved, dict):
             self.training.precision.loss_scaler.load_state_dict(saved)
 
-    def check_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
-        """Refuse the state of a learning rate schedule that `restore_progress` could not take."""
-        scheduler = self.training.lr_scheduler
+    def check_progress(self, loaded: LoadedCheckpoint, *, with_scheduler: bool) -> None:
+        """Refuse a file without counters, and the state of a learning rate schedule, that `restore_progress` could not
+        take."""
+        state, scheduler = loaded.model_state, self.training.lr_scheduler
+        if missing := [name for name in _COUNTERS if name not in state]:
+            raise CheckpointError(
+                f"{loaded.path} is damaged, or was not saved as a checkpoint: found no {', no '.join(missing)} in it, "
+                "which training goes on from; nothing was loaded. Load another tag, or the weights alone with "
+                "load_module_only=True."
+            )
         if with_scheduler and scheduler is not None and state.get("lr_scheduler") is not None:
             check_schedule(scheduler, state["lr_scheduler"])
 
     def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
         """Counters and, with `with_scheduler`, the learning rate schedule."""
         training = self.training
-        training.progress.global_steps = int(state["global_steps"])
-        training.progress.global_samples = int(state["global_samples"])
-        training.progress.skipped_steps = int(state["skipped_steps"])
+        for name in _COUNTERS:
+            setattr(training.progress, name, int(state[name]))
         training.schedule.micro_steps = training.progress.global_steps * training.schedule.num_steps
         if with_scheduler and training.lr_scheduler is not None and state.get("lr_scheduler") is not None:
             training.lr_scheduler.load_state_dict(state["lr_scheduler"])

@@ -1,5 +1,6 @@
 """Model files whose values are of other types than a save gives them: one error, which names the file and the key."""
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import layout
@@ -14,7 +15,7 @@ VALUES = {
     "frozen_param_shapes": [5, "x", {}, {"bias": "2"}, {5: [2]}],
     "frozen_param_fragments": [5, {"bias": "x"}, torch.ones(2)],
     "shared_params": [5, ["x"], {"weight": 5}],
-    "global_steps": ["x", -1, 1.5, None, torch.ones(2)],
+    "global_steps": ["x", -1, 1.5, True, None, torch.ones(2)],
     "global_samples": [[5], {}],
     "skipped_steps": ["3"],
     "lr_scheduler": [
@@ -44,6 +45,11 @@ def create(make_engine):
     return create
 
 
+def whole_weight(engine):
+    with deepspeed.zero.GatheredParameters(engine.module.weight):
+        return engine.module.weight.detach().clone()
+
+
 @pytest.mark.parametrize(("saved_stage", "stage"), [(0, 2), (2, 2), (3, 0)])
 def test_values_of_other_types_are_refused_by_name(create, tmp_path, saved_stage, stage):
     create(saved_stage).save_checkpoint(tmp_path, "t")
@@ -69,6 +75,28 @@ def test_values_of_other_types_are_refused_by_name(create, tmp_path, saved_stage
             engine.load_checkpoint(tmp_path, "t")
     torch.save(state, path)
     assert engine.load_checkpoint(tmp_path, "t")[0] == str(path)
+
+
+@pytest.mark.parametrize(("saved_stage", "stage"), [(0, 0), (2, 2), (3, 3), (3, 1)])
+def test_a_file_without_a_counter_is_refused_before_anything_changes(create, tmp_path, saved_stage, stage):
+    create(saved_stage).save_checkpoint(tmp_path, "t")
+    (path,) = tmp_path.glob(f"t/*{layout.model_file(0)}")
+    path.with_name("index.json").unlink()
+    state = torch.load(path, weights_only=True)
+    engine = create(stage)
+    before = whole_weight(engine)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(engine.module.weight, modifier_rank=0):
+        engine.module.weight.zero_()
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        torch.save({key: value for key, value in state.items() if key != counter}, path)
+        for flags in ({}, {"load_optimizer_states": False}):
+            with pytest.raises(
+                CheckpointError, match=rf"found no {counter} in it, .*; nothing was loaded\. .*module_only"
+            ):
+                engine.load_checkpoint(tmp_path, "t", **flags)
+            assert not whole_weight(engine).any()
+    engine.load_checkpoint(tmp_path, "t", load_module_only=True)
+    assert torch.equal(whole_weight(engine), before)
 
 
 def test_a_torch_schedule_takes_numbers_where_it_has_numbers(make_engine, tmp_path):

@@ -1,5 +1,7 @@
 """What is compared before a module's weights are loaded is what `load_state_dict` would refuse, and no more."""
 
+import copy
+
 import pytest
 import torch
 from deepspeed.engine.module_state import check_module_state
@@ -50,6 +52,12 @@ def without(state, *names):
     return {name: value for name, value in state.items() if name not in names}
 
 
+def lacking(state, name):
+    """With the versions of the modules, other than `without`."""
+    del state[name]
+    return state
+
+
 def create_tied():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
@@ -79,6 +87,22 @@ CASES = {
     "a matrix for a scalar": (create_scalar, lambda state: {"gain": torch.ones(1, 1)}, True),
     "a buffer that is not saved": (create_scalar, lambda state: {**state, "passing": torch.ones(3)}, True),
     "an old batch norm": (lambda: nn.BatchNorm1d(2), lambda state: without(state, "num_batches_tracked"), True),
+    "a batch norm without count": (
+        lambda: nn.BatchNorm1d(2),
+        lambda state: lacking(state, "num_batches_tracked"),
+        True,
+    ),
+    "a batch norm without mean": (lambda: nn.BatchNorm1d(2), lambda state: without(state, "running_mean"), True),
+    "an old norm below": (
+        lambda: nn.Sequential(nn.BatchNorm1d(2)),
+        lambda state: without(state, "0.num_batches_tracked"),
+        True,
+    ),
+    "a norm without weight": (
+        lambda: nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)),
+        lambda state: lacking(state, "0.weight"),
+        True,
+    ),
     "a batch norm of another width": (lambda: nn.BatchNorm1d(2), lambda state: nn.BatchNorm1d(3).state_dict(), True),
     "own translation": (lambda: nn.Sequential(Translating(2, 2, bias=False)), lambda state: {"0.w": W}, True),
     "a hook that translates": (lambda: nn.Sequential(create_hooked()), lambda state: {"0.w": W}, True),
@@ -93,11 +117,11 @@ def test_it_refuses_what_load_state_dict_refuses(case):
     state = change(create().state_dict())
     found = wanted = True
     try:
-        check_module_state(create(), dict(state), strict=strict, source="there")
+        check_module_state(create(), copy.copy(state), strict=strict, source="there")
     except CheckpointError:
         found = False
     try:
-        create().load_state_dict(dict(state), strict=strict)
+        create().load_state_dict(copy.copy(state), strict=strict)
     except RuntimeError:
         wanted = False
     assert found is wanted
