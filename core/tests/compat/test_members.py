@@ -48,6 +48,7 @@ def found_differences():
 # What torch's classes, from which ours are, give to themselves.
 BY_TORCH = {
     torch.distributed.P2POp: {"group", "op", "peer", "tag", "tensor"},
+    torch.nn.Embedding: {"weight"},
     torch.nn.Linear: {"bias", "weight"},
 }
 
