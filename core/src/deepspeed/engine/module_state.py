@@ -37,11 +37,12 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
     own = {prefix + name: value for prefix, child in children for name, value in _held(child)}
     own = {name: value for name, value in own.items() if not name.startswith(translated)}
     theirs = {name: value for name, value in saved.items() if not name.startswith(translated)}
-    faults = [
+    misfits = [
         f"{name} is {_shape(theirs[name])} there and {_shape(value)} in the model"
         for name, value in own.items()
         if name in theirs and not _fits(theirs[name], value)
     ]
+    faults = list(misfits)
     if strict and not any(child._load_state_dict_post_hooks for _, child in children):
         versions = getattr(saved, "_metadata", None) or {}
         filled = {prefix + _FILLED for prefix, child in children if _fills(child, versions.get(prefix[:-1], {}))}
@@ -50,7 +51,7 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
         faults += [f"{name} is not in the model" for name in theirs if name not in own]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        advice = ", or say strict=False (load_module_strict) to leave out what only one side has" if strict else ""
+        advice = "" if misfits else ", or say strict=False (load_module_strict) to leave out what only one side has"
         raise CheckpointError(
             f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
             f"build the model of the save{advice}"

@@ -80,12 +80,14 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     if rest := saved.trained - set(names.values()):
         raise CheckpointError(
             f"optimizer state: found {counted(len(rest), 'parameter')} that this run does not train "
-            f"({', '.join(sorted(rest)[:_SHOWN])}); train the parameters that the checkpoint's run trained"
+            f"({', '.join(sorted(rest)[:_SHOWN])}); train the parameters that the checkpoint's run "
+            "trained, or load with load_optimizer_states=False"
         )
     if len(saved.param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"optimizer state: found {counted(len(saved.param_groups), 'parameter group')}, this run has "
-            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups, or load with "
+            "load_optimizer_states=False"
         )
     odd = {name: saved.others(name) for name in names.values()}
     states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]

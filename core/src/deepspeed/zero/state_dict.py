@@ -146,7 +146,8 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
     if with_states and optimizer is not None and len(param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"optimizer state: found {counted(len(param_groups), 'parameter group')}, this run has "
-            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups, or load with "
+            "load_optimizer_states=False"
         )
     if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
@@ -154,7 +155,8 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
             f"optimizer state: found {counted(len(masters), 'parameter group')}, this run has "
-            f"{len(sharding.saved_groups)}; build the optimizer with the same groups"
+            f"{len(sharding.saved_groups)}; build the optimizer with the same groups, or load with "
+            "load_optimizer_states=False"
         )
     for index, master in enumerate(masters):
         group = SavedGroup(sharding, index)
