@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.comm import own_group
 from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.give_up import give_up
 from deepspeed.comm.host_sums import HostSums
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
@@ -39,11 +40,37 @@ def failure_job():
         with pytest.raises(PeerFailed, match="rank 1 failed with ValueError: the batch is bad"):
             sums.sum([1.0])
         sums.abandon()
-    return sums.sum([3.0])
+    total = sums.sum([3.0])
+    dist.barrier()
+    return total
 
 
 def test_a_rank_that_fails_ends_the_sum_of_its_peers_and_all_can_go_on():
     assert run_ranks(2, failure_job, timeout_s=100) == [[6.0]] * 2
+
+
+def fail_job(num_failures):
+    """Rank 1 fails so often, each time before the sum that rank 0 makes. Returns what ended each sum here."""
+    sums, found = create(), []
+    for number in range(num_failures + 1):
+        try:
+            if dist.get_rank() == 1 and number < num_failures:
+                raise ValueError(f"batch {number} is bad")
+            found.append(sums.sum([10.0**number]))
+        except (ValueError, PeerFailed) as error:
+            give_up()
+            found.append(str(error))
+    dist.barrier()  # a rank that drops the connections may break the peer's last sum
+    return found
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_each_failure_ends_one_sum_of_the_peers(num_failures):
+    peer, failed = run_ranks(2, fail_job, num_failures, timeout_s=100)
+    assert failed[:-1] == [f"batch {number} is bad" for number in range(num_failures)]
+    assert peer[-1] == failed[-1] == [2 * 10.0**num_failures]
+    for number, said in enumerate(peer[:-1]):
+        assert f"rank 1 failed with ValueError: batch {number} is bad" in said
 
 
 def refused_job():

@@ -28,8 +28,8 @@ class HostSums:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._device_group = group
-        self._watch: Watch | None = None  # over the connections
-        self._is_refused = False
+        self._watch = Watch(group)
+        self._is_connected = self._is_refused = False
         join(self)
 
     def connect(self) -> bool:
@@ -38,7 +38,13 @@ class HostSums:
         Returns:
             Whether there are any; False, on all ranks alike, where a rank cannot reach the others.
         """
-        return self._connected() is not None
+        if not (self._is_connected or self._is_refused):
+            group = host_group(self._device_group, self._watch.meet())
+            self._is_refused = group is None
+            if group is not None:
+                self._watch.group = group
+                self._is_connected = True
+        return self._is_connected
 
     def sum(self, values: list[float]) -> list[float]:
         """`values` summed over the ranks, in fp64. A collective.
@@ -46,13 +52,12 @@ class HostSums:
         Raises:
             CommError: a peer failed, with its exception; or there are no connections.
         """
-        watch = self._connected()
-        if watch is None:
+        if not self.connect():
             raise CommError("found no connections between hosts; set GLOO_SOCKET_IFNAME to the name of an interface")
         sums_N = torch.tensor(values, dtype=torch.float64, device="cpu")
         collective = Collective("an all-reduce between hosts", len(values), sums_N.dtype, "")
         start = time.perf_counter()
-        waited(watch.start(lambda: _all_reduce(sums_N, watch.group), collective).wait)
+        waited(self._watch.start(lambda: _all_reduce(sums_N, self._watch.group), collective).wait)
         if comms_logger.wants("all_reduce", prof=False):
             comms_logger.add("all_reduce", sums_N.nbytes, time.perf_counter() - start)
         return sums_N.tolist()  # type: ignore[no-any-return]
@@ -62,18 +67,8 @@ class HostSums:
 
         A rank whose peer failed calls it, too, so that those which go on make new connections together.
         """
-        if self._watch is not None:
-            self._watch.abandon([], failed=True)
-            self._watch = None
-
-    def _connected(self) -> Watch | None:
-        if self._watch is None and not self._is_refused:
-            group = host_group(self._device_group)
-            self._is_refused = group is None
-            if group is not None:
-                self._watch = Watch(self._device_group)
-                self._watch.group = group
-        return self._watch
+        self._watch.abandon([], failed=True)
+        self._is_connected = False
 
 
 def _all_reduce(sums_N: torch.Tensor, group: ProcessGroup) -> Work:

@@ -8,11 +8,9 @@ model's collective there. Called by `TorchGroup.connect`.
 `host_group`: over host memory, where the library serves a device only. Called by `host_sums.py`.
 
 Torch's `new_group` needs all ranks of the world, or a name that the members agree on (`members.py`), and counts the
-group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for,
-or that the first one draws.
+group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for.
 """
 
-import secrets
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -27,7 +25,6 @@ from deepspeed.log import warn_once
 
 #: the ranks of a `host_group` begin together, and can do without it
 CONNECT_LIMIT = timedelta(minutes=1)
-_NAME_BYTES = 8
 
 
 def own_group(group: ProcessGroup, meet: Callable[[], str]) -> ProcessGroup:
@@ -45,13 +42,16 @@ def own_group(group: ProcessGroup, meet: Callable[[], str]) -> ProcessGroup:
     return _group_over(store, _connect(store, group.rank(), group.size(), timeout_of(group)))
 
 
-def host_group(group: ProcessGroup) -> ProcessGroup | None:
+def host_group(group: ProcessGroup, name: str) -> ProcessGroup | None:
     """A gloo group as `own_group` gives it, whatever the library of `group`; None on all ranks where a rank cannot
     connect to the others.
 
     All ranks of `group` call it together.
+
+    Args:
+        name: the same on all ranks, and of no other group.
     """
-    store, rank, size = _store_of_first(group), group.rank(), group.size()
+    store, rank, size = _store(name), group.rank(), group.size()
     limit = timeout_of(group)
     library, error = None, ""
     try:
@@ -69,11 +69,6 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
     assert library is not None
     library._set_default_timeout(limit)
     return _group_over(store, library)
-
-
-def _store_of_first(group: ProcessGroup) -> PrefixStore:
-    """Keys of the default store under a name that the first rank draws. A collective."""
-    return _store(f"deepspeed/{all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]}")
 
 
 def _store(name: str) -> PrefixStore:
