@@ -11,6 +11,7 @@ one that has waited until its limit, is interrupted, or sees that another one ha
 rank that is interrupted when all have come goes on with them, and is interrupted later (`interrupts.py`).
 """
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from deepspeed.errors import CommError
 from deepspeed.log import logger
 
 _LONGEST_PAUSE_S = 0.5  # between two questions to the store
+_POLLS_PER_S = 10_000  # of all ranks together
+_LONGEST_NAME = 40
 _ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
 #: objects made in this process by name; ranks make them in the same order, so the count is part of the key
 _num_made: Counter[str] = Counter()
@@ -138,7 +141,7 @@ class _Wait:
         finally:
             if self._is_noted:
                 self._is_noted = False
-                parted.take_note_back(self._store)
+                parted.take_note_back(self._store, self._prefix)
 
     def _wait(self, limit_s: float) -> str:
         end, rank = self.key(self._number, "end"), str(self._own)
@@ -147,7 +150,8 @@ class _Wait:
             waited_s = time.monotonic() - self._began_s
             if waited_s > parted.WARNING_S and not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s waits: %s. %s", self._call, self._find_absent(), parted.advice(self._call))
+                if parted.says_who_is_missing(self._ranks):
+                    logger.warning("%s waits: %s. %s", self._call, self._find_absent(), parted.advice(self._call))
             if waited_s > limit_s or self._find_ended():
                 self.absent = self._find_absent()  # before others can go to the next round
                 return self._end(rank)
@@ -159,7 +163,7 @@ class _Wait:
                 self._is_noted = True
             if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()):
                 return self._end(parted.PARTED + found)
-            time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
+            time.sleep(max(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S), len(self._ranks) / _POLLS_PER_S))
         return self._store.get(end).decode()
 
     def begin_next(self, gave_up: str = "") -> None:
@@ -177,12 +181,14 @@ class _Wait:
 
     def _find_parted(self) -> str:
         """Which rank waits for this one in another call, as a text."""
-        return parted.parting(self._ranks, self._call, lambda _, note: note.kind != self._prefix, calls=True)
+        kind = self._prefix
+        return parted.parting(self._ranks, self._call, lambda _, note: note.kind != kind, calls=True, kind=kind)
 
     def _last_rounds(self) -> dict[int, int]:
         """By rank, the last round that it came to."""
         keys = {rank: self.key("last round of", rank) for rank in self._ranks}
-        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
+        found = parted.values_in(self._store, list(keys.values()))
+        return {rank: int(found.get(key, -1)) for rank, key in keys.items()}
 
     def _find_absent(self) -> str:
         """The ranks that are not in the round, as the job counts them, as a clause."""
@@ -201,6 +207,12 @@ class _Wait:
     def _end(self, by: str) -> str:
         """End the round, if no other rank has. Returns how it ended."""
         return self._store.compare_set(self.key(self._number, "end"), "", by).decode()
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """A name for some ranks, equal on all of them. It is part of many keys, so it stays short."""
+    text = "_".join(map(str, ranks))
+    return text if len(text) <= _LONGEST_NAME else f"{len(ranks)}_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _named(ranks: set[int]) -> str:

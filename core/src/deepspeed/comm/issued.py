@@ -17,6 +17,7 @@ import json
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ class Issued:
         self._failures = failures
         self._epoch = epoch
         self._collectives: deque[Collective] = deque(maxlen=_NUM_KEPT)
+        self._checksums: deque[int] = deque(maxlen=_NUM_KEPT)  # after each of them
         self._number = 0
         self._checksum = 0
         self._num_compared = 0
@@ -92,6 +94,7 @@ class Issued:
         self._number += 1
         kind, numel, dtype, tag = collective
         self._checksum = zlib.crc32(f"{kind}{numel}{dtype}{tag}".encode(), self._checksum)
+        self._checksums.append(self._checksum)
 
     def with_checksum(self, values_N: torch.Tensor) -> torch.Tensor:
         """fp64 values to all-reduce, followed by the checksum c of what was issued so far, and c**2."""
@@ -116,29 +119,48 @@ class Issued:
             grace_s: how long to wait for what the peers have issued.
         """
         deadline_s = time.monotonic() + grace_s
-        mine = self._told()
         key = f"issued/{self._epoch}/{self._num_compared}"
         self._num_compared += 1
-        self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
-        for rank in range(self._world_size):
-            wait_s = max(deadline_s - time.monotonic(), 0.0)
-            noted = "" if rank == self._rank else self._failures.noted(f"{key}/{rank}", wait_s)
-            if noted and (found := _first_difference(mine, json.loads(noted))):
+        self._show(key)
+        for rank in self._few_peers():
+            theirs = self._shown(f"{key}/{rank}", max(deadline_s - time.monotonic(), 0.0), is_longer=True)
+            if theirs and (found := _first_difference(self._told(), theirs)):
                 return found
         return ""
 
     def crossing(self) -> str:
         """Where a peer that waits long has issued another collective than this rank, in words; "" while none is known.
         Called while this rank waits long, now and then."""
-        mine, key = self._told(), f"issued/{self._epoch}/waits"
+        key = f"issued/{self._epoch}/waits"
         if self._num_shown != self._number:
             self._num_shown = self._number
-            self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
-        for rank in range(self._world_size):
-            noted = "" if rank == self._rank else self._failures.noted(f"{key}/{rank}", 0.0)
-            if noted and (found := _first_pair_that_differs(mine, json.loads(noted))):
+            self._show(key)
+        for rank in self._few_peers():
+            theirs = self._shown(f"{key}/{rank}", 0.0)
+            if theirs and (found := _first_pair_that_differs(self._told(), theirs)):
                 return found
         return ""
+
+    def _few_peers(self) -> Sequence[int]:
+        return parted.few_of([rank for rank in range(self._world_size) if rank != self._rank])
+
+    def _show(self, key: str) -> None:
+        """Put what this rank has issued into the store, and its checksum, which most readers need alone."""
+        self._failures.note(f"{key}/{self._rank}/all", json.dumps(self._told()))
+        self._failures.note(f"{key}/{self._rank}", f"{self._number} {self._checksum}")
+
+    def _shown(self, key: str, wait_s: float, *, is_longer: bool = False) -> dict[str, Any]:
+        """What a peer has put there; empty where it has not, or has issued the same. `is_longer`: no less, either."""
+        said = self._failures.noted(key, wait_s)
+        if not said:
+            return {}
+        number, checksum = map(int, said.split())
+        at = number - 1 - (self._number - len(self._checksums))
+        begins_alike = 0 <= at < len(self._checksums) and self._checksums[at] == checksum
+        if begins_alike and not (is_longer and number < self._number):
+            return {}
+        noted = self._failures.noted(f"{key}/all", 0.0)
+        return dict(json.loads(noted)) if noted else {}
 
     def _told(self) -> dict[str, Any]:
         """What this rank has issued, for its peers."""

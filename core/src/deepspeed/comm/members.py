@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from deepspeed.comm import failure
-from deepspeed.comm.arrivals import Arrivals
+from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.libraries import timeout_of
 
 # By world group, how many groups of the same ranks were made: all members have made as many.
@@ -46,11 +46,11 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
     members = tuple(sorted(ranks))
     with _lock:
         num_made = _num_made.setdefault(world, Counter())
-        name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
+        name = f"deepspeed/{name_of(members)}/{num_made[members]}"
         limit_s = timeout_of(world).total_seconds()
         of_world = _arrivals.setdefault(world, {})
         if members not in of_world:
-            of_world[members] = Arrivals(members, f"members {members}", limit_s, failure.unheard)
+            of_world[members] = Arrivals(members, f"members {name_of(members)}", limit_s, failure.unheard)
     if len(members) > 1:  # nobody can leave while the library connects them
         of_world[members].wait_for_all(f"the first collective of a new group of {len(members)} ranks")
     with _named(name):

@@ -15,15 +15,19 @@ A rank that does neither, and stays away, is not in these notes. Inside a call t
 `GatheredParameters`, a wait of ten seconds is told with the ranks that are not in it (`in_call`); in a step ranks may
 well wait so long.
 
+In a large group all ranks wait for one that is slow, and all of them look. So a rank asks first whether anybody waits
+elsewhere than it does, then reads the notes of a few ranks, drawn by lot; and few say who is missing.
+
 A wait in a library cannot look; `looking` has a thread do it, which then makes the wait raise.
 """
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as torch_dist
@@ -40,6 +44,10 @@ WARNING_S = 10.0
 #: begins the end of a call that was ended so; other ends are names of ranks
 PARTED = "!"
 _NUM_NOTES = "deepspeed/parted/notes"  # of ranks that wait now; where it is 0 nobody looks further
+#: peers whose notes a rank reads in one look; and ranks that say who is missing, at either end of a group
+FEW = 8
+_lot = random.SystemRandom()  # a rank that was forked draws others
+T = TypeVar("T")
 
 
 class RanksParted(CommError):
@@ -117,28 +125,57 @@ def put_note(
     """Note that this rank waits."""
     note = Note(call, kind, end, ranks, _all_started(), number, is_alone)
     store.set(_key(torch_dist.get_rank()), json.dumps(note))
+    store.add(_num_of(kind), 1)
     store.add(_NUM_NOTES, 1)
 
 
-def take_note_back(store: Store) -> None:
+def take_note_back(store: Store, kind: str) -> None:
     """This rank waits no more. Never deleted: another rank may be about to read it, and would wait for it."""
     store.set(_key(torch_dist.get_rank()), "")
     store.add(_NUM_NOTES, -1)
+    store.add(_num_of(kind), -1)
 
 
 def _all_started() -> dict[str, int]:
     return {name: number for each in list(_counted) for name, number in each.num_started().items()}
 
 
-def find(ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool]) -> RanksParted | None:
+def few_of(peers: Sequence[T]) -> Sequence[T]:
+    """Those of them that this rank looks at now: where all ranks of a large group look, each asks the store for few."""
+    return peers if len(peers) <= FEW else _lot.sample(peers, FEW)
+
+
+def says_who_is_missing(ranks: Sequence[int]) -> bool:
+    """Whether this one of `ranks` does, for which it asks for all of them."""
+    return len(ranks) <= 2 * FEW or torch_dist.get_rank() in (*ranks[:FEW], *ranks[-FEW:])
+
+
+def values_in(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
+    """The values of those of `keys` that the store has; in few questions where it has nearly all."""
+    if not keys:
+        return {}
+    if store.check(list(keys)):
+        return dict(zip(keys, store.multi_get(list(keys)), strict=True))
+    half = len(keys) // 2
+    return values_in(store, keys[:half]) | values_in(store, keys[half:]) if half else {}
+
+
+def find(
+    ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, kind: str | None = None
+) -> RanksParted | None:
     """What a rank is to raise that waits for others of `ranks` in a collective or a message, see `parting`; None while
     they may still come."""
-    text = parting(ranks, waits_in, never_comes)
+    text = parting(ranks, waits_in, never_comes, kind=kind)
     return ranks_parted(text) if text else None
 
 
 def parting(
-    ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, calls: bool = False
+    ranks: Sequence[int],
+    waits_in: str,
+    never_comes: Callable[[int, Note], bool],
+    *,
+    calls: bool = False,
+    kind: str | None = None,
 ) -> str:
     """Why those of `ranks` that this rank waits for will never come, for `ranks_parted`; "" while they may.
 
@@ -147,12 +184,13 @@ def parting(
         waits_in: what this rank waits in, for messages.
         never_comes: whether a rank with such a note will never come to that.
         calls: `waits_in` names a call.
+        kind: of the notes of those who wait in the same.
     """
     own = torch_dist.get_rank()
     with _unless_store_is_gone():
         store = torch_dist.distributed_c10d._get_default_store()
         started = _all_started()
-        for rank, note in _notes(store, ranks):
+        for rank, note in _few_notes(store, ranks, kind):
             if note.end in _ended or own not in note.ranks or not note.is_alone or not never_comes(rank, note):
                 continue
             if calls and not note.end:  # that rank finds this one
@@ -196,12 +234,26 @@ _ALSO_BY = {"zero.Init": "transformers' from_pretrained() does, at stage 3"}
 _SAME_ORDER = "All ranks make the same calls in the same order, also where these have collectives of different groups."
 
 
-def _notes(store: Store, ranks: Sequence[int]) -> Iterator[tuple[int, Note]]:
-    if store.add(_NUM_NOTES, 0) == 0:
+def _few_notes(store: Store, ranks: Sequence[int], kind: str | None) -> Iterator[tuple[int, Note]]:
+    """None where all who wait, wait in `kind`."""
+    num_notes = store.add(_NUM_NOTES, 0)
+    if num_notes == 0 or (kind is not None and num_notes == store.add(_num_of(kind), 0)):
         return
-    for rank in ranks:
-        if rank != torch_dist.get_rank() and store.check([_key(rank)]) and (text := store.get(_key(rank))):
+    for rank in few_of([rank for rank in ranks if rank != torch_dist.get_rank()]):
+        if store.check([_key(rank)]) and (text := store.get(_key(rank))):
             yield rank, Note(*json.loads(text))
+
+
+def _all_notes(store: Store, ranks: Sequence[int]) -> Iterator[tuple[int, Note]]:
+    own = torch_dist.get_rank()
+    texts = values_in(store, [_key(rank) for rank in ranks if rank != own])
+    for rank in ranks:
+        if text := texts.get(_key(rank)):
+            yield rank, Note(*json.loads(text))
+
+
+def _num_of(kind: str) -> str:
+    return f"{_NUM_NOTES}/{kind}"
 
 
 def _key(rank: int) -> str:
@@ -265,7 +317,9 @@ class Noting:
 
     def _warn(self, call: str) -> None:
         what, name, number, ranks = self._wait
-        notes = _notes(torch_dist.distributed_c10d._get_default_store(), ranks)
+        if not says_who_is_missing(ranks):
+            return
+        notes = _all_notes(torch_dist.distributed_c10d._get_default_store(), ranks)
         there = {rank for rank, note in notes if note.num_started.get(name, 0) >= number}
         if missing := sorted(set(ranks) - there - {torch_dist.get_rank()}):
             named = ", ".join(map(str, missing))
@@ -278,7 +332,7 @@ class Noting:
             if Noting._noted is self:
                 Noting._noted = None
                 with _unless_store_is_gone():
-                    take_note_back(torch_dist.distributed_c10d._get_default_store())
+                    take_note_back(torch_dist.distributed_c10d._get_default_store(), self._wait.name)
 
 
 #: by thread, since when it waits in a library, and how to look

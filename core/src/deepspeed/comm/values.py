@@ -127,7 +127,7 @@ def _all_gather_texts(text: bytes, gather: Callable[[torch.Tensor], list[torch.T
     sizes = [int(size) for size in gather(torch.tensor([len(text)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return [bytes(theirs[:size].tolist()) for theirs, size in zip(gather(padded), sizes, strict=True)]
+    return [theirs[:size].numpy().tobytes() for theirs, size in zip(gather(padded), sizes, strict=True)]
 
 
 def _all_gather(

@@ -122,7 +122,9 @@ class Watch:
         """Which rank left the group first in this epoch, and why; "" where none did."""
         return self._failures.first(self._epoch)
 
-    def looker(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> Callable[[], None]:
+    def looker(
+        self, waits_in: object, never_comes: Callable[[int, parted.Note], bool], kind: str | None = None
+    ) -> Callable[[], None]:
         """What another thread calls while this rank waits, see `parted.find`; if that finds something the wait raises
         it."""
         # the wait may fail meanwhile, and this rank begin the next epoch
@@ -131,7 +133,7 @@ class Watch:
         def look() -> None:
             if self.is_left(epoch):
                 return
-            error: CommError | None = parted.find(self.ranks, str(waits_in), never_comes)
+            error: CommError | None = parted.find(self.ranks, str(waits_in), never_comes, kind=kind)
             if error is None and (crossing := issued.crossing()):
                 error = CommError(crossing)
             if error is not None:
@@ -231,7 +233,7 @@ class _Watched:
         """Wait; a failure names the rank that failed first."""
         try:
             wait = parted.Wait(self._collective, self._name, self._number, self._watch.ranks)
-            with parted.looking(wait, self._watch.looker(self._collective, self._never_comes)):
+            with parted.looking(wait, self._watch.looker(self._collective, self._never_comes, self._name)):
                 num_looks = 0
                 while num_looks < _NUM_LOOKS and not ends_within(self._work, _PAUSE):
                     num_looks = num_looks + 1 if self._watch.is_left(self._epoch) else 0

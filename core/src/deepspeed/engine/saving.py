@@ -15,7 +15,7 @@ from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, vali
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.checkpoint.state_types import as_damage
-from deepspeed.comm.arrivals import Arrivals
+from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.give_up import begin_use, follow, standing
 from deepspeed.comm.interrupts import held
 from deepspeed.comm.parted import RanksParted
@@ -320,7 +320,7 @@ def create_saving(
     sharding.wait_for_copy = checkpointer.wait_for_copy
     meet = None
     if len(ranks := comm.get_all_ranks_from_group(mesh.norm_group)) > 1:
-        meet = Arrivals(ranks, f"saves of ranks {ranks}", section.wait_s).wait_for_all
+        meet = Arrivals(ranks, f"saves of ranks {name_of(ranks)}", section.wait_s).wait_for_all
     return Saving(
         state,
         checkpointer,

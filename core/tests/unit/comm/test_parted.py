@@ -44,6 +44,9 @@ class Store:
     def get(self, key):
         return self.values[key]
 
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
     def check(self, keys):
         return all(key in self.values for key in keys)
 
