@@ -1,11 +1,14 @@
 """Checkpoints of stage 3: loaded where other parameters are sharded, and what no optimizer trains."""
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.engine import module_state
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -114,3 +117,31 @@ def new_head_job(folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_go_into_a_model_with_a_new_head(tmp_path: Any, stage: int) -> None:
     run_ranks(2, new_head_job, str(tmp_path), stage)
+
+
+def custom_load_job(folder: str) -> list[str]:
+    """What was said of a function that doubles whole weights; sharded ones it does not get."""
+
+    def load(src: dict[str, Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict({name: value * 2 for name, value in src.items()})
+
+    engine = create_engine(10, 0, low=False)
+    train(engine)
+    engine.save_checkpoint(folder)
+    whole = [param.ds_numel <= 10 for param in engine.module.parameters()]
+    saved = weights(engine)
+    said: list[str] = []
+    with mock.patch.object(module_state, "warn_once", said.append):
+        engine.load_checkpoint(folder, custom_load_fn=load)
+    for value, before, is_whole in zip(weights(engine), saved, whole, strict=True):
+        assert torch.equal(value, 2 * before if is_whole else before)
+    train(engine)
+    for value, before, is_whole in zip(weights(engine), saved, whole, strict=True):
+        torch.testing.assert_close(value, 2 * before if is_whole else before, atol=0.05, rtol=0)
+    return said
+
+
+def test_a_custom_load_fn_changes_what_is_whole(tmp_path: Path) -> None:
+    for said in run_ranks(2, custom_load_job, str(tmp_path)):
+        assert len(said) == 1
+        assert "got no values of 2 sharded parameters, such as frozen.weight" in said[0]

@@ -489,7 +489,9 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 loaded weights.
             load_lr_scheduler_states: False leaves the schedule.
             load_module_only: weights only; counters stay too.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`. What
+                it puts into a weight stays, and the fp32 master weight follows. At stage 3 it gets no values of
+                sharded parameters, and cannot change them.
 
         Returns:
             The model file's path and the client state; (None, None), with a warning, if `tag` is None and there is no

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.stored_tensor import StoredTensor
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
+from deepspeed.log import warn_once
+from deepspeed.zero.param_unit import unit_of
 from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
 
 _SHOWN = 6  # names in one message
@@ -75,6 +77,27 @@ def fill_module(
                 own[name].detach().view(-1).copy_(value.whole().view(-1))
                 saved[name] = own[name].detach()  # type: ignore[index]
         module.load_state_dict(saved, strict=strict)
+
+
+def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """The parameters to which a `custom_load_fn` gave other values than the saved ones, with these values. One that
+    is sharded is left out: the function did not get its values, which is said."""
+    changed, sharded = [], []
+    for name, param in module.named_parameters():
+        if unit_of(param) is not None and unit_of(param).is_sharded:  # type: ignore[union-attr]
+            sharded.append(name)
+            continue
+        value = saved.get(name)
+        value = value.whole() if isinstance(value, StoredTensor) else value
+        if value is None or value.shape != param.shape or not torch.equal(param.detach(), value.to(param)):
+            changed.append((param, param.detach().clone()))
+    if sharded:
+        warn_once(
+            f"load_checkpoint: custom_load_fn got no values of {counted(len(sharded), 'sharded parameter')}, such as "
+            f"{sharded[0]}: at stage 3 each rank has a part of them, which was loaded as it was saved. Change them "
+            "after the load, in deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+    return changed
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
 from deepspeed.engine.file_places import module_files
-from deepspeed.engine.module_state import check_module_state, fill_module
+from deepspeed.engine.module_state import changed_since, check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.sigterm import SigtermWatch, watch_sigterm
 from deepspeed.engine.training_state import TrainingState
@@ -35,6 +35,8 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import FP16
+from deepspeed.zero.fragments import safe_set_full_fp32_param
+from deepspeed.zero.managed import manager_of
 
 
 class Saving:
@@ -236,6 +238,7 @@ class Saving:
         loaded = found
         elsewhere = self._names_elsewhere() if found.model_ranks else frozenset()
         weights: dict[str, Any] = {}
+        changed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
         def check() -> None:
             with as_damage(found.path):
@@ -255,8 +258,11 @@ class Saving:
                 state.check_progress(loaded, with_scheduler=with_scheduler)
 
         def restore() -> None:
+            nonlocal changed
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
             fill_module(state.module, weights, strict=strict, custom_load_fn=custom_load_fn)
+            if custom_load_fn is not None:
+                changed = changed_since(state.module, weights)
 
         def restore_shards() -> None:
             sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
@@ -272,6 +278,9 @@ class Saving:
         def restore_weights() -> None:
             if loaded.has_masters:
                 sharding.weights_from_masters()  # only after every rank has restored its shard
+            for param, value in changed:  # in which the saved masters have another one
+                if manager_of(param) is sharding:
+                    safe_set_full_fp32_param(param, value)
 
         what = f"load {loaded.path}"
         for step in (sharding.release_gathered, sharding.release_borrowed, check):

@@ -4,6 +4,7 @@ import ast
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import deepspeed
 import deepspeed.engine
 import pytest
 import torch
@@ -99,3 +100,39 @@ def test_one_save_or_load_at_a_time(make_engine, tmp_path):
         *2 * ["load_checkpoint: found load_checkpoint going on"],
     ]
     assert engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_values_of_a_custom_load_fn_stay(make_engine, tmp_path, stage, dtype):
+    def load(src, dst):
+        dst.load_state_dict({**src, "0.weight": src["0.weight"] * 2})
+
+    def train(engine):
+        engine.backward(engine(torch.ones(4, 4, dtype=engine.module[0].weight.dtype)).float().sum())
+        engine.step()
+
+    def create():
+        sections = {"zero_optimization": {"stage": stage}}
+        if dtype == "bf16":
+            sections["bf16"] = {"enabled": True}
+        sgd = {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}
+        return make_engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), optimizer=sgd, **sections)
+
+    def masters(engine):
+        return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+
+    engine = create()
+    train(engine)
+    engine.save_checkpoint(str(tmp_path))
+    saved = masters(engine)
+    other = create()
+    other.load_checkpoint(str(tmp_path), custom_load_fn=load)
+    loaded = masters(other)
+    assert torch.equal(loaded[0], 2 * (saved[0].bfloat16().float() if dtype == "bf16" else saved[0]))
+    assert all(torch.equal(now, before) for now, before in zip(loaded[1:], saved[1:], strict=True))
+    with deepspeed.zero.GatheredParameters(list(other.module.parameters())):
+        for param, master in zip(other.module.parameters(), loaded, strict=True):
+            assert torch.equal(param.detach(), master.to(param.dtype))
+    train(other)
+    torch.testing.assert_close(masters(other)[0], loaded[0], atol=1e-2, rtol=0)
