@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from deepspeed._absent import complete
-from deepspeed.errors import ConfigError, DeepSpeedError
+from deepspeed.errors import ConfigError, DeepSpeedError, environment_int
 from deepspeed.launcher.arguments import check_launcher, elastic_limits, parse_arguments
 from deepspeed.launcher.environment import (
     DEEPSPEED_ENVIRONMENT_NAME,
@@ -94,7 +94,7 @@ def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
     """
     if hosts:
         return args.force_multi or len(hosts) > 1 or not is_local(next(iter(hosts)))
-    if args.launcher == "slurm" and (args.force_multi or (args.num_nodes or 1) > 1):
+    if args.launcher == "slurm" and (args.force_multi or _nodes_of_slurm(args) > 1):
         return True
     if (args.num_nodes or 1) > 1:
         raise ConfigError(
@@ -106,6 +106,14 @@ def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
             "--force_multi: needs the names of the hosts; give a --hostfile, `localhost slots=N` is enough"
         )
     return False
+
+
+def _nodes_of_slurm(args: "argparse.Namespace") -> int:
+    """How many nodes srun is to use: those of --num_nodes, else of the allocation that we run in, if that is one. A
+    filter, which names this machine where there is no hostfile, leaves that one."""
+    if args.num_nodes is not None or args.include or args.exclude:
+        return args.num_nodes or 1
+    return environment_int("SLURM_JOB_NUM_NODES", 1, least=1)
 
 
 def _become_node(plan: LaunchPlan, node_rank: int, args: "argparse.Namespace") -> NoReturn:

@@ -64,6 +64,7 @@ def test_slurm(runner):
         "--nodelist",
         "a,b",
         "--export=ALL",
+        "--kill-on-bad-exit=1",
         "--mem",
         "0",
     ]

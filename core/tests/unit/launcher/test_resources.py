@@ -146,6 +146,27 @@ def test_a_launcher_is_needed_for_other_hosts(arguments, flags):
     assert is_many(args, choose_hosts(args)) == WHERE[flags]
 
 
+@pytest.mark.parametrize(
+    ("flags", "nodes", "expected"),
+    [
+        ("", "2", True),
+        ("", "1", False),
+        ("", None, False),
+        ("--num_nodes 1", "2", False),
+        ("--num_nodes 2", None, True),
+        ("-i localhost:0", "2", False),
+        ("--force_multi", "1", True),
+    ],
+)
+def test_all_nodes_that_slurm_gave_are_used(tmp_path, monkeypatch, flags, nodes, expected):
+    (tmp_path / "train.py").touch()
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    if nodes is not None:
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    args = parse_arguments(["--launcher", "slurm", *flags.split(), str(tmp_path / "train.py")])
+    assert is_many(args, {}) == expected
+
+
 def test_this_machine_by_name_and_address():
     name = os.uname().nodename
     assert all(map(is_local, ["localhost", name, name.split(".")[0], "127.0.0.1", "127.0.0.2", "::1"]))

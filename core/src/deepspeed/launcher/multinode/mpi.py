@@ -134,7 +134,9 @@ class SlurmRunner(RankStarter):
     programs = ("srun",)
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
-        return [self.program(), *self._placing(active_resources), "--export=ALL", *self.own_words(), *self.rank_words()]
+        # a rank that fails ends the others; unless a site's slurm.conf says so, srun lets them wait for it
+        passed = ["--export=ALL", "--kill-on-bad-exit=1"]
+        return [self.program(), *self._placing(active_resources), *passed, *self.own_words(), *self.rank_words()]
 
     def _placing(self, active_resources: Mapping[str, list[int]]) -> list[str]:
         if not active_resources:
