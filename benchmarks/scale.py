@@ -1,6 +1,6 @@
 """What a job of 16 to 1,024 ranks asks of its store, of its launcher and of each rank before the first step.
 
-    python benchmarks/scale.py                    # all parts, a few minutes
+    python benchmarks/scale.py                    # all parts, some ten minutes
     python benchmarks/scale.py --ranks 16 64 --parts meetings meshes
 
 Ranks are simulated (`deepspeed.testing.many_ranks`): threads of one process with a clock of their own, whose questions
@@ -8,7 +8,7 @@ go to a real `TCPStore`. Operations and bytes (of keys and values) are exact, an
 grows linearly has equal lines. `store ms` is the CPU time of the store's own thread, of the whole job, and depends on
 the machine. Connections of gloo are made for real, up to `--gloo-ranks`. Parts:
 
-- clients: connections to the store, as `init_distributed` makes them;
+- clients: connections to the store, one after the other, which takes minutes for 1,024;
 - meetings: a call at which all ranks meet, all at one time, or with one that is late;
 - waits: ranks that wait long in a collective for one that is late;
 - ends: each rank notes its end, twice as under the launcher, and half of them look who has ended;
@@ -101,8 +101,9 @@ def clients(num_ranks: int) -> Iterator[Row]:
     timed = TimedStore()
     before_ms = timed.cpu_ms()
     port = timed.store.port
+    # without the number of ranks, by which torch has each wait a random time before it connects
     made = [
-        torch_dist.TCPStore("127.0.0.1", port, num_ranks, False, LIMIT, wait_for_workers=True) for _ in range(num_ranks)
+        torch_dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False) for _ in range(num_ranks)
     ]
     yield {"ranks": num_ranks, "connections": len(made), "store_ms": timed.cpu_ms() - before_ms}
 
