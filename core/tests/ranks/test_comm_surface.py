@@ -6,6 +6,7 @@ import threading
 import deepspeed.comm as dist
 import torch
 from deepspeed.comm.group_backend import forget, group_backend
+from deepspeed.comm.record import plain
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -186,7 +187,7 @@ def test_device_mesh():
 def barrier_of_a_thread_job():
     os.environ["DS_COMM_DIRECT"] = "0"  # put back after the job
     forget()
-    backend = group_backend()
+    backend = plain(group_backend())
     backend.all_reduce(torch.ones(1)).wait()
     before = backend.watch.issued.number
     thread = threading.Thread(target=dist.barrier)

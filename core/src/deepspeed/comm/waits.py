@@ -6,33 +6,36 @@ device that works while the host goes on, what is measured is how long its curre
 """
 
 import threading
+from weakref import WeakSet
 
 from deepspeed.profiling.clock import Stopwatch, create_stopwatch
 
 
 class Waits:
-    """The waits of this process. While nobody watches it costs a test of an attribute."""
+    """The waits of this process. While nobody watches, a wait costs no look at the clock."""
 
     def __init__(self) -> None:
-        self.is_watched = False
-        self._num_watchers = 0
+        self._watchers: WeakSet[object] = WeakSet()
         self._stopwatch: Stopwatch | None = None
         self._depth = 0
         self._total_ms = 0.0
         self._thread = 0  # that makes the steps; others hold nobody up
 
-    def watch(self) -> None:
-        """Measure from now on, in this thread."""
-        self._num_watchers += 1
-        self.is_watched = True
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody asks for the waits."""
+        return len(self._watchers) > 0
+
+    def watch(self, watcher: object) -> None:
+        """Measure from now on, in this thread, as long as `watcher` lives or until it calls `unwatch`."""
+        self._watchers.add(watcher)
         self._thread = threading.get_ident()
         if self._stopwatch is None:
             self._stopwatch = create_stopwatch()
 
-    def unwatch(self) -> None:
-        """A watcher is gone."""
-        self._num_watchers -= 1
-        self.is_watched = self._num_watchers > 0
+    def unwatch(self, watcher: object) -> None:
+        """It asks no more."""
+        self._watchers.discard(watcher)
 
     def begin(self) -> bool:
         """A wait begins. Waits may lie in one another.

@@ -33,7 +33,7 @@ class SlowRanks:
         self._stopwatch = create_stopwatch()
         self._num_steps: int | None = None  # of the window; None: it has not begun
         self._waited_ms = 0.0  # before it
-        waits.watch()
+        waits.watch(self)
         group_backend(mesh.norm_group).connect()
 
     def step_ended(self, step: int) -> None:
@@ -70,7 +70,7 @@ class SlowRanks:
 
     def close(self) -> None:
         """The engine is destroyed."""
-        waits.unwatch()
+        waits.unwatch(self)
 
 
 @dataclass(frozen=True)

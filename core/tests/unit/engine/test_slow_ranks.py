@@ -9,6 +9,10 @@ from deepspeed.engine.slow_ranks import Time, told
 from deepspeed.profiling.clock import HostStopwatch
 
 
+class Watcher:
+    """Somebody."""
+
+
 @pytest.mark.parametrize(
     ("own_ms", "named"),
     [
@@ -37,7 +41,7 @@ def test_waits_inside_of_others_count_once_and_other_threads_not_at_all():
     clock, waits = [0.0], Waits()
     with mock.patch.object(HostStopwatch, "_now_s", side_effect=lambda: clock[0]):
         assert not waits.begin()
-        waits.watch()
+        waits.watch(test_who_is_slow)
         assert waits.begin()
         clock[0] += 1.0
         assert waits.begin()
@@ -52,5 +56,17 @@ def test_waits_inside_of_others_count_once_and_other_threads_not_at_all():
         thread.join()
     assert others == [False]
     assert waits.total_ms(wait=False) == 7000.0
-    waits.unwatch()
+    waits.unwatch(test_who_is_slow)
+    assert not waits.begin()
+
+
+def test_who_watches_and_is_gone_watches_no_more():
+    waits, watchers = Waits(), [Watcher(), Watcher()]
+    for watcher in watchers:
+        waits.watch(watcher)
+    del watcher
+    waits.unwatch(watchers.pop())
+    assert waits.is_watched
+    watchers.clear()  # an engine that was dropped without destroy()
+    assert not waits.is_watched
     assert not waits.begin()
