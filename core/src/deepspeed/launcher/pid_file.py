@@ -11,6 +11,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.launcher.console import write_console
 
 FOLDER = Path("/tmp")  # noqa: S108 - a documented address; the file is created and never followed as a link
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -22,13 +23,16 @@ def pid_file() -> Iterator[Path]:
     """
     path = FOLDER / f"{os.getpid()}.ds"
     _exit_on_signals()
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it is sure that the file will be removed
     try:
         inode = _write(path)
     except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
         raise ConfigError(
             f"--save_pid: {path} cannot be written ({error.strerror}); remove it, or omit the flag"
         ) from error
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
         yield path
     finally:
         _remove(path, inode)
@@ -61,6 +65,6 @@ def _remove(path: Path, inode: int) -> None:
 
 def _exit_on_signals() -> None:
     """Until `launch.py` installs its own handlers, end by an exception, so that the file is removed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
