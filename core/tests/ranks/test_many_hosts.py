@@ -34,13 +34,8 @@ os.write(1, f"ready {os.environ['RANK']} {os.getpid()} {child.pid}\\n".encode())
 """
 
 
-TRAIN = """
-import json, os, deepspeed, torch
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-          "zero_optimization": {"stage": 1}}
-engine, *_ = deepspeed.initialize(model=model, config=config)
+#: three steps of `engine`, on random numbers of its rank
+STEPS = """
 random = torch.Generator().manual_seed(engine.global_rank)
 losses = []
 for _ in range(3):
@@ -48,9 +43,21 @@ for _ in range(3):
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
-with open(f"{os.environ['CROSS_SIZE']}-{os.environ['RANK']}.json", "w") as file:
+"""
+TRAIN = (
+    """
+import json, os, deepspeed, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+          "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+"""
+    + STEPS
+    + """with open(f"{os.environ['CROSS_SIZE']}-{os.environ['RANK']}.json", "w") as file:
     json.dump(losses, file)
 """
+)
 
 
 def flags(*more):

@@ -15,6 +15,8 @@ import pytest
 from deepspeed.launcher.launch import find_free_port
 from deepspeed.testing.forked import wait_for_end
 
+from .test_many_hosts import STEPS
+
 LIMIT_S = 200
 AWKWARD = "a b\"c'$d\n%n `e` \\ *"
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -42,7 +44,8 @@ NodeName=127.0.0.1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPU
 NodeName=127.0.0.2 NodeHostname=localhost NodeAddr=127.0.0.2 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-TRAIN = """
+TRAIN = (
+    """
 import json, os, sys, deepspeed, torch
 deepspeed.init_distributed()
 torch.manual_seed(0)
@@ -50,17 +53,13 @@ model = torch.nn.Linear(8, 1)
 engine, *_ = deepspeed.initialize(model=model, config={
     "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
     "zero_optimization": {"stage": 1}})
-random = torch.Generator().manual_seed(engine.global_rank)
-losses = []
-for _ in range(3):
-    loss = engine(torch.randn(4, 8, generator=random).to(engine.device)).square().mean()
-    engine.backward(loss)
-    engine.step()
-    losses.append(loss.item())
-place = [os.environ.get("SLURMD_NODENAME"), os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]
+"""
+    + STEPS
+    + """place = [os.environ.get("SLURMD_NODENAME"), os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]
 with open(f"{os.environ.get('SLURM_STEP_NUM_NODES', '1')}-{os.environ['RANK']}.json", "w") as file:
     json.dump([losses, place, sys.argv[-1], os.environ["NCCL_AWKWARD"]], file)
 """
+)
 # Rank 3 fails; the others wait for something else, which never comes.
 FAIL = """
 import os, signal
@@ -122,10 +121,10 @@ def slurm(folder, monkeypatch):
 
 
 def _until(is_so, folder):
+    """Ask again and again, without a pause: nobody tells when a daemon answers."""
     end = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < end, (folder / "daemons.log").read_text()
-        time.sleep(0.1)  # nobody tells when a daemon answers
 
 
 def test_two_nodes_train_as_one_host(slurm, launch):

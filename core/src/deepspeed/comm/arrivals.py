@@ -25,7 +25,7 @@ from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 
-_LONGEST_PAUSE_S = 0.5  # between two questions to the store
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5  # between two questions to the store
 _POLLS_PER_S = 10_000  # of all ranks together
 _LONGEST_NAME = 40
 _ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
@@ -163,7 +163,8 @@ class _Wait:
                 self._is_noted = True
             if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()):
                 return self._end(parted.PARTED + found)
-            time.sleep(max(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S), len(self._ranks) / _POLLS_PER_S))
+            least_s = max(_SHORTEST_PAUSE_S, len(self._ranks) / _POLLS_PER_S)
+            time.sleep(max(least_s, min(waited_s / 10, _LONGEST_PAUSE_S)))
         return self._store.get(end).decode()
 
     def begin_next(self, gave_up: str = "") -> None:

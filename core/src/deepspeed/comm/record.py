@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.backend import Capabilities, GroupBackend, Work
 from deepspeed.comm.values import all_gather_values
-from deepspeed.comm.waits import waits
+from deepspeed.comm.waits import waited, waits
 from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 
@@ -45,7 +45,6 @@ _WITH_PARTS = frozenset(
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
 
 
 class CommsLogger:
@@ -267,16 +266,6 @@ class _RecordedWork:
         spent_s, self._spent_s = self._spent_s, None
         if spent_s is not None:
             comms_logger.add(self._op, self._num_bytes, spent_s + time.perf_counter() - start)
-
-
-def waited(call: Callable[[], _T]) -> _T:
-    """`call()`, which waits for peers: `waits` counts it."""
-    is_counted = waits.begin()
-    try:
-        return call()
-    finally:
-        if is_counted:
-            waits.end()
 
 
 def counted(work: Work) -> Work:

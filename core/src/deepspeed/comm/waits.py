@@ -1,14 +1,18 @@
 """How long this rank has waited for others: `watch.slow_rank_window` subtracts it from the time of a step.
 
-Whatever waits for a peer in a step does so between `waits.begin()` and `waits.end()`: collectives of ZeRO and messages
-of pipelines (`record.py`, `point_to_point.py`), sums of hosts, and the synchronous operations of `deepspeed.comm`. On a
-device that works while the host goes on, what is measured is how long its current stream stood still.
+Whatever waits for a peer in a step does so inside of `waited`: collectives of ZeRO and messages of pipelines
+(`record.py`, `point_to_point.py`), sums of hosts, and the synchronous operations of `deepspeed.comm`. On a device that
+works while the host goes on, what is measured is how long its current stream stood still.
 """
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakSet
 
 from deepspeed.profiling.clock import Stopwatch, create_stopwatch
+
+_T = TypeVar("_T")
 
 
 class Waits:
@@ -68,3 +72,13 @@ class Waits:
 
 
 waits = Waits()
+
+
+def waited(call: Callable[[], _T]) -> _T:
+    """`call()`, which waits for peers: `waits` counts it."""
+    is_counted = waits.begin()
+    try:
+        return call()
+    finally:
+        if is_counted:
+            waits.end()

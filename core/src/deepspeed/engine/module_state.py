@@ -84,7 +84,8 @@ def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tup
     is sharded is left out: the function did not get its values, which is said."""
     changed, sharded = [], []
     for name, param in module.named_parameters():
-        if unit_of(param) is not None and unit_of(param).is_sharded:  # type: ignore[union-attr]
+        unit = unit_of(param)
+        if unit is not None and unit.is_sharded:
             sharded.append(name)
             continue
         value = saved.get(name)
