@@ -93,6 +93,8 @@ def main() -> None:
         torch.save({name: value.float() for name, value in weights.items()}, args.folder / "weights.pt")
         result["stage"] = model.zero_optimization_stage() if args.stage != "none" else None
         (args.folder / "result.json").write_text(json.dumps(result))
+    # DDP's C++ half may not outlive the groups: see ../torch_checkpoint/train.py.
+    model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
     accelerator.end_training()
 
 
