@@ -93,10 +93,10 @@ def kill_job(folder, killed):
     engine.save_checkpoint(folder)
     begin = BackgroundWriter.write
 
-    def write(background, *order):
+    def write(background, *order, **options):
         if dist.get_rank() == killed:
             os.kill(writer_of(engine), signal.SIGKILL)
-        begin(background, *order)
+        begin(background, *order, **options)
 
     BackgroundWriter.write = write
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.orders import Orders
+from deepspeed.checkpoint.reports import Ending
 from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger
@@ -60,15 +61,27 @@ class BackgroundWriter:
                 "saving needs as much host memory as the rank's files have bytes; set checkpoint.async_save to false."
             ) from error
 
-    def write(self, staged: list[dict[str, Any]], commit: Mapping[str, Any] | None, what: str) -> None:
+    def write(
+        self,
+        staged: list[dict[str, Any]],
+        commit: Mapping[str, Any] | None,
+        *,
+        folder: Path,
+        name: str,
+        began: str,
+        save_latest: bool,
+    ) -> None:
         """Begin to copy what is pending and to write what was staged, and return.
 
         Args:
             commit: on the committing rank the arguments of `Writer._commit`.
-            what: completes "the asynchronous ... has failed".
+            folder, name: as for `stage`.
+            began, save_latest: as in `reports.Ending`.
         """
         assert self._process is not None, "write before stage"
-        self._process.begin({"do": "write", "files": staged, "commit": commit}, what)
+        ending = Ending(str(folder.absolute()), name, began, save_latest, self._limit_s)
+        order = {"do": "write", "files": staged, "commit": commit, "ending": ending.as_message()}
+        self._process.begin(order, f"save of {folder}", ending)
 
     def cancel(self) -> None:
         """After a failure on any rank between `create` and `write`. What cannot be removed is left to the next save."""
@@ -126,7 +139,8 @@ class _InFlight:
     """An order to save."""
 
     number: "Future[int]"  # is known when what was pending is copied and the order is given
-    what: str
+    what: str  # completes "the asynchronous ... has failed"
+    ending: Ending  # says what came of it where the process ends without an answer
 
 
 class _Process:
@@ -162,12 +176,16 @@ class _Process:
     def ask(self, order: Mapping[str, Any]) -> None:
         """Give an order and wait for the answer; `CheckpointError` if it could not be carried out."""
         assert not self._in_flight, "an order before the save in flight was waited for"
-        if error := self._orders.receive(self._orders.send(order)):
-            raise CheckpointError(error)
+        answer = self._orders.receive(self._orders.send(order))
+        if answer is None:
+            raise CheckpointError(self._orders.error_of_end())
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
 
-    def begin(self, order: Mapping[str, Any], what: str) -> None:
+    def begin(self, order: Mapping[str, Any], what: str, ending: Ending) -> None:
         """Give an order, after what is pending is copied. `finish` reads the answer."""
-        self._in_flight.append(_InFlight(self._copier.submit(_copy_and_send, self.memory, self._orders, order), what))
+        number = self._copier.submit(_copy_and_send, self.memory, self._orders, order)
+        self._in_flight.append(_InFlight(number, what, ending))
 
     def wait_for_copy(self) -> None:
         """See `BackgroundWriter.wait_for_copy`."""
@@ -184,10 +202,10 @@ class _Process:
         save = self._in_flight[0]
         if not _has_answer(save, self._orders, _BRIEF_S):
             announce(f"waiting for the asynchronous {save.what}")
-        error = _error_of(save, self._orders)
+        failure = _failure_of(save, self._orders)
         self._in_flight.clear()  # not before: an interrupt of the wait leaves it in flight
-        if error:
-            raise _failure(save.what, error)
+        if failure is not None:
+            raise failure
 
 
 def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any]) -> int:
@@ -201,22 +219,31 @@ def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any
 
 
 def _has_answer(save: _InFlight, orders: Orders, within_s: float = 0) -> bool:
-    """Whether `_error_of` will not wait. Waits for so long itself, for each of its two steps."""
+    """Whether `_failure_of` will not wait. Waits for so long itself, for each of its two steps."""
     if not wait([save.number], within_s).done:
         return False
-    return save.number.exception() is not None or orders.has_answer(save.number.result(), within_s)
+    if save.number.exception() is not None:
+        return True
+    number = save.number.result()
+    return orders.has_answer(number, within_s) and (
+        orders.receive(number) is not None or save.ending.look_without_writer() is not None
+    )
 
 
-def _error_of(save: _InFlight, orders: Orders) -> str:
-    """What has failed; empty if nothing has. Waits."""
+def _failure_of(save: _InFlight, orders: Orders) -> CheckpointError | None:
+    """What has failed; None if nothing has. Waits."""
     wait([save.number])
     if (error := save.number.exception()) is not None:
-        return f"cannot copy this rank's states: {first_line(error)}"
-    return orders.receive(save.number.result())
-
-
-def _failure(what: str, error: str) -> CheckpointError:
-    return CheckpointError(f"the asynchronous {what} has failed: {error}")
+        return CheckpointError(
+            f"the asynchronous {save.what} has failed: cannot copy this rank's states: {first_line(error)}"
+        )
+    answer = orders.receive(save.number.result())
+    result = save.ending.wait_without_writer() if answer is None else answer
+    if "error" not in result:
+        return None
+    reason = result["error"] if answer is not None else orders.error_of_end(result["error"])
+    verb = "has failed" if result.get("is_known", True) else "may have failed"
+    return CheckpointError(f"the asynchronous {save.what} {verb}: {reason}")
 
 
 def _end(
@@ -235,8 +262,8 @@ def _end(
     assert process.stdin is not None
     assert process.stdout is not None
     for save in in_flight:
-        if error := _error_of(save, orders):
-            logger.error("%s", _failure(save.what, error))
+        if (failure := _failure_of(save, orders)) is not None:
+            logger.error("%s", failure)
     in_flight.clear()
     orders.send({"do": "end"})  # a fork of this process may hold the pipe open
     with contextlib.suppress(BrokenPipeError):

@@ -24,7 +24,7 @@ class Orders:
 
     def send(self, order: Mapping[str, Any]) -> int:
         """Give an order; returns its number. Answers to earlier ones are dropped. If the process has ended, `receive`
-        says so."""
+        gives None."""
         assert self._process.stdin is not None
         self._number += 1
         self._read = list(filter(None, [b"".join(self._read).rpartition(b"\n")[2]]))
@@ -33,25 +33,38 @@ class Orders:
             self._process.stdin.flush()
         return self._number
 
-    def receive(self, number: int) -> str:
-        """The error in the answer to an order; empty if there is none. Waits. May be asked again."""
-        while (error := self._answer(number)) is None:
+    def receive(self, number: int) -> dict[str, Any] | None:
+        """The answer to an order; None where the process has ended without one. Waits. May be asked again."""
+        while self._answer(number) is None and not self._has_ended():
             self._poll(None)
-        return error
+        if (answer := self._answer(number)) is None:
+            self._process.wait()  # it has closed the pipe, and changes nothing on disk from here on
+        return answer
 
     def has_answer(self, number: int, within_s: float = 0) -> bool:
         """Whether `receive` will not wait. Waits for so long itself, for each part of an answer."""
-        while self._answer(number) is None:
+        while self._answer(number) is None and not self._has_ended():
             if not self._poll(int(within_s * 1000)):
                 return False
         return True
 
-    def _answer(self, number: int) -> str | None:
-        """The error in the answer, as far as the pipe was read."""
+    def error_of_end(self, reason: str = "") -> str:
+        """What a process that has ended without an answer is reported as; `reason` says what came of the order."""
+        why = reason and f": {reason.rstrip('.')}"
+        return (
+            f"the writer process of this rank has ended with exit code {self._process.wait()}{why}. What it printed is "
+            "above; the next save starts another one."
+        )
+
+    def _answer(self, number: int) -> dict[str, Any] | None:
+        """The answer, as far as the pipe was read."""
         for line in b"".join(self._read).splitlines(keepends=True):
             if line.endswith(b"\n") and (answer := json.loads(line))["number"] == number:
-                return str(answer.get("error", ""))
-        return self._ended() if self._read and not self._read[-1] else None
+                return dict(answer)
+        return None
+
+    def _has_ended(self) -> bool:
+        return bool(self._read) and not self._read[-1]
 
     def _poll(self, timeout_ms: int | None) -> bool:
         """Wait for the pipe and read some of it; False when nothing came in time."""
@@ -63,9 +76,3 @@ class Orders:
             return False
         self._read.extend(map(os.read, [pipe], [2**16]))  # one call: an interrupt cannot lose what was read
         return True
-
-    def _ended(self) -> str:
-        return (
-            f"the writer process of this rank has ended with exit code {self._process.wait()}. What it printed is "
-            "above; the next save starts another one."
-        )

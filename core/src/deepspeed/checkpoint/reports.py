@@ -1,4 +1,5 @@
 """`Report`: how the writer processes of an asynchronous save learn from each other that their files are written.
+`Ending`: how they, and a rank whose writer was killed, learn what came of the save.
 
 Training may be in a collective of its own meanwhile, or may have ended, so they agree through files. Each writer has
 one in the folder `.<tag>.writers`, locked with `flock` while the process lives, and writes its result into it, after a
@@ -10,14 +11,18 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.claim import machine
+from deepspeed.checkpoint.durable import sync_folder
+from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.tags import read_latest
 from deepspeed.errors import CheckpointError
 
 COMMITTER = "committer"  # the name of the report of the rank that commits
@@ -135,6 +140,103 @@ class Report:
             self._path.unlink(missing_ok=True)
             with suppress(OSError):  # others are in it
                 self._folder.rmdir()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What came of one asynchronous save, for who does not commit it, and for a rank whose writer was killed.
+
+    The result of the committing writer says it. Where that writer has died without one, or has removed it, the
+    checkpoint in its place does: its index has the moment of the save.
+
+    A result is `{}` where the save is complete, or has an `"error"`; `"is_known": False` is in it too where the save
+    may be complete all the same.
+    """
+
+    folder: str
+    """Of the tag."""
+    name: str
+    """Of this rank's report."""
+    began: str
+    """`Index.saved["at"]` of this save, which no other save of the tag has: one begins after the other has ended."""
+    save_latest: bool
+    limit_s: float
+    """As for `Report`."""
+
+    def as_message(self) -> dict[str, Any]:
+        """The arguments of `Ending`, as JSON has them."""
+        return asdict(self)
+
+    def wait_for_committer(self) -> dict[str, Any]:
+        """The result; a living writer calls it when its files are written and its report says so."""
+        return self._wait(self._look_at_committer)
+
+    def wait_without_writer(self) -> dict[str, Any]:
+        """The result; a rank calls it whose writer process has ended without an answer."""
+        return self._wait(self.look_without_writer)
+
+    def look_without_writer(self) -> dict[str, Any] | None:
+        """As `wait_without_writer`, but None while it is not known."""
+        own = _result(self._report(self.name))
+        if own is not None and "error" in own:
+            return own
+        if self.name == COMMITTER:
+            return self._found("the checkpoint was not in its place yet", was_committed=own is not None)
+        if own is None and self._report(self.name).exists():
+            return {"error": "its files were not written yet"}
+        return self._look_at_committer()
+
+    def _look_at_committer(self) -> dict[str, Any] | None:
+        path = self._report(COMMITTER)
+        is_dead = _is_dead(path)  # before its content is read: it may have just written it
+        result = _result(path)
+        if result is not None and "error" in result:
+            return {"error": f"the committing rank: {result['error']}"}
+        if result is None and not is_dead and path.exists():
+            return None
+        if is_dead and result is None:
+            return self._found("the committing rank: its writer process ended before its files were written")
+        return self._found("the committing rank has given the save up", was_committed=result is not None)
+
+    def _wait(self, look: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+        path = self._report(COMMITTER)
+        for _ in _looks(self.limit_s, lambda: _touched_ns(path)):
+            if (result := look()) is not None:
+                return result
+        unheard = f"the committing rank: nothing was heard of its writer process for {self.limit_s:g} s"
+        return self._found(unheard, may_come=True)
+
+    def _found(self, otherwise: str, *, was_committed: bool = False, may_come: bool = False) -> dict[str, Any]:
+        """The result as far as the checkpoint in its place shows it.
+
+        Args:
+            otherwise: why the save has failed, where the checkpoint is not there.
+            was_committed: the committing writer has said so.
+            may_come: it may commit later.
+        """
+        folder = Path(self.folder)
+        try:
+            index = read_index(folder, with_tensors=False)
+            is_there = index is not None and index.saved.get("at") == self.began
+            if not (is_there or was_committed or may_come):
+                return {"error": otherwise}
+            latest = read_latest(folder.parent)
+            if is_there and (was_committed or not self.save_latest or latest == folder.name):
+                sync_folder(folder.parent)  # the committing writer may have died before it did
+                return {}
+        except (CheckpointError, OSError) as error:
+            return {"error": f"{otherwise}; whether it was committed is not known: {error}", "is_known": False}
+        names = f"`latest` names {latest}" if latest else "there is no `latest`"
+        if is_there:
+            whole = f"{otherwise}. {folder} is whole, but {names}: load it by its tag, or save again"
+            return {"error": whole, "is_known": not may_come}
+        if was_committed:
+            unclear = f"it was committed, but {folder} is of another save now, or gone; {names}"
+            return {"error": unclear, "is_known": False}
+        return {"error": f"{otherwise}; whether it was committed is not known; {names}", "is_known": False}
+
+    def _report(self, name: str) -> Path:
+        return layout.writers_folder(Path(self.folder)) / f"{name}.json"
 
 
 def _looks(limit_s: float, sign: Any = lambda: None) -> Iterator[None]:

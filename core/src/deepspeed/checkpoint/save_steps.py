@@ -82,6 +82,7 @@ def _entry(store: Store, folder: Path, name: str, num_bytes: int | None) -> File
 def save_in_background(save: Save, ranks: Ranks, background: BackgroundWriter) -> None:
     """Return when every rank has copied its states; the writer processes agree about the rest (`reports.py`)."""
     rank = str(ranks.position.rank)
+    name = COMMITTER if ranks.commits else rank
     others = [other for other in map(str, range(ranks.position.world_size)) if other != rank]
     commit = {
         "others": others,
@@ -95,12 +96,20 @@ def save_in_background(save: Save, ranks: Ranks, background: BackgroundWriter) -
             background.create(save.folder)
 
     def stage() -> list[dict[str, Any]]:
-        return background.stage(save.folder, COMMITTER if ranks.commits else rank, save.files)
+        return background.stage(save.folder, name, save.files)
 
     try:
         ranks.together(create, save.what)
         staged = ranks.together(stage, save.what)
-        background.write(staged, commit if ranks.commits else None, f"save of {save.folder}")
+        (began,) = filter(None, ranks.gather(save.facts["at"] if ranks.commits else None))
+        background.write(
+            staged,
+            commit if ranks.commits else None,
+            folder=save.folder,
+            name=name,
+            began=began,
+            save_latest=save.save_latest,
+        )
     except Exception:
         background.cancel()
         raise

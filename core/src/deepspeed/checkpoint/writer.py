@@ -1,13 +1,13 @@
 """The writer process of a rank: it puts on disk what the rank has staged in shared memory, and commits.
 
 Started by `background.py`, which sends one order per line on stdin, as JSON, and reads one answer per line from stdout.
-Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `{"number": 3, "error": text}`. It does
-not import torch.
+Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `{"number": 3, "error": text}`, with
+`"is_known": false` where the save may be complete all the same. It does not import torch.
 
     {"do": "create", "folder": ...}             make the staging folder; on the committing rank
     {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `reports.py`
-    {"do": "write", "files": [...], "commit": {...} or null}    write the staged files; the answer comes when the
-                                                checkpoint is in its place or has failed, on all ranks
+    {"do": "write", "files": [...], "ending": {...}, "commit": {...} or null}    write the staged files; the answer
+                                                comes when the checkpoint is in its place or has failed, on all ranks
     {"do": "cancel"}                            give up what was begun
     {"do": "end"}                               end; there is no answer
 
@@ -32,7 +32,7 @@ from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.prune import prune
-from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder
+from deepspeed.checkpoint.reports import Ending, Report, create_folder
 from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_file import MemoryFile
@@ -71,7 +71,9 @@ class Writer:
     def cancel(self, reason: str = "the save was given up") -> None:
         self._end({"error": reason})
 
-    def write(self, files: Sequence[Mapping[str, Any]], commit: Mapping[str, Any] | None) -> None:
+    def write(
+        self, files: Sequence[Mapping[str, Any]], ending: Mapping[str, Any], commit: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         assert self._report is not None, "write before join"
         assert self._creates == (commit is not None), "the rank that creates commits"
         with self._report.kept_fresh():
@@ -80,15 +82,14 @@ class Writer:
                 result: dict[str, Any] = {}
                 if commit is None:
                     self._report.write({"files": [entry.as_message() for entry in entries]})
-                    result = self._report.wait_for(COMMITTER)
+                    result = Ending(**ending).wait_for_committer()
                 else:
                     self._commit(entries, **commit)
             except Exception as error:
                 self._end({"error": reason_of(error)})
                 raise
         self._end(result)
-        if "error" in result:
-            raise CheckpointError(f"the committing rank: {result['error']}")
+        return result
 
     def _write_files(self, files: Sequence[Mapping[str, Any]]) -> list[FileEntry]:
         if not files:
@@ -145,10 +146,10 @@ def reason_of(error: Exception) -> str:
 def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, Any]:
     number = order.pop("number")
     try:
-        getattr(writer, order.pop("do"))(**order)
+        result = getattr(writer, order.pop("do"))(**order)
     except (CheckpointError, OSError) as error:  # the rank raises it
         return {"number": number, "error": reason_of(error)}
-    return {"number": number}
+    return {"number": number, **(result or {})}
 
 
 def _orders() -> Iterator[dict[str, Any]]:

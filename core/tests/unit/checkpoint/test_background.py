@@ -95,9 +95,9 @@ def test_a_save_waits_for_that_of_another_engine_into_the_directory(
     pid, wait = writer_of(checkpointer), checkpointer.wait_for_save
     begin = BackgroundWriter.write
 
-    def stop_and_write(background, *order):
+    def stop_and_write(background, *order, **options):
         os.kill(pid, signal.SIGSTOP)
-        begin(background, *order)
+        begin(background, *order, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(BackgroundWriter, "write", stop_and_write)
@@ -147,10 +147,10 @@ def test_a_writer_that_was_killed_is_an_error_and_the_next_save_starts_another(
 ):
     begin = BackgroundWriter.write
 
-    def write(background, *order):
+    def write(background, *order, **options):
         pid = writer_of(checkpointer)
         os.kill(pid, number)
-        begin(background, *order)
+        begin(background, *order, **options)
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
 
@@ -270,11 +270,14 @@ def test_an_answer_is_taken_for_that_of_its_own_order_only():
         orders = Orders(process)
         first, second = orders.send({"text": "first"}), orders.send({"text": "second"})
         assert orders.has_answer(second, within_s=60)
-        assert [orders.receive(second), orders.receive(first), orders.receive(second)] == ["second", "first", "second"]
+        errors = [orders.receive(number)["error"] for number in (second, first, second)]
+        assert errors == ["second", "first", "second"]
         orders.send({"text": "third"})
-        assert orders.receive(orders.send({})) == ""
+        last = orders.send({})
+        assert orders.receive(last) == {"number": last}
         process.stdin.close()
-        assert "ended with exit code 0" in orders.receive(9)
+        assert orders.receive(9) is None
+        assert "ended with exit code 0. What" in orders.error_of_end()
 
 
 def test_a_copy_that_fails_fails_the_save(tmp_path, checkpointer, monkeypatch):
@@ -387,9 +390,9 @@ checkpointer.wait_for_save()
 begin = BackgroundWriter.write
 
 
-def stopped_write(background, *order):
+def stopped_write(background, *order, **options):
     os.kill(writer_of(checkpointer), signal.SIGSTOP)
-    begin(background, *order)
+    begin(background, *order, **options)
 
 
 copy, has_raised, show = PendingTensor.copy_to, threading.Event(), sys.excepthook
