@@ -1,7 +1,7 @@
 """DeepSpeed's public names over `ds-core`, each loaded when it is first used (PEP 562).
 
 `import deepspeed` alone imports neither torch nor a plugin. Start reading at `engine/build.py`, then
-`engine/training.py`, `zero/strategy.py`, `zero/stage2.py`, `plugins/hookspecs.py`.
+`engine/training.py`, `zero/strategy.py`, `zero/stages.py`, `plugins/hookspecs.py`.
 """
 
 import sys
@@ -27,7 +27,7 @@ _NAMES = {
     "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
     "LAMB_OPTIMIZER": "deepspeed.config.constants:LAMB_OPTIMIZER",
     "MUON_OPTIMIZER": "deepspeed.config.constants:MUON_OPTIMIZER",
-    "OnDevice": "deepspeed.zero.on_device:OnDevice",
+    "OnDevice": "deepspeed.zero.construct:OnDevice",
     "PipelineEngine": "deepspeed.engine.pipeline:PipelineEngine",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.comm.start:DEFAULT_PORT",

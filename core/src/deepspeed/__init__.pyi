@@ -54,7 +54,7 @@ from deepspeed.optim.lr_arguments import add_tuning_arguments as add_tuning_argu
 from deepspeed.pipe.module import PipelineModule as PipelineModule
 from deepspeed.runtime import domino as domino
 from deepspeed.tensor_parallel.entry import tp_model_init as tp_model_init
-from deepspeed.zero.on_device import OnDevice as OnDevice
+from deepspeed.zero.construct import OnDevice as OnDevice
 from deepspeed.zero.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from deepspeed.zero.optimizer import ZeroOptimizer as ZeROOptimizer
 __version_major__: int

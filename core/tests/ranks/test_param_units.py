@@ -19,9 +19,9 @@ from deepspeed.zero.fragments import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
 from torch import nn
 
 LOW = {"bf16": {"enabled": True}}

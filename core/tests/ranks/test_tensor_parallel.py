@@ -19,7 +19,7 @@ from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.shares import spread
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint

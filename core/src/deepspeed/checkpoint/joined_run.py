@@ -31,7 +31,7 @@ from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.checkpoint.universal_info import with_division
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.zero.parameter_parts import part_of_parts
+from deepspeed.zero.redistribute import part_of_parts
 
 _LAYER = re.compile(r"layer_(\d+)(?:-[\w-]+)?-model_states\.pt")
 _OF_DIVISION = frozenset({DIVISION, MODULE_FILES, MODULE_REST, DATA_RANK})

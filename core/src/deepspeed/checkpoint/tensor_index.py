@@ -1,6 +1,6 @@
 """Where in a checkpoint's files the values of each parameter lie: made at a save, and read from an index.
 
-ZeRO joins parameters and cuts what results among ranks (`zero.division`). The table says for each parameter where its
+ZeRO joins parameters and cuts what results among ranks (`zero.layout`). The table says for each parameter where its
 parts are then, so that a reader needs no knowledge of that. As JSON:
 
     {"groups": [{"fp32": key, "exp_avg": key, ...}, ...],
@@ -28,7 +28,7 @@ from deepspeed.checkpoint.index import FileEntry, Index
 from deepspeed.checkpoint.torch_file import Key, TensorRecord, TorchFile, itemsize_bytes
 from deepspeed.errors import CheckpointError, counted, first_line
 from deepspeed.log import warn_once
-from deepspeed.zero.division import contiguous
+from deepspeed.zero.layout import contiguous
 
 Parts = list[tuple[int, int, int, int]]
 

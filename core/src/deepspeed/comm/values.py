@@ -1,12 +1,15 @@
-"""`all_gather_values`: small plain values from every rank, as JSON text in tensors. Nothing is pickled.
+"""`all_gather_values`: small plain values from every rank, as JSON text in tensors. Nothing is pickled. `check_same`
+compares texts.
 
 Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times. A rank that
 has nothing to agree on, because it failed before, brings that in place of a value (`bring_failure`).
 """
 
+import hashlib
 import json
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.libraries import host_or_device, no_group_error
-from deepspeed.errors import CommError, first_line
+from deepspeed.errors import CommError, ConfigError, first_line
 
 _FAILURE, _MEETING = b"!", b"="  # begin no JSON
 _SOON_S, _LONGEST_PAUSE_S = 0.5, 0.05
@@ -52,6 +55,32 @@ def all_gather_values(
     texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _all_gather(tensor, group, backend, call))
     _refuse_other_calls(texts, "")
     return [json.loads(text) for text in texts]
+
+
+def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> None:
+    """Compare texts with the other ranks, which give the same keys. A collective over `group`.
+
+    Raises:
+        ConfigError: on every rank, for the first key whose text differs; it names the ranks.
+    """
+    everything = _digest("".join(map(_digest, facts.values())))
+    if len(set(all_gather_values(everything, group))) == 1:
+        return
+    by_rank = all_gather_values([_digest(text) for text in facts.values()], group)
+    for (name, text), digests in zip(facts.items(), zip(*by_rank, strict=True), strict=True):
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ConfigError(
+                f"initialize: {name} must be the same on all ranks, and {named_ranks(others)} "
+                f"{'differs' if len(others) == 1 else 'differ'} from rank 0. This rank "
+                f"({torch_dist.get_rank(group)}) has: {textwrap.shorten(text, 200) or 'nothing'}. Build the "
+                "same model and optimizer, and give the same configuration, on every rank"
+            )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def meet(call: str) -> None:
@@ -102,6 +131,10 @@ def all_gather_within(value: Any, limit_s: float) -> list[Any]:
     texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _gather_within(tensor, limit_s))
     _refuse_other_calls(texts, "")
     return [json.loads(text) for text in texts]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _gather_within(

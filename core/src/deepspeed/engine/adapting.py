@@ -22,7 +22,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import parts_held
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.param_unit import shape_of, unit_of
-from deepspeed.zero.parameter_parts import part_of, part_of_parts
+from deepspeed.zero.redistribute import part_of, part_of_parts
 
 
 def with_own_parts(found: LoadedCheckpoint, state: TrainingState, elsewhere: Collection[str]) -> LoadedCheckpoint:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.together import together
+from deepspeed.comm.values import check_same
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.precision import torch_dtype
@@ -73,8 +74,6 @@ from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params
 from deepspeed.uncaught import report_to_launcher
-from deepspeed.zero.agreement import check_same
-from deepspeed.zero.leaf_modules import mark_configured
 from deepspeed.zero.managed import (
     refuse_managed,
     refuse_meta,
@@ -82,6 +81,7 @@ from deepspeed.zero.managed import (
     refuse_unshaped,
     warn_of_shared_memory,
 )
+from deepspeed.zero.module_units import mark_configured
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of

@@ -21,7 +21,7 @@ from torch import Tensor
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of
-from deepspeed.zero.parameter_parts import part_of
+from deepspeed.zero.redistribute import part_of
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
 from deepspeed.zero.strategy import Sharding
 

@@ -39,9 +39,9 @@ from deepspeed.ops.reference_optimizer import check_options
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.dtype_hint import add_dtype_hint
+from deepspeed.zero.module_hooks import add_released_hint
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.optimizer import not_copied
-from deepspeed.zero.released_hint import add_released_hint
 
 if TYPE_CHECKING:
     from deepspeed.engine.documented import Accessors  # a stub alone

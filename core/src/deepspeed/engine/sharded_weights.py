@@ -15,7 +15,7 @@ from torch.nn import Module
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of, unit_of
-from deepspeed.zero.parameter_parts import part_of
+from deepspeed.zero.redistribute import part_of
 
 
 def fit_module_state(module: Module, model_state: Mapping[str, Any], *, compares_shapes: bool = True) -> dict[str, Any]:

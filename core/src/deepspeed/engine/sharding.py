@@ -24,10 +24,7 @@ from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.shard_home import ShardHome
-from deepspeed.zero.stage0 import Stage0
-from deepspeed.zero.stage1 import Stage1
-from deepspeed.zero.stage2 import Stage2
-from deepspeed.zero.stage3 import Stage3
+from deepspeed.zero.stages import Stage0, Stage1, Stage2, Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.unit_groups import Copies, UnitGroups
 

@@ -12,11 +12,10 @@ from statistics import median_low
 
 from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.comm.waits import waits
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.profiling.clock import create_stopwatch
-from deepspeed.zero.agreement import named_ranks
 
 
 class SlowRanks:

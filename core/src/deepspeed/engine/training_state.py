@@ -18,7 +18,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.optim.saved_values import check_options, check_schedule, check_state
 from deepspeed.zero.param_unit import shape_of
-from deepspeed.zero.parameter_parts import saved_part
+from deepspeed.zero.redistribute import saved_part
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.whole_state_dict import as_it_is
 

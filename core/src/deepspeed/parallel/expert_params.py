@@ -5,7 +5,7 @@
     param.allreduce = False
     param.group_name = "ep_size_2"      # the experts are divided over two ranks
 
-Their gradients are summed over the ranks that hold the same experts (`zero/unit_ranks.py`).
+Their gradients are summed over the ranks that hold the same experts (`zero/unit_groups.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

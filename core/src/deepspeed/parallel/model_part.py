@@ -139,3 +139,8 @@ def division_is_known(module: Module) -> bool:
     mark, or Megatron's alone."""
     divided = [param for param in module.parameters() if getattr(param, "tensor_model_parallel", False)]
     return bool(divided) and all(part_held(param) is not None for param in divided)
+
+
+def is_tensor_parallel(param: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))

@@ -129,7 +129,7 @@ class Stage:
             RecvActivation: lambda _: self._activations.post(),
             SendGrad: self._send_gradient,
             RecvGrad: lambda _: self._gradients.post(),
-            ReduceTiedGrads: lambda _: None,  # part of `reduce`: see zero/unit_ranks.py
+            ReduceTiedGrads: lambda _: None,  # part of `reduce`: see zero/unit_groups.py
             ReduceGrads: lambda _: compute.reduce(),
             OptimizerStep: lambda _: compute.step(),
         }

@@ -21,7 +21,7 @@ from deepspeed.planning.units import Unit, units_of
 from deepspeed.zero.bucket import FLUSH_NUMEL
 from deepspeed.zero.gradient_reduction import LARGE_NUMEL
 from deepspeed.zero.holding import DEVICE_WIDENED_NUMEL, WIDENED_NUMEL
-from deepspeed.zero.stage2 import MAX_IN_FLIGHT
+from deepspeed.zero.stages import MAX_IN_FLIGHT
 
 _FP32 = 4
 

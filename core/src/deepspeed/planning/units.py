@@ -1,6 +1,6 @@
 """The units of ZeRO that a rank would have: which parameters are reduced and gathered together, and how many elements.
 
-By the rules of `zero/holding.py`, and in stage 3 of `zero/granularity.py`, applied to names instead of modules.
+By the rules of `zero/holding.py`, and in stage 3 of `zero/module_units.py`, applied to names instead of modules.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def _persistent(params: Sequence[Param], training: Training) -> set[int]:
 
 
 def _by_module(paths: dict[int, str], params: Sequence[Param], max_numel: int) -> list[list[int]]:
-    """The runs that `zero.granularity.divide` would give. A list of modules has a number as the next part of a path."""
+    """The runs that `zero.module_units.divide` would give. A list of modules has a number as the next part of a path."""
     found: list[list[int]] = []
 
     def visit(places: list[int], depth: int) -> None:

@@ -151,7 +151,7 @@ def ds_sharding(name: str) -> "Callable[..., Any] | None":
 
     Returns:
         A class with the contract of `deepspeed.zero.strategy.Sharding` (for `"3"`, that of
-        `deepspeed.zero.stage3.Stage3`, which also gets the keys of stage 3), or None.
+        `deepspeed.zero.stages.Stage3`, which also gets the keys of stage 3), or None.
     """
 
 

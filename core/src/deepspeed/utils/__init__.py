@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepspeed.utils import tensor_fragment as tensor_fragment
     from deepspeed.utils import timer as timer
     from deepspeed.utils import zero_to_fp32 as zero_to_fp32
+    from deepspeed.zero.construct import OnDevice as OnDevice
     from deepspeed.zero.fragments import safe_get_full_fp32_param as safe_get_full_fp32_param
     from deepspeed.zero.fragments import safe_get_full_grad as safe_get_full_grad
     from deepspeed.zero.fragments import safe_get_full_optimizer_state as safe_get_full_optimizer_state
@@ -28,20 +29,19 @@ if TYPE_CHECKING:
     from deepspeed.zero.fragments import safe_set_local_grad as safe_set_local_grad
     from deepspeed.zero.fragments import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from deepspeed.zero.fragments import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
-    from deepspeed.zero.leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
-    from deepspeed.zero.leaf_modules import set_z3_leaf_module as set_z3_leaf_module
-    from deepspeed.zero.leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
-    from deepspeed.zero.leaf_modules import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
-    from deepspeed.zero.leaf_modules import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
-    from deepspeed.zero.leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
-    from deepspeed.zero.leaf_modules import z3_leaf_module as z3_leaf_module
-    from deepspeed.zero.leaf_modules import z3_leaf_parameter as z3_leaf_parameter
-    from deepspeed.zero.on_device import OnDevice as OnDevice
+    from deepspeed.zero.module_units import get_z3_leaf_modules as get_z3_leaf_modules
+    from deepspeed.zero.module_units import set_z3_leaf_module as set_z3_leaf_module
+    from deepspeed.zero.module_units import set_z3_leaf_modules as set_z3_leaf_modules
+    from deepspeed.zero.module_units import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+    from deepspeed.zero.module_units import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
+    from deepspeed.zero.module_units import unset_z3_leaf_modules as unset_z3_leaf_modules
+    from deepspeed.zero.module_units import z3_leaf_module as z3_leaf_module
+    from deepspeed.zero.module_units import z3_leaf_parameter as z3_leaf_parameter
 
 _NAMES: dict[str, str] = {
-    "OnDevice": "deepspeed.zero.on_device:OnDevice",
+    "OnDevice": "deepspeed.zero.construct:OnDevice",
     "RepeatingLoader": "deepspeed.data.loader:RepeatingLoader",
-    "get_z3_leaf_modules": "deepspeed.zero.leaf_modules:get_z3_leaf_modules",
+    "get_z3_leaf_modules": "deepspeed.zero.module_units:get_z3_leaf_modules",
     "groups": "deepspeed.utils.groups",
     "init_on_device": "deepspeed.utils.init_on_device",
     "log_dist": "deepspeed.log:log_dist",
@@ -61,15 +61,15 @@ _NAMES: dict[str, str] = {
     "safe_set_local_grad": "deepspeed.zero.fragments:safe_set_local_grad",
     "safe_set_local_optimizer_state": "deepspeed.zero.fragments:safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized": "deepspeed.zero.fragments:safe_update_full_grad_vectorized",
-    "set_z3_leaf_module": "deepspeed.zero.leaf_modules:set_z3_leaf_module",
-    "set_z3_leaf_modules": "deepspeed.zero.leaf_modules:set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name": "deepspeed.zero.leaf_modules:set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.leaf_modules:set_z3_leaf_modules_by_suffix",
+    "set_z3_leaf_module": "deepspeed.zero.module_units:set_z3_leaf_module",
+    "set_z3_leaf_modules": "deepspeed.zero.module_units:set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name": "deepspeed.zero.module_units:set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.module_units:set_z3_leaf_modules_by_suffix",
     "tensor_fragment": "deepspeed.utils.tensor_fragment",
     "timer": "deepspeed.utils.timer",
-    "unset_z3_leaf_modules": "deepspeed.zero.leaf_modules:unset_z3_leaf_modules",
-    "z3_leaf_module": "deepspeed.zero.leaf_modules:z3_leaf_module",
-    "z3_leaf_parameter": "deepspeed.zero.leaf_modules:z3_leaf_parameter",
+    "unset_z3_leaf_modules": "deepspeed.zero.module_units:unset_z3_leaf_modules",
+    "z3_leaf_module": "deepspeed.zero.module_units:z3_leaf_module",
+    "z3_leaf_parameter": "deepspeed.zero.module_units:z3_leaf_parameter",
     "zero_to_fp32": "deepspeed.utils.zero_to_fp32",
 }
 

@@ -22,14 +22,12 @@ from deepspeed.errors import CommError, StateError, counted, first_line
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient_norm import Scalar
-from deepspeed.zero.gradient_reduction import GradientReduction
+from deepspeed.zero.gradient_reduction import GradientReduction, ReplicaSum, TouchedRows
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.stateful import Stateful
-from deepspeed.zero.touched_rows import TouchedRows
+from deepspeed.zero.step_facts import Scalar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

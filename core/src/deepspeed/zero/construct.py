@@ -6,6 +6,8 @@ model never exists on a rank. `initialize` then lays the shards out in units, on
 
 This is also what `deepspeed.runtime.zero.partition_parameters` names: libraries replace
 `zero_wrapper_for_fp_tensor_constructor` here, so the context looks it up when it is entered.
+
+`MiCS_Init` and `OnDevice` are beside it.
 """
 
 import contextlib
@@ -36,9 +38,9 @@ from deepspeed.zero.gather import GatheredParameters, register_external_paramete
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta
 from deepspeed.zero.offload.policy import choose_shard_home
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
 from deepspeed.zero.whole_state_dict import watch
 
 __all__ = [
@@ -323,3 +325,67 @@ def _check_arguments(module: Any, dtype: Any, mpu: Any) -> None:
         raise ConfigError(f"zero.Init: dtype is {dtype!r}; give a torch.dtype, such as torch.bfloat16")
     if mpu is not None and not callable(getattr(mpu, "get_data_parallel_group", None)):
         raise ConfigError(f"zero.Init: mpu is {mpu!r}; give an object with get_data_parallel_group()")
+
+
+@absent_members("runtime.zero.mics:MiCS_Init")
+class MiCS_Init(Init):
+    """`zero.Init` that asks for MiCS: the configuration must have `zero_optimization.mics_shard_size`.
+
+    Inside it parameters are sharded over all ranks of the group; `initialize` divides them over the shard groups.
+
+    Args:
+        args, kwargs: as of `zero.Init`, in its order; `config_dict_or_path`, or `config`, must be among them.
+
+    Raises:
+        ConfigError: without a configuration, for one without `mics_shard_size`, or as `zero.Init`.
+    """
+
+    def __init__(
+        self,
+        module: Module | None = None,
+        data_parallel_group: Any = None,
+        sequence_data_parallel_group: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, data_parallel_group or sequence_data_parallel_group, *args, **kwargs)
+
+    def _check(self, settings: DeepSpeedConfig | None) -> None:
+        super()._check(settings)
+        if settings is None:
+            raise ConfigError("MiCS_Init: found no configuration; pass config_dict_or_path=<path or dict>")
+        size = settings.zero_optimization.mics_shard_size
+        if size < 1:
+            raise ConfigError(
+                f"MiCS_Init: zero_optimization.mics_shard_size is {size}; give the number of ranks that hold one copy "
+                "of the model, or use zero.Init"
+            )
+
+
+@absent_members("utils.init_on_device:OnDevice")
+class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
+    """Context in which torch constructs tensors on `device`, and floating ones in `dtype` by default.
+
+    Used to construct a model without allocating its weights: `with OnDevice(dtype=torch.bfloat16, device="meta")`.
+
+    Args:
+        dtype: floating dtype of tensors whose constructor names none.
+        device: a torch device, or its name.
+        enabled: False turns the context off.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "OnDevice":
+        if self.enabled:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype)
+            self._stack.enter_context(torch.device(self.device))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.close()

@@ -26,7 +26,7 @@ import torch
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import StateError
 from deepspeed.zero.gradient_reduction import GradientReduction
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit
 
 _AVAILABLE, _NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE

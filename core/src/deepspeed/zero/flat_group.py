@@ -1,20 +1,29 @@
-"""Parameters that are reduced and updated together as a stage lays them out: weights, master weights, shards.
+"""`FlatGroup`: parameters that are reduced and updated together, with weights, master weights and shards.
 
-Built by a `Sharding` when it is attached. Legend: N padded numel of the unit, S numel of this rank's shard.
+Built by a `Sharding` when it is attached (`holding.py`), which cuts its shards in sub-groups, and gives them the state
+that the optimizer has then.
+
+Legend: N padded numel of the unit, S numel of this rank's shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from deepspeed.errors import ConfigError
 from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import MASTER, Placement
 from deepspeed.zero.shard_home import StoredPart
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
+
+#: states that are one number for the whole parameter, which for one of no dimensions look like its moments
+_NUMBERS = ("step", "mu_product")
 
 
 @dataclass(slots=True)
@@ -227,3 +236,91 @@ def _elements(param: Parameter, fragment: Fragment) -> Tensor:
     """The fragment's elements of the parameter's own memory, 1-D."""
     flat = param.data.reshape(-1) if not param.data.is_contiguous() else param.data.view(-1)
     return flat.narrow(0, fragment.param_start, fragment.numel)
+
+
+@dataclass(frozen=True, eq=False)
+class SubGroup:
+    """Shards that lie end to end in this rank's shard of a unit, of one dtype and one group of the optimizer.
+
+    Attributes:
+        shards: at least one.
+        start: of the first of them, in elements from the beginning of this rank's shard.
+        numel: of all of them.
+    """
+
+    shards: tuple[ParamShard, ...]
+    start: int
+    numel: int
+
+    def starts(self) -> Iterator[tuple[ParamShard, int]]:
+        """Each shard, and where it begins, in elements from the beginning of the sub-group."""
+        start = 0
+        for shard in self.shards:
+            yield shard, start
+            start += shard.fragment.numel
+
+
+def divide(shards: Sequence[ParamShard], max_numel: int) -> list[SubGroup]:
+    """All shards of a unit in sub-groups of at most `max_numel` elements; a longer shard is one by itself."""
+    runs: list[list[ParamShard]] = []
+    numel = 0
+    for shard in shards:
+        if not runs or numel + shard.fragment.numel > max_numel:
+            runs.append([])
+            numel = 0
+        runs[-1].append(shard)
+        numel += shard.fragment.numel
+    first = shards[0].fragment.start if shards else 0
+    return [
+        SubGroup(tuple(run), run[0].fragment.start - first, sum(shard.fragment.numel for shard in run)) for run in runs
+    ]
+
+
+def adopt_state(optimizer: Optimizer, group: FlatGroup) -> None:
+    """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
+
+    Adagrad makes state when it is built; others have it when they stepped before `initialize`.
+
+    Raises:
+        ConfigError: for a state, other than Adagrad's, that was made of an empty parameter, which `zero.Init` had
+            sharded.
+    """
+    whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
+    for shard in group.shards:
+        state = whole.get(id(group.params[shard.fragment.param]))
+        if state:
+            shape = shape_of(group.params[shard.fragment.param])
+            optimizer.state[shard.master] = {
+                name: _initial_state(optimizer, name, shard) if _is_empty(value) else _share(name, value, shard, shape)
+                for name, value in state.items()
+            }
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 0
+
+
+def _initial_state(optimizer: Optimizer, name: str, shard: ParamShard) -> Tensor:
+    initial = optimizer.defaults.get("initial_accumulator_value")
+    if name != "sum" or initial is None:
+        raise ConfigError(
+            f"initialize: {type(optimizer).__name__} was built with parameters that zero.Init had sharded, and made "
+            f"its state {name!r} of empty tensors; name the optimizer in the configuration, or build it inside "
+            "deepspeed.zero.GatheredParameters(model.parameters())"
+        )
+    return torch.full_like(shard.master, initial)
+
+
+def _share(name: str, value: Any, shard: ParamShard, shape: torch.Size) -> Any:
+    if not isinstance(value, Tensor) or value.shape != shape or (value.dim() == 0 and name in _NUMBERS):
+        return owned_copy(value, shard.master.device)
+    start = shard.fragment.param_start
+    values = value.detach().reshape(-1)[start : start + shard.fragment.numel]
+    return values.to(shard.master.dtype, copy=True).view(shard.master.shape)
+
+
+def owned_copy(value: Any, device: torch.device) -> Any:
+    """A copy that the optimizer may change. Scalars, as Adam's `step`, stay where they were saved."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.dim() == 0 else value.to(device, copy=True)

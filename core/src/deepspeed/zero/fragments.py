@@ -21,15 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted, first_line
-from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
-from deepspeed.zero.joined_parts import join_parts, own_part
 from deepspeed.zero.managed import manager_of, note_write
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.placement import GRADIENT, MASTER
+from deepspeed.zero.redistribute import join_parts, own_part
 from deepspeed.zero.strategy import Sharding
 
 #: gives one tensor of a shard; None: it has none

@@ -18,9 +18,9 @@ from deepspeed.errors import StateError
 from deepspeed.zero.gathered_changes import GatheredChanges
 from deepspeed.zero.managed import manager_of, note_write
 from deepspeed.zero.module_hooks import EXTERNAL
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
-from deepspeed.zero.unit_ranks import source_in
+from deepspeed.zero.unit_groups import source_in
 
 
 @absent_members("runtime.zero.partition_parameters:GatheredParameters")

@@ -20,9 +20,8 @@ import torch
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import host_or_device
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted
-from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.managed import num_writes
 from deepspeed.zero.param_marks import KEPT
 from deepspeed.zero.param_unit import ParamUnit, is_same

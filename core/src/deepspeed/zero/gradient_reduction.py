@@ -5,7 +5,8 @@
     end              the backward is over: what is left is taken, and launched if this backward reduces
     finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
 
-Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced.
+Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced. `ReplicaSum` and
+`TouchedRows` complete the sums once per step.
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
@@ -31,14 +32,71 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.errors import StateError, counted
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.touched_rows import TouchedRows
 
-#: elements from which on a parameter in host memory is large: its gradient is taken at once
-LARGE_NUMEL = 2**13
+
+class TouchedRows:
+    """Marks the rows of parameters that got a gradient, for an optimizer that takes sparse ones only (SparseAdam).
+
+    Buckets are dense. Such an optimizer updates the rows that a gradient names, even where their gradient is zero, and
+    no others. So each rank notes the rows of its sparse gradients, the ranks that hold the parameter add these marks up
+    once per step, and the update picks the marked rows out of the dense sum. Made by `Sharding`.
+
+    Args:
+        params: the attached parameters.
+        ranks: by parameter, those that hold it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ranks: Sequence[GroupBackend]) -> None:
+        numels = [len(param) if param.dim() > 0 else 1 for param in params]
+        self._by_param: dict[int, Tensor] = {}
+        #: one element per row, 0 or not, of the parameters of each group of ranks
+        self._marks: dict[GroupBackend, Tensor] = {}
+        for group in dict.fromkeys(ranks):
+            places = [place for place, each in enumerate(ranks) if each is group]
+            counts = [numels[place] for place in places]
+            self._marks[group] = group.allocate(sum(counts), torch.float32, params[places[0]].device).zero_()
+            self._by_param.update(zip(places, self._marks[group].split(counts), strict=True))
+
+    def add_up(self) -> None:
+        """A row is marked that any rank has marked. A collective of each group."""
+        for group, marks in self._marks.items():
+            group.all_reduce(marks).wait()
+
+    def note(self, index: int, grad: Tensor, name: str) -> None:
+        """A gradient of the parameter `index`, called `name`, arrived.
+
+        Raises:
+            StateError: for a gradient that is dense, or sparse in more than its rows.
+        """
+        if not grad.is_sparse or grad.sparse_dim() != 1:
+            kind = (
+                "a dense one"
+                if not grad.is_sparse
+                else f"one that is sparse in {counted(grad.sparse_dim(), 'dimension')}"
+            )
+            raise StateError(
+                f"backward: SparseAdam takes sparse gradients only, and {name} got {kind}; use "
+                "torch.nn.Embedding(sparse=True), or an optimizer for dense gradients such as AdamW"
+            )
+        self._by_param[index][grad._indices()[0]] = 1.0
+
+    def note_all(self, index: int) -> None:
+        """The whole gradient of the parameter `index` was replaced."""
+        self._by_param[index].fill_(1.0)
+
+    def pick(self, index: int, grad: Tensor) -> Tensor:
+        """The marked rows of `grad`, the whole reduced gradient of the parameter `index`, as a sparse tensor."""
+        rows = self._by_param[index].nonzero().flatten().to(grad.device)
+        return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False)
+
+    def clear(self) -> None:
+        for marks in self._marks.values():
+            marks.zero_()
 
 
 class GradientReduction:
@@ -335,3 +393,66 @@ def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, plac
             owner.arrived(index, place)
 
     return call
+
+
+class ReplicaSum:
+    """Sums the gradients of a step over the copies of the weights: those of MiCS, and parameters of several stages.
+
+    A bucket is reduce-scattered in the shard group after every backward. The shards are summed over the replicas once
+    per step, which moves the fewest bytes between shard groups (the two hops of MiCS, arXiv 2205.00119).
+
+    [Note: a second sum in a step] After the sum every replica holds all of it. If more is added before the step, one
+    replica must contribute it, and the others only what is new: so these forget it.
+
+    Args:
+        wire_dtype: dtype of the reduction; None means the gradients' own.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype | None) -> None:
+        self._wire_dtype = wire_dtype
+        self._is_done = False
+        self._in_flight: list[tuple[GroupBackend, Work]] = []
+
+    def add_up(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
+        """Sum the reduced shards [S] of `units` over the replicas of each, in place. A collective; once per step."""
+        if self._is_done:
+            return
+        for group, gradients_S in units:
+            replicas = group.ranks.replicas
+            if replicas is None:
+                continue
+            wire_S = gradients_S.to(group.device, self._wire_dtype or gradients_S.dtype)
+            self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=wire_S.numel())))
+            if wire_S is not gradients_S:  # a copy; the next one reuses its memory
+                self._wait()
+                gradients_S.copy_(wire_S)
+        self._wait()
+        self._is_done = True
+
+    def _wait(self) -> None:
+        for _, work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    def abandon(self) -> list[tuple[GroupBackend, Work]]:
+        """Forget the sums in flight without waiting for them; returns the group and the work of each, which may still
+        use the memory of the gradients."""
+        in_flight, self._in_flight = self._in_flight, []
+        return in_flight
+
+    def reopen(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
+        """A backward adds to the step; see [Note: a second sum in a step]."""
+        if not self._is_done:
+            return
+        for group, gradients_S in units:
+            if group.ranks.replicas is not None and group.ranks.replicas.rank > 0:
+                gradients_S.zero_()
+        self._is_done = False
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._is_done = False
+
+
+#: elements from which on a parameter in host memory is large: its gradient is taken at once
+LARGE_NUMEL = 2**13

@@ -17,20 +17,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, check_same, named_ranks
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
-from deepspeed.zero.agreement import check_same, described, named_ranks, settings_of
 from deepspeed.zero.bucket import Bucket, BucketPool
-from deepspeed.zero.flat_group import FlatGroup
-from deepspeed.zero.given_state import adopt_state
+from deepspeed.zero.flat_group import FlatGroup, SubGroup, adopt_state, divide
 from deepspeed.zero.layout import UnitLayout, divide_into_units
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Keep, Placement
-from deepspeed.zero.sub_groups import SubGroup, divide
-from deepspeed.zero.unit_groups import UnitGroups
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.synchronize import described, settings_of
+from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 from deepspeed.zero.update import Batch, takes_one_pass, takes_one_pass_of
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M

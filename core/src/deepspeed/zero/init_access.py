@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from deepspeed.comm.parted import in_call
 from deepspeed.comm.values import all_gather_values
 from deepspeed.zero.gather import GatheredParameters
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, num_references, shape_of, unit_of
 
 #: properties of a tensor that share its memory; no other property reads values

@@ -15,7 +15,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.ops.operators import FLOATS
 from deepspeed.zero import quantized
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
 
 
 class Int8Unit(ParamUnit):

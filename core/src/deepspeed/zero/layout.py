@@ -4,11 +4,17 @@ Called when a `Sharding` is attached, and by whoever reads a checkpoint.
 
 Legend: a *unit* is what is reduced, and gathered, by one collective: parameters laid end to end in a flat buffer of N
 elements, cut into W equal shards of S elements; a *fragment* is the part of one parameter that lies in one shard.
+
+A checkpoint file holds another division of the same parameters. Both are lists of `Run`s, which every rank computes
+alike.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +182,41 @@ def divide_into_units(numels: Sequence[int], positions: Sequence[int], max_numel
         runs[-1].append(index)
         numel += numels[index]
     return [run[::-1] for run in runs]
+
+
+class Run(NamedTuple):
+    """Elements `[start, start + numel)` of a parameter, at `offset` of the buffer of the rank `owner`."""
+
+    param: int
+    start: int
+    numel: int
+    owner: int
+    offset: int
+
+
+def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
+    """Each parameter of n elements in parts of ceil(n / W), padded, laid end to end: files of stage 3."""
+    runs = []
+    offset = 0
+    for param, numel in enumerate(numels):
+        size = math.ceil(numel / world_size)
+        for rank in range(world_size):
+            start = min(rank * size, numel)
+            runs.append(Run(param, start, min(size, numel - start), rank, offset))
+        offset += size
+    return runs
+
+
+def contiguous(numels: Sequence[int], cuts: Sequence[int]) -> list[Run]:
+    """All parameters laid end to end and divided at W + 1 offsets: files of stages 0 to 2."""
+    runs = []
+    for param, (first, last) in enumerate(pairwise((0, *accumulate(numels)))):
+        start = first
+        for owner in range(bisect_right(cuts, first) - 1, len(cuts) - 1):
+            if start == last:
+                break
+            stop = min(last, cuts[owner + 1])
+            if start < stop:
+                runs.append(Run(param, start - first, stop - start, owner, start - cuts[owner]))
+            start = max(start, stop)
+    return runs

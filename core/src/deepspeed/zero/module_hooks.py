@@ -22,8 +22,9 @@ through the graph, which Python's collector does not see.
 gathered, and counts as one of the reading module's own from then on. `register_external_parameter` says so beforehand.
 """
 
+import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +36,37 @@ from deepspeed._absent_members import absent_members
 from deepspeed.log import warn_once
 from deepspeed.zero.backward_window import is_in_backward, tensors_in
 from deepspeed.zero.fetcher import ParamFetcher
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 
 if TYPE_CHECKING:
     from deepspeed.zero.module_units import ModuleUnits
+
+
+#: how torch's errors show a 1-D tensor without elements: "vec (0)", "shape [0]", "tensor b (0)", "got 1-D tensor"
+_EMPTY = re.compile(r"[(\[]0[)\]]|1-?D\b|2-?D\b|at least \w+ dimensions")
+
+
+def add_released_hint(error: Exception, params: Iterable[Tensor]) -> None:
+    """Append a hint to the message of `error` if a forward may have failed over a sharded parameter (stage 3).
+
+    Called by the engine with what the module's forward raised; the error keeps its type and traceback.
+
+    Args:
+        params: the module's parameters.
+    """
+    if not _EMPTY.search(str(error)) or not any(_is_released(param) for param in params):
+        return
+    hint = (
+        "in ZeRO stage 3 a parameter is empty, of shape (0,), outside of its module's forward and backward; if one "
+        "module uses a parameter of another, call deepspeed.zero.register_external_parameter(module, parameter)"
+    )
+    error.args = (f"{error}; {hint}", *error.args[1:])
+
+
+def _is_released(param: Tensor) -> bool:
+    return getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+
 
 #: attribute of a module: parameters of other modules that its forward reads
 EXTERNAL = "_ds_external_params"

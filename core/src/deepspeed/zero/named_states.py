@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
-from deepspeed.zero.given_state import owned_copy
+from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
 from deepspeed.zero.state_dict import restore_param_groups

@@ -1,7 +1,7 @@
 """`ParamGathering`: which parameters of one engine are whole at which moment of its steps (stage 3).
 
 It ties the units (`module_units.py`) to what gathers and releases them (`fetcher.py`) and to the hooks that see when
-modules use them (`module_hooks.py`). Made by `stage3.py`; made again after a group was added to the optimizer.
+modules use them (`module_hooks.py`). Made by `Stage3`; made again after a group was added to the optimizer.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, unit_of
-from deepspeed.zero.parameter_parts import load_parts, saved_part, whole_of_parts
+from deepspeed.zero.redistribute import load_parts, saved_part, whole_of_parts
 
 
 class ParamGathering:

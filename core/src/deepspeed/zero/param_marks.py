@@ -3,6 +3,7 @@
 Every parameter of the model has them: those of a unit (`param_unit.py`), and small ones, which stay whole.
 """
 
+import enum
 import itertools
 from collections.abc import Sequence
 from types import MethodType
@@ -12,10 +13,31 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError
-from deepspeed.zero.param_state import ZeroParamStatus
 
 if TYPE_CHECKING:
     from deepspeed.zero.param_unit import ParamUnit
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's documented states; libraries compare `param.ds_status` with them.
+
+    In stages 0, 1 and 2 parameters are whole and carry no `ds_status`.
+
+        NOT_AVAILABLE --launch--> INFLIGHT --finish--> AVAILABLE --release--> NOT_AVAILABLE
+    """
+
+    AVAILABLE = 1  # whole on this rank
+    NOT_AVAILABLE = 2  # only this rank's shard is here
+    INFLIGHT = 3  # its all-gather was issued
+
+
+#: the moves that are legal; `ParamUnit._move` is the only writer
+LEGAL_MOVES = {
+    (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.INFLIGHT),
+    (ZeroParamStatus.INFLIGHT, ZeroParamStatus.AVAILABLE),
+    (ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE),
+}
+
 
 _ids = itertools.count()
 #: attribute of a small parameter that a context holds; see `gathered_changes.py`

@@ -42,11 +42,9 @@ from deepspeed.parallel.sharded_params import Reshard
 from deepspeed.zero import quantized
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
-from deepspeed.zero.near_shard import NearShard
-from deepspeed.zero.param_marks import mark, unmark
-from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
-from deepspeed.zero.shard_home import ShardHome
-from deepspeed.zero.unit_ranks import UnitRanks, source_in
+from deepspeed.zero.param_marks import LEGAL_MOVES, ZeroParamStatus, mark, unmark
+from deepspeed.zero.shard_home import NearShard, ShardHome
+from deepspeed.zero.unit_groups import UnitRanks, source_in
 
 #: freed blocks of this size go back to the device while parameters are taken over
 _MIN_BYTES_TO_RETURN = 2**17

@@ -35,9 +35,8 @@ from deepspeed.comm.backend import Work
 from deepspeed.optim.norm import tensor_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard, SubGroup
     from deepspeed.zero.offload.buffers import HostMemory
-    from deepspeed.zero.sub_groups import SubGroup
 
 #: what `read` and `write` call the tensors of a shard that are not states of the optimizer
 MASTER = "master weights"

@@ -26,15 +26,13 @@ from torch import Tensor
 
 from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import division_is_known
+from deepspeed.parallel.model_part import division_is_known, is_tensor_parallel
 from deepspeed.parallel.tied_params import tied_stages
-from deepspeed.zero.agreement import named_ranks
-from deepspeed.zero.gradient_norm import is_tensor_parallel
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.strategy import Sharding
 

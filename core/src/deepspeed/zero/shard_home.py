@@ -12,6 +12,8 @@ Asked for by `offload_param` and by `zero.Init(remote_device=...)`. `ShardHome` 
     6. settle       before values are stored by others than the unit
     7. store        new values, part by part
 
+`NearShard` is a second copy of the weights, beside it.
+
 Legend: S numel of a shard.
 """
 
@@ -19,7 +21,10 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from deepspeed.comm.backend import GroupBackend
 
 
 class OffloadedShard(ABC):
@@ -115,3 +120,41 @@ class ShardHome(ABC):
     @abstractmethod
     def release(self) -> None:
         """Drop all values."""
+
+
+class NearShard:
+    """This rank's part of a second copy of a unit's weights, held by a small group of ranks. Owned by `ParamUnit`.
+
+    The first all-gather after an update runs over all ranks. Each rank keeps its part of the result, and until the
+    weights change again all-gathers run in the small group: that of the backward, and those of later micro-batches. It
+    costs the weights in the model's dtype once per small group. N is the padded numel of the unit.
+
+    Source: hpZ of G. Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
+
+    Args:
+        ranks: the small group, whose size divides that of the group that shards the unit.
+    """
+
+    def __init__(self, ranks: GroupBackend) -> None:
+        self.ranks = ranks
+        self.shard: Tensor | None = None  # [N / ranks]
+        self.is_exact = False  # as in `ParamUnit`
+        self._is_current = False
+
+    def serves(self, *, exact: bool) -> bool:
+        """Whether an all-gather may run in the small group."""
+        return self._is_current and (self.is_exact or not exact)
+
+    def keep(self, full_N: Tensor, *, is_exact: bool) -> None:
+        """Take this rank's part of the whole weights, if it has none of these weights yet."""
+        if self._is_current:
+            return
+        part = full_N.view(self.ranks.world_size, -1)[self.ranks.rank]
+        if self.shard is None:
+            self.shard = torch.empty_like(part)
+        self.shard.copy_(part)
+        self.is_exact, self._is_current = is_exact, True
+
+    def forget(self) -> None:
+        """The weights change."""
+        self._is_current = False

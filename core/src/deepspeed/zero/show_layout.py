@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.config.precision import dtype_name
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.strategy import Sharding
 

@@ -1,6 +1,6 @@
 """`ShownGradients`: the averaged gradients that a user finds in `param.grad` between backward and step.
 
-Made by a stage whose ranks have whole gradients (`stage0.py`). What is shown are the views through which buckets write
+Made by a stage whose ranks have whole gradients (`Stage0`). What is shown are the views through which buckets write
 their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get other
 `.data` from its user; it is given its memory back before a bucket writes through it again.
 """

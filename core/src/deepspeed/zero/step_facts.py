@@ -4,6 +4,8 @@ Called by `strategy.py`. Where the gradients are in host memory, one small all-r
 on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
 them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
 0-D tensor (`Scalar`), which is read only by those who ask for its value.
+
+A parameter that all ranks of a divided model have counts on one of them. `UseSlots` number the parameters.
 """
 
 import math
@@ -14,10 +16,77 @@ from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.host_sums import HostSums
-from deepspeed.zero.gradient_norm import Scalar, sum_over_model
-from deepspeed.zero.placement import read
-from deepspeed.zero.unit_ranks import UnitRanks
-from deepspeed.zero.use_slots import UseSlots
+from deepspeed.parallel.model_part import counted_numel, is_tensor_parallel
+from deepspeed.zero.flat_group import ParamShard
+from deepspeed.zero.placement import GRADIENT, exact_norms, read
+from deepspeed.zero.unit_groups import UnitRanks
+
+#: a number of the host, or a 0-D tensor on the device, fp32
+Scalar = float | Tensor
+
+
+def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -> list[Tensor]:
+    """0-D norms of the reduced gradients that no tensor-parallel peer has.
+
+    Args:
+        params: all attached ones; a shard knows the index of its own.
+    """
+    own = [shard for shard in shards if is_tensor_parallel(params[shard.index])]
+    parts = ((shard, shard.placement.read(shard, GRADIENT, shard.grad)) for shard in own)
+    return exact_norms([_counted(grad, shard, params[shard.index]) for shard, grad in parts if grad is not None])
+
+
+def _counted(grad: Tensor, shard: ParamShard, param: Tensor) -> Tensor:
+    """What of a shard's gradient no earlier tensor-parallel rank has."""
+    numel = counted_numel(param)
+    return grad if numel is None else grad.reshape(-1)[: max(0, numel - shard.fragment.param_start)]
+
+
+def sum_over_model(square_sum: Scalar, model_ranks: Sequence[GroupBackend], device: torch.device) -> Scalar:
+    """The sum over the ranks that hold other parts of the same model. A collective of each of `model_ranks`."""
+    if not model_ranks:
+        return square_sum
+    total_1 = torch.empty(1, dtype=torch.float32, device=device)
+    if isinstance(square_sum, Tensor):
+        total_1.copy_(square_sum)
+    else:
+        total_1.fill_(square_sum)
+    for ranks in model_ranks:
+        ranks.all_reduce(total_1).wait()
+    return total_1[0] if isinstance(square_sum, Tensor) else total_1.item()
+
+
+class UseSlots:
+    """Number the parameters, so that ranks can add up which of them got a gradient on some rank.
+
+    A parameter that all ranks hold has one slot. An expert's has one for each set of experts, since the ranks that hold
+    another set have another parameter in its place.
+
+    Args:
+        ranks: of each attached parameter.
+    """
+
+    def __init__(self, ranks: Iterable[UnitRanks]) -> None:
+        self._own: list[int] = []  # by parameter
+        self.count = 0
+        for each in ranks:
+            self._own.append(self.count + each.part)
+            self.count += each.num_parts
+        self._is_plain = self.count == len(self._own)  # no experts: slots are parameters
+
+    def spread(self, used: Sequence[bool]) -> list[float]:
+        """This rank's contribution to the sum: one number per slot."""
+        if self._is_plain:
+            return list(map(float, used))
+        slots = [0.0] * self.count
+        for slot, is_used in zip(self._own, used, strict=True):
+            slots[slot] = float(is_used)
+        return slots
+
+    def own(self, sums: Sequence[float]) -> list[bool]:
+        """By parameter whether a rank that holds it used it, from the sums over all ranks."""
+        slots = sums[: self.count] if self._is_plain else map(sums.__getitem__, self._own)
+        return [each > 0 for each in slots]
 
 
 class StepFacts:

@@ -12,7 +12,7 @@ The engine calls, for every micro-batch and then once for the step:
 A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
 bucket gets (`_reduce`), and what follows the update (`_all_gather_weights`). All that it may answer stands under "what
 a stage decides", here, in `backward.py`, `holding.py` and `stateful.py` (what a checkpoint asks of a stage). The
-answers of the base classes are stage 0's, except those about the norm and `param.grad`, which `stage0.py` overrides.
+answers of the base classes are stage 0's, except those about the norm and `param.grad`, which `Stage0` overrides.
 One step as a walk, with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
@@ -28,22 +28,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.values import check_same
 from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
-from deepspeed.zero.agreement import check_same, settings_of
 from deepspeed.zero.backward import BackwardPlan, Reducing, abandons_on_error
 from deepspeed.zero.clip_hint import hint_at_clipping
 from deepspeed.zero.failed_backward import see_failures
 from deepspeed.zero.flat_group import FlatGroup
-from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
+from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.offload.moved_states import reload_states
 from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.shown_gradients import ShownGradients
-from deepspeed.zero.step_facts import StepFacts
-from deepspeed.zero.touched_rows import TouchedRows
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.step_facts import Scalar, StepFacts, norms_of_own_parts
+from deepspeed.zero.synchronize import settings_of
+from deepspeed.zero.unit_groups import UnitRanks
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
 
 

@@ -3,7 +3,8 @@
 Called once, before a stage is attached, so that fp32 master weights are copied from agreed values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import serves
+from deepspeed.comm.values import check_same
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.parallel.tied_params import tied_stages
-from deepspeed.zero.agreement import check_same, described
-from deepspeed.zero.param_unit import unit_of
+from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.unit_groups import UnitGroups
 
 #: tensors below this many bytes travel together
@@ -95,3 +96,18 @@ def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend) -> None:
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
+
+
+def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Names, shapes and dtypes as a text."""
+    return ", ".join(f"{name} {tuple(shape_of(tensor))} {tensor.dtype}" for name, tensor in tensors)
+
+
+def settings_of(group: Mapping[str, Any]) -> str:
+    """A group of parameters of an optimizer without them: its learning rate and what else is a plain value."""
+    shown = []
+    for name, value in sorted(group.items()):
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if name != "params" and isinstance(plain, bool | int | float | str | tuple):
+            shown.append(f"{name} {plain}")
+    return ", ".join(shown)

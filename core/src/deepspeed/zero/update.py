@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from deepspeed.errors import StateError, counted
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
-from deepspeed.zero.gradient_norm import Scalar
+from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.touched_rows import TouchedRows
+from deepspeed.zero.step_facts import Scalar
 
 
 @dataclass(slots=True)

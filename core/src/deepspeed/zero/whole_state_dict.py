@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.errors import StateError
 from deepspeed.log import warn_once
 from deepspeed.zero.managed import manager_of, note_write
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of, whole
 
 _COLLECTIVE = "torch.distributed.checkpoint.state_dict"

@@ -5,8 +5,7 @@ import torch
 from deepspeed.checkpoint import TorchStore
 from deepspeed.errors import ConfigError
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
-from deepspeed.zero.stage1 import Stage1
-from deepspeed.zero.stage3 import Stage3
+from deepspeed.zero.stages import Stage1, Stage3
 from torch import nn
 
 

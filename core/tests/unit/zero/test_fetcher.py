@@ -3,7 +3,7 @@
 import pytest
 from deepspeed.errors import CommError
 from deepspeed.zero.fetcher import ParamFetcher
-from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
+from deepspeed.zero.param_marks import LEGAL_MOVES, ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel
 
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus

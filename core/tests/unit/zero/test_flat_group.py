@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import UnitLayout
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
 from torch.nn import Parameter
 
 SHAPES = [(2, 3), (5,), (1,)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_modules
-from deepspeed.zero.granularity import divide
+from deepspeed.zero.module_units import divide
 from torch import nn
 
 

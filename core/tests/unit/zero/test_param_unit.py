@@ -9,10 +9,10 @@ from deepspeed import comm
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero import gathered_changes
 from deepspeed.zero.gather import GatheredParameters
-from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit, shape_of, unit_of, whole, whole_in_turn
-from deepspeed.zero.parameter_parts import saved_part
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.redistribute import saved_part
+from deepspeed.zero.unit_groups import UnitRanks
 from torch.nn import Parameter
 
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus

@@ -10,7 +10,7 @@ from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.quantized import BLOCK_NUMEL, Packing
-from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.unit_groups import UnitRanks
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

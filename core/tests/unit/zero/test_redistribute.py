@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.zero.division import Run, contiguous, in_parameters
-from deepspeed.zero.layout import UnitLayout, even_cuts, parameter_cuts
+from deepspeed.zero.layout import Run, UnitLayout, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.redistribute import redistribute
 from hypothesis import given
 from hypothesis import strategies as st

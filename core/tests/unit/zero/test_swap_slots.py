@@ -9,13 +9,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.ops import registry
+from deepspeed.zero.flat_group import SubGroup
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
 from deepspeed.zero.offload.swap_folder import SwapFolder
 from deepspeed.zero.offload.swap_slots import LEGAL_MOVES, SlotState, SwapSlot, SwapSlots
 from deepspeed.zero.offload.swapped import SwappedGroup
 from deepspeed.zero.placement import GRADIENT, MASTER
-from deepspeed.zero.sub_groups import SubGroup
 
 pytestmark = pytest.mark.skipif(
     registry.resolve("async_io").builder is None, reason="no extension serves async_io here"

@@ -31,7 +31,7 @@ from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.quantized import dtype_of
 from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch
-from deepspeed.zero.on_device import OnDevice
+from deepspeed.zero.construct import OnDevice
 
 # quantization_mode -> keys of init_inference
 _PACKED: dict[str, dict[str, Any]] = {

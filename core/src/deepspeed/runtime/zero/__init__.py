@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero import tiling as tiling
     from deepspeed.runtime.zero import utils as utils
     from deepspeed.zero.construct import Init as Init
+    from deepspeed.zero.construct import MiCS_Init as MiCS_Init
     from deepspeed.zero.gather import GatheredParameters as GatheredParameters
     from deepspeed.zero.gather import register_external_parameter as register_external_parameter
     from deepspeed.zero.gather import unregister_external_parameter as unregister_external_parameter
     from deepspeed.zero.gather import unwrap_model_for_generation as unwrap_model_for_generation
-    from deepspeed.zero.mics_init import MiCS_Init as MiCS_Init
-    from deepspeed.zero.param_state import ZeroParamStatus as ZeroParamStatus
+    from deepspeed.zero.param_marks import ZeroParamStatus as ZeroParamStatus
     from deepspeed.zero.tiling import TiledLinear as TiledLinear
     from deepspeed.zero.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 
 _NAMES: dict[str, str] = {
     "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
     "Init": "deepspeed.zero.construct:Init",
-    "MiCS_Init": "deepspeed.zero.mics_init:MiCS_Init",
+    "MiCS_Init": "deepspeed.zero.construct:MiCS_Init",
     "TiledLinear": "deepspeed.zero.tiling:TiledLinear",
     "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
-    "ZeroParamStatus": "deepspeed.zero.param_state:ZeroParamStatus",
+    "ZeroParamStatus": "deepspeed.zero.param_marks:ZeroParamStatus",
     "config": "deepspeed.runtime.zero.config",
     "linear": "deepspeed.runtime.zero.linear",
     "local_access": "deepspeed.runtime.zero.local_access",

@@ -46,8 +46,7 @@ from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard
-    from deepspeed.zero.sub_groups import SubGroup
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard, SubGroup
 
 #: sums on their way to slots and disk, and so staging buffers: one is filled while one is written
 MAX_STAGED = 2

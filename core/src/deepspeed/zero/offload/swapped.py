@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed.zero.flat_group import SubGroup
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapWork, padded
 from deepspeed.zero.placement import GRADIENT, MASTER
-from deepspeed.zero.sub_groups import SubGroup
 
 
 class SwappedTensor(NamedTuple):
