@@ -27,6 +27,8 @@ _NUMBERS = frozenset({"step", "mu_product"})
 #: options that are at least 0, and those that are also below 1
 _AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})
 _BELOW_1 = frozenset({"betas", "alpha", "rho"})
+#: keys that schedules of torch ask for in a state: those of callables, of schedules in one, and of a callable
+_PARTS_OF_SCHEDULES = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _CHUNK_NUMEL = 1 << 22
 
 
@@ -119,21 +121,44 @@ def check_schedule(scheduler: Any, saved: Any) -> None:
     Of schedules with states that nobody here knows only the kind is looked at.
 
     Raises:
-        CheckpointError: it is of another kind, or has something else where the schedule has numbers.
+        CheckpointError: it is of another kind, or has something else where the schedule has numbers, or not what a
+            schedule of torch asks for.
     """
     if hasattr(scheduler, "check_state_dict"):
         scheduler.check_state_dict(saved)
         return
-    if not isinstance(scheduler, LRScheduler):
-        return
+    if isinstance(scheduler, LRScheduler):
+        _check_torch_schedule(scheduler, saved, type(scheduler).__name__)
+
+
+def _check_torch_schedule(scheduler: LRScheduler, saved: Any, whose: str) -> None:
     own = scheduler.state_dict()
     values = saved.items() if isinstance(saved, Mapping) else [("state_dict", saved)]
     for name, value in values:
-        if not isinstance(saved, Mapping) or (name in own and not _is_alike(own[name], value)):
+        if not isinstance(saved, Mapping) or (name in own and not _fits_schedule(name, own[name], value)):
             raise CheckpointError(
-                f"{type(scheduler).__name__}: the saved {name} is {value!r:.60}, where this run has "
-                f"{own.get(name)!r:.60}; load another tag, or with load_lr_scheduler_states=False"
+                f"{whose}: the saved {name} is {value!r:.60}, where this run has {own.get(name)!r:.60}; load another "
+                "tag, or with load_lr_scheduler_states=False"
             )
+    for name in _PARTS_OF_SCHEDULES:
+        if name in own and name not in saved:
+            raise CheckpointError(
+                f"{whose}: found no {name} in the saved state, which has {', '.join(map(str, saved)) or 'nothing'}. It "
+                "is of another kind of schedule; load another tag, or with load_lr_scheduler_states=False"
+            )
+    for place, each in enumerate(getattr(scheduler, "_schedulers", ())):
+        _check_torch_schedule(each, saved["_schedulers"][place], f"{type(each).__name__}, schedule {place} of {whose}")
+
+
+def _fits_schedule(name: str, own: Any, saved: Any) -> bool:
+    """Whether a value can be that of `name` in the state of a schedule of torch, which has `own` there."""
+    if name == "_scale_fn_custom":
+        return saved is None or isinstance(saved, Mapping)
+    if name not in _PARTS_OF_SCHEDULES:
+        return _is_alike(own, saved)
+    if not isinstance(saved, list | tuple) or len(saved) != len(own):
+        return False
+    return name == "_schedulers" or all(each is None or isinstance(each, Mapping) for each in saved)
 
 
 def _is_alike(own: Any, saved: Any) -> bool:

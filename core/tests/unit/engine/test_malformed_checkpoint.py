@@ -1,5 +1,7 @@
 """Model files whose values are of other types than a save gives them: one error, which names the file and the key."""
 
+import copy
+
 import deepspeed
 import pytest
 import torch
@@ -116,6 +118,66 @@ def test_a_torch_schedule_takes_numbers_where_it_has_numbers(make_engine, tmp_pa
         torch.save({**state, "lr_scheduler": {**state["lr_scheduler"], **change}}, path)
         with pytest.raises(CheckpointError, match=f"ReduceLROnPlateau: the saved {next(iter(change))} is"):
             engine.load_checkpoint(tmp_path, "t")
+    torch.save(state, path)
+    assert engine.load_checkpoint(tmp_path, "t")[0] == str(path)
+
+
+def create_schedules(optimizer):
+    """One of each kind that takes a part of its state from a key that must be there."""
+    kinds = torch.optim.lr_scheduler
+    lambdas = kinds.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    factors = kinds.MultiplicativeLR(optimizer, lambda step: 0.9)
+    return {
+        "LambdaLR": lambdas,
+        "MultiplicativeLR": factors,
+        "CyclicLR": kinds.CyclicLR(optimizer, 0.1, 0.2),
+        "SequentialLR": kinds.SequentialLR(optimizer, [lambdas, factors], [3]),
+        "ChainedScheduler": kinds.ChainedScheduler([lambdas, factors]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "path_to", "change", "message"),
+    [
+        ("LambdaLR", (), None, "LambdaLR: found no lr_lambdas in the saved state"),
+        ("LambdaLR", (), [None, None], "LambdaLR: the saved lr_lambdas is .*, where this run has .None."),
+        ("LambdaLR", (), 5, "LambdaLR: the saved lr_lambdas is 5"),
+        ("LambdaLR", (), ["x"], "LambdaLR: the saved lr_lambdas is .'x'."),
+        ("MultiplicativeLR", (), None, "MultiplicativeLR: found no lr_lambdas"),
+        ("CyclicLR", (), None, "CyclicLR: found no _scale_fn_custom"),
+        ("CyclicLR", (), 5, "CyclicLR: the saved _scale_fn_custom is 5"),
+        ("SequentialLR", (), None, "SequentialLR: found no _schedulers"),
+        ("SequentialLR", (), [], "SequentialLR: the saved _schedulers is "),
+        ("SequentialLR", (), [5, 5], "LambdaLR, schedule 0 of SequentialLR: the saved state_dict is 5"),
+        ("SequentialLR", (1,), None, "MultiplicativeLR, schedule 1 of SequentialLR: found no lr_lambdas"),
+        ("ChainedScheduler", (0,), None, "LambdaLR, schedule 0 of ChainedScheduler: found no lr_lambdas"),
+    ],
+)
+def test_a_schedule_is_refused_whose_parts_are_not_in_its_state(make_engine, tmp_path, kind, path_to, change, message):
+    def create():
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = create_schedules(optimizer)[kind]
+        return make_engine(net, arguments={"optimizer": optimizer, "lr_scheduler": schedule}, optimizer=None)
+
+    create().save_checkpoint(tmp_path, "t")
+    engine = create()
+    (path,) = tmp_path.glob(f"t/*{layout.model_file(0)}")
+    path.with_name("index.json").unlink()
+    state = torch.load(path, weights_only=True)
+    whole = part = copy.deepcopy(state["lr_scheduler"])
+    for place in path_to:
+        part = part["_schedulers"][place]
+    key = next(name for name in ("lr_lambdas", "_schedulers", "_scale_fn_custom") if name in part)
+    if change is None:
+        del part[key]
+    else:
+        part[key] = change
+    torch.save({**state, "lr_scheduler": whole}, path)
+    before = engine.module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(tmp_path, "t")
+    assert torch.equal(engine.module.weight, before)
     torch.save(state, path)
     assert engine.load_checkpoint(tmp_path, "t")[0] == str(path)
 
