@@ -251,6 +251,29 @@ def test_ranks_that_disagree_on_the_tag_save_nothing(tmp_path):
     run_ranks(2, tags_job, str(tmp_path / "checkpoints"))
 
 
+def own_tags_job(folder, section):
+    """Nobody compares the tags before the save; gives what it raises, and what it leaves."""
+    engine = create_engine(1, "fp32", checkpoint=section)
+    with pytest.raises(CheckpointError) as raised:
+        engine.save_checkpoint(folder, tag=f"step{dist.get_rank()}")
+    dist.barrier()
+    left = Path(folder).exists() and os.listdir(folder)
+    dist.barrier()
+    engine.save_checkpoint(folder, tag="mine")
+    engine.destroy()
+    return str(raised.value), left
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("mode", ["Warn", "Ignore"])
+def test_a_save_under_several_tags_names_each(tmp_path, mode, async_save):
+    section = {"tag_validation": mode, "async_save": async_save}
+    for said, left in run_ranks(2, own_tags_job, str(tmp_path / "checkpoints"), section):
+        assert "under different tags: rank 0: 'step0', rank 1: 'step1'. Compute the tag from" in said
+        assert not left
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "mine"
+
+
 def misfit_on_one_rank_job(folder, stage):
     """The check of one rank fails; no rank may have loaded anything by then."""
     engine = create_engine(stage, "bf16")

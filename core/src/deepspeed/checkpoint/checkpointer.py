@@ -27,7 +27,7 @@ from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.save import describe_save, merge_client_state
 from deepspeed.checkpoint.save_steps import Save, save_here, save_in_background
 from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
+from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, read_latest
 from deepspeed.checkpoint.tensors import with_placeholders
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.errors import CheckpointError, CommError, ConfigError
@@ -165,6 +165,7 @@ class Checkpointer:
             return folder, _identity(folder.parent), files
 
         folder, directory, files = self.together(prepare, what)
+        check_same_tags([str(each) for each in self._ranks.gather(folder.name)])
         if (other := _last_in_background.get(directory)) is not None:
             other.wait_for_save()
         ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}

@@ -92,13 +92,23 @@ def validate_tag(tag: object, mode: str, all_gather: Callable[[str], Sequence[st
     if wanted == "IGNORE":
         return name
     tags = list(all_gather(name))
-    if len(set(tags)) > 1:
-        message = (
-            f"the ranks were asked to save one checkpoint under different tags: "
-            f"{', '.join(f'rank {rank}: {found!r}' for rank, found in enumerate(tags))}. "
-            "Compute the tag from something that all ranks share, such as the global step."
-        )
-        if wanted == "FAIL":
-            raise CheckpointError(message)
-        logger.warning(message)
+    if wanted == "FAIL":
+        check_same_tags(tags)
+    elif len(set(tags)) > 1:
+        logger.warning(_different(tags))
     return name
+
+
+def check_same_tags(tags: Sequence[str]) -> None:
+    """Refuse to save one checkpoint under several tags, one per rank: no folder would have the files of all ranks.
+    Called by every rank with those of all, in rank order."""
+    if len(set(tags)) > 1:
+        raise CheckpointError(_different(tags))
+
+
+def _different(tags: Sequence[str]) -> str:
+    return (
+        "the ranks were asked to save one checkpoint under different tags: "
+        f"{', '.join(f'rank {rank}: {found!r}' for rank, found in enumerate(tags))}. "
+        "Compute the tag from something that all ranks share, such as the global step."
+    )
