@@ -292,6 +292,7 @@ class Saving:
             self.checkpointer.together(restore_weights, what, among=sharding.among_peers)
         except BaseException as error:
             sharding.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
+            sharding.accept_load()  # else a later context would take what it did for a change of the script's
             raise
         if with_states or not state.has_optimizer:
             sharding.restored()

@@ -111,8 +111,12 @@ class ParamGathering:
         for name, param in self._module.named_parameters():
             if name in parts and unit_of(param) is None:  # sharded where it was saved
                 param.data.copy_(whole_of_parts(parts[name], param.shape, backend))
+        self.accept_load()
+
+    def accept_load(self) -> None:
+        """`load_state_dict` has copied empty tensors into the released parameters, which is no change of theirs."""
         for unit in (*self.units.all, *self._borrowed_units()):
-            unit.accept_changes()  # `load_state_dict` has copied empty tensors into the released parameters
+            unit.accept_changes()
 
     def remove_hooks(self) -> None:
         """Take the hooks off; those of other engines stay. Idempotent."""

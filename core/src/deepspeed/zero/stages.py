@@ -295,6 +295,9 @@ class Stage3(Stage2):
     def release_gathered(self) -> None:
         self.gathering.release()
 
+    def accept_load(self) -> None:
+        self.gathering.accept_load()
+
     def weights_changed(self, params: Set[Tensor]) -> None:
         self.wait_for_copy()
         for group in self.groups:

@@ -49,6 +49,9 @@ class Stateful(Holding):
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
 
+    def accept_load(self) -> None:
+        """A load has ended, also by failing, and nothing that it did to parameters is a change of the user's."""
+
     def _abandon_gathers(self) -> Sequence[tuple[GroupBackend, Work]]:
         """Forget the all-gathers of weights in flight: the group and the work of each."""
         return ()

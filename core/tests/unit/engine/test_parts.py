@@ -102,6 +102,29 @@ def test_one_save_or_load_at_a_time(make_engine, tmp_path):
     assert engine.save_checkpoint(str(tmp_path))
 
 
+@pytest.mark.parametrize("has_loaded", [True, False])
+def test_a_custom_load_fn_that_raises_is_not_taken_for_a_change_of_sharded_parameters(
+    make_engine, tmp_path, has_loaded
+):
+    def load(src, dst):
+        if has_loaded:
+            dst.load_state_dict(src)
+        raise RuntimeError("mine")
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = make_engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), zero_optimization=zero)
+    engine.save_checkpoint(str(tmp_path))
+    with pytest.raises(RuntimeError, match="mine"):
+        engine.load_checkpoint(str(tmp_path), custom_load_fn=load)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        assert engine.module[0].weight.shape == (4, 4)
+    with pytest.raises(StateError, match="load_checkpoint failed before all was restored .*mine"):
+        engine(torch.ones(4, 4))
+    assert engine.load_checkpoint(str(tmp_path))[0]
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_values_of_a_custom_load_fn_stay(make_engine, tmp_path, stage, dtype):
