@@ -42,7 +42,7 @@ class StoreConfig(Section):
 class CheckpointConfig(Section):
     """`checkpoint`."""
 
-    tag_validation: TagValidation = key("Warn", "What to do first when ranks save under different tags, which fails in any case.")
+    tag_validation: TagValidation = key("Warn", "What to do when ranks save under different tags, before that fails.")
     verify: Flag = key(
         True, "Compare the checksums of the files that a load reads; without it only their sizes are compared."
     )
