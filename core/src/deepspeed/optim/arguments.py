@@ -115,4 +115,4 @@ def _allowed(default: Any, words: set[str]) -> list[str]:
             kinds.append("a list of numbers, one per group")
     else:
         return []
-    return [*kinds, "null"] if default is None else kinds
+    return [*kinds, "null"] if default is None or "None" in words else kinds

@@ -168,6 +168,16 @@ def test_torch_schedules_by_name():
         assert type(schedule) is torch.optim.lr_scheduler.CosineAnnealingLR
 
 
+@pytest.mark.parametrize(("name", "params"), [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 8})])
+def test_a_warmup_to_null_leads_to_the_optimizers_own_rate(name, params):
+    optimizer = create_optimizer("SGD", {"lr": 0.25}, _params())
+    schedule = create_scheduler(name, {"warmup_max_lr": None, "warmup_num_steps": 1, **params}, optimizer)
+    for _ in range(3):
+        schedule.step()
+    assert schedule.warmup_max_lr is None
+    assert max(schedule.get_last_lr()) == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
