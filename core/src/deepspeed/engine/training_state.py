@@ -15,7 +15,7 @@ from deepspeed.config import redacted
 from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
-from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_state import check_each_state, check_saved_state
 from deepspeed.optim.saved_values import check_options, check_schedule, check_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.redistribute import saved_part
@@ -184,6 +184,7 @@ class TrainingState:
         optimizer = self.training.basic_optimizer
         assert optimizer is not None
         check_saved_state(optimizer, saved["state"].values(), saved["param_groups"])
+        check_each_state(optimizer, saved["state"].values())
         found = [len(group["params"]) for group in saved["param_groups"]]
         wanted = [len(group["params"]) for group in optimizer.param_groups]
         if found != wanted:

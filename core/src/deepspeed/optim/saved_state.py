@@ -138,6 +138,26 @@ def check_saved_state(
     )
 
 
+def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a state that lacks what each one of its kind has, after `check_saved_state`, which looks at them together.
+
+    A state of nothing but counters is of a parameter that was never updated.
+
+    Raises:
+        CheckpointError: names what is missing.
+    """
+    kind = _kind_of(_unwrapped(optimizer))
+    for state in states:
+        names = state_names([state])
+        missing = kind.states - names if kind is not None and names else frozenset()
+        if missing:
+            raise CheckpointError(
+                f"optimizer state: found states ({', '.join(sorted(names))}) without {', '.join(sorted(missing))}, "
+                f"which {type(_unwrapped(optimizer)).__name__} needs; load another tag, or with "
+                "load_optimizer_states=False"
+            )
+
+
 def _kind_of(optimizer: Any) -> Kind | None:
     for kind in _KINDS:
         if any(_is_a(optimizer, known) for known in (*kind.classes, *_loaded(kind.ours))):

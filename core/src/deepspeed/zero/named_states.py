@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_state import check_each_state, check_saved_state
 from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
 from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.param_unit import shape_of
@@ -92,6 +92,7 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     odd = {name: saved.others(name) for name in names.values()}
     states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]
     check_saved_state(optimizer, states, saved.param_groups)
+    check_each_state(optimizer, states)
     check_options(optimizer.param_groups, saved.param_groups)
     for index, name in names.items():
         master = master_dtype(sharding.params[index].dtype)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_state import check_each_state, check_saved_state
 from deepspeed.optim.saved_values import check_options, check_state, master_dtype
 from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
@@ -306,6 +306,7 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
         )
     if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
+        check_each_state(optimizer, base["state"].values())
         check_options(optimizer.param_groups, param_groups)
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(

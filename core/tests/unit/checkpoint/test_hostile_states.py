@@ -39,6 +39,10 @@ def first(tensor):
     return tensor.reshape(-1)[:2].clone()
 
 
+def without(*names):
+    return lambda states: {name: value for name, value in states.items() if name not in names}
+
+
 STATE, GROUP = ("state", 0), ("param_groups", 0)
 WRONG = {
     "a moment of another size": ("AdamW", (*STATE, "exp_avg"), first),
@@ -48,6 +52,7 @@ WRONG = {
     "a moment that is nan": ("AdamW", (*STATE, "exp_avg"), lambda each: torch.full_like(each, float("nan"))),
     "a momentum of infinity": ("SGD", (*STATE, "momentum_buffer"), lambda each: torch.full_like(each, float("inf"))),
     "a square below 0": ("AdamW", (*STATE, "exp_avg_sq"), lambda each: each - 1),
+    "states without a moment": ("AdamW", STATE, without("exp_avg")),
     "a step that is text": ("AdamW", (*STATE, "step"), lambda _: "abc"),
     "a step below 0": ("AdamW", (*STATE, "step"), lambda _: torch.tensor(-3.0)),
     "betas that are one number": ("AdamW", (*GROUP, "betas"), lambda _: -1),
@@ -62,7 +67,10 @@ WRONG = {
     "groups that are a number": ("AdamW", ("param_groups",), lambda _: 3),
     "a group that is a list": ("AdamW", GROUP, lambda _: [1]),
 }
-IN_EVERY_RUN = {(0, "a moment of another size"), (1, "a moment that is nan"), (3, "betas that are one number")}
+IN_EVERY_RUN = {
+    *((0, "a moment of another size"), (0, "states without a moment")),
+    *((1, "a moment that is nan"), (3, "betas that are one number")),
+}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
-from deepspeed.optim.saved_state import check_saved_state, num_states, state_names
+from deepspeed.optim.saved_state import check_each_state, check_saved_state, num_states, state_names
 
 ADAMS = [torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam]
 FAMILIES = {
@@ -102,6 +102,16 @@ def test_what_schedules_and_users_write_into_groups_tells_nothing():
     torch.optim.lr_scheduler.LambdaLR(loading, lambda step: 1.0)
     loading.param_groups[0]["lr_scale"] = 0.5
     check(saved, loading)
+
+
+def test_each_state_has_what_the_kind_needs():
+    loading = create(torch.optim.AdamW)
+    saved = create(torch.optim.AdamW, steps=1).state_dict()
+    check_each_state(loading, [saved["state"][0], {}, {"step": torch.tensor(0.0)}])  # the others were never updated
+    with pytest.raises(
+        CheckpointError, match=r"\(exp_avg\) without exp_avg_sq.*AdamW needs.*load_optimizer_states=False"
+    ):
+        check_each_state(loading, [saved["state"][0], {"exp_avg": torch.zeros(2)}])
 
 
 def test_lamb_keeps_adams_states():
