@@ -190,7 +190,11 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as a plain `.backward()` needs it: `engine.scale(loss).backward()`. Needed for fp16 only."""
+        """The loss as a plain `.backward()` needs it: `engine.scale(loss).backward()`. Needed for fp16 only.
+
+        Every loss of a step is scaled, or none: a plain backward that comes to the weights past the scaled losses is
+        an error, and so is one of a loss that was scaled before a step changed the scale.
+        """
         return self._training.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

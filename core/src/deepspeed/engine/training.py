@@ -1,5 +1,6 @@
 """`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed.errors import StateError
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
 from deepspeed.zero.backward import BackwardPlan
+from deepspeed.zero.backward_calls import runs_unscaled
 from deepspeed.zero.strategy import Sharding
 
 
@@ -52,7 +54,7 @@ class Training:
         self.progress = Progress()
         self.stats: StepStats | None = None  # of the last step
         self.has_applied = False  # whether the last call of `step` changed the weights
-        self._loss_is_scaled = False
+        self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning
         self._had_backward = False  # since the last step
         self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
         self._next_batch: tuple[int, int] | None = None  # from the next step on: its samples, its micro-batches
@@ -116,28 +118,67 @@ class Training:
                 self.sharding.reduce_postponed()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as the user's own `.backward()` needs it."""
-        self._loss_is_scaled = True
-        return self.precision.scale(loss)
+        """The loss as the user's own `.backward()` needs it.
+
+        What counts is which losses a backward runs through, so a hook on each says it there: one that is scaled and
+        never differentiated lets no other pass, and one that is differentiated twice passes both times.
+        """
+        scaled = self.precision.scale(loss)
+        if scaled is not loss and scaled.requires_grad:
+            itself, scale = weakref.ref(self), self.precision.loss_scaler.loss_scale
+
+            def saw() -> None:
+                if (owner := itself()) is not None:
+                    owner._runs_through_scaled(scale)
+
+            self.sharding.window.watch_scaled(scaled, saw)
+        return scaled
+
+    def _runs_through_scaled(self, scale: float) -> None:
+        """Called when a backward runs through a loss of `scale`, by which it was scaled."""
+        window = self.sharding.window
+        if window.is_engines:
+            raise StateError(
+                "backward: engine.backward(loss) scales the loss, and found one that engine.scale(loss) has scaled "
+                "before; use one of them: engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        self._begun_by = scale
+        try:
+            window.open_from_autograd()
+        finally:
+            self._begun_by = None
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
         """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
         self._begin_again_if_dropped()
         self._had_backward = True
         refusal = self.refuse_backward("backward")
-        scale = self.precision.loss_scaler.loss_scale
-        if by_user and scale != 1.0 and not self._loss_is_scaled:
-            refusal = StateError(
-                f"backward: the loss scale is {scale:g} and loss.backward() got an unscaled loss; call "
-                "engine.backward(loss) or engine.scale(loss).backward()"
-            )
-        self._loss_is_scaled = False
+        if by_user:
+            refusal = self._refuse_scale(self._begun_by) or refusal
         return BackwardPlan(
             reduces=ReduceGradients() in self.schedule.instructions(),
             postpones=not self.schedule.syncs,
             factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
             refusal=refusal,
         )
+
+    def _refuse_scale(self, begun_by: float | None) -> StateError | None:
+        """Why a plain `loss.backward()` may give no gradients, if its loss is not scaled as the step takes it."""
+        scale = self.precision.loss_scaler.loss_scale
+        if begun_by is None and scale == 1.0:
+            return None
+        if begun_by is None or runs_unscaled(self.sharding.window):
+            found = "an unscaled loss" if begun_by is None else "a sum of scaled and unscaled losses"
+            return StateError(
+                f"backward: the loss scale is {scale:g} and loss.backward() got {found}; call "
+                "engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        if begun_by != scale:
+            return StateError(
+                f"backward: the loss scale is {scale:g} and loss.backward() got a loss that was scaled by {begun_by:g} "
+                "before a step changed it; call engine.scale(loss) after the step"
+            )
+        return None
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """What the schedule says is to follow the current micro-batch's backward."""

@@ -13,7 +13,7 @@ task, and runs itself in the outer one. So it queues the callback there, even wi
 only that forward runs in the outermost task. The window then opens in whichever inner task has the first gradient.
 
 [Note: running or left] An exception ends a backward without its callback. The engine's own `backward` sees the
-exception, and `failed_backward.py` that of a plain `loss.backward()`. For what calls autograd's engine in another way
+exception, and `backward_calls.py` that of a plain `loss.backward()`. For what calls autograd's engine in another way
 the callback object itself is the sign: autograd's graph task holds the only reference to it, so it is gone exactly when
 the task is, whether the task ended well or not.
 
@@ -44,6 +44,8 @@ LEGAL_MOVES = {(Window.IDLE, Window.OPEN), (Window.OPEN, Window.IDLE)}
 
 # by which the node of an output has its window, among what torch lets users keep with a node
 _MARK = "deepspeed_window"
+# by which the node of a loss has the window of the engine that has scaled it
+_SCALED = "deepspeed_scaled_for"
 #: what torch gives as the graph task's id outside of a backward
 _NO_GRAPH_TASK = -1
 
@@ -80,6 +82,11 @@ class BackwardWindow:
     @property
     def is_open(self) -> bool:
         return self.state is Window.OPEN
+
+    @property
+    def is_engines(self) -> bool:
+        """Whether the engine's own backward has opened it."""
+        return self.is_open and self._task_end is None
 
     @property
     def is_left(self) -> bool:
@@ -154,7 +161,7 @@ class BackwardWindow:
     def fail(self) -> None:
         """A backward that an exception ended was this one's, whether it had come here or not; not for one of the
         engine's own, which sees the exception itself."""
-        if self.is_open and self._task_end is None:
+        if self.is_engines:
             return
         self.abort() if self.is_open else self._on_abort()
 
@@ -176,6 +183,15 @@ class BackwardWindow:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(see)
                 _metadata(tensor.grad_fn)[_MARK] = own
+
+    def watch_scaled(self, loss: Tensor, saw: Callable[[], None]) -> None:
+        """Call `saw` whenever a backward runs through `loss`, which the engine has scaled; see `is_scaled_for`.
+
+        Args:
+            saw: is held by the graph, and keeps no engine alive.
+        """
+        loss.register_hook(lambda grad: saw())
+        _metadata(loss.grad_fn)[_SCALED] = self._itself
 
     def _has_task_end(self) -> bool:
         """Whether the end of a running backward is queued."""
@@ -213,6 +229,12 @@ def window_of_output(node: Node) -> BackwardWindow | None:
     """The window of the engine, if it lives, whose forward gave an output that `node` of a graph made."""
     own = _metadata(node).get(_MARK)
     return None if own is None else own()
+
+
+def is_scaled_for(window: BackwardWindow, node: Node) -> bool:
+    """Whether `node` of a graph made a loss that the engine with this window has scaled."""
+    own = _metadata(node).get(_SCALED)
+    return own is not None and own() is window
 
 
 def _metadata(node: Node | None) -> dict[str, "weakref.ref[BackwardWindow]"]:

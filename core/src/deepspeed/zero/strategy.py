@@ -33,8 +33,8 @@ from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero.backward import BackwardPlan, Reducing, abandons_on_error
+from deepspeed.zero.backward_calls import see_calls
 from deepspeed.zero.clip_hint import hint_at_clipping
-from deepspeed.zero.failed_backward import see_failures
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.holding import ShardingOptions
@@ -206,7 +206,7 @@ class Sharding(Reducing):
             self._ranks_by_param = [group.ranks for group in self.groups for _ in group.params]
             self._facts.attach(self._ranks_by_param, self.groups[0].device)
         managed.register(self)
-        see_failures(self.window)
+        see_calls(self.window)
         self.outside_changes = OutsideChanges(self._module, self.groups, self._name_of)
         if takes_only_sparse(self.optimizer) and self.params:
             everyone = [self.unit_groups.of(param).everyone for param in self.params]
