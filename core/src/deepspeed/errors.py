@@ -13,6 +13,7 @@ May import nothing of the project.
 """
 
 import collections.abc
+import contextlib
 import operator
 import os
 import re
@@ -126,25 +127,33 @@ def environment_int(
     raise error(f"the environment variable {variable} must be an integer {limits}, found {shown(text)}")
 
 
-def whole_number(asked: str, value: object, *, least: int = 1) -> int:
-    """An argument that counts something: an integer of any library.
+def whole_number(asked: str, value: object, *, least: int | None = 1) -> int:
+    """An argument that counts or names something: an integer of any library, for example an integral tensor of none
+    or one dimension that holds one.
 
     Args:
         asked: what the message begins with, for example the name of the configuration's key.
         value: what was given.
-        least: what is allowed.
+        least: what is allowed; None: every integer.
 
     Raises:
         ConfigError: it is no integer, or smaller.
     """
-    if not isinstance(value, bool) and isinstance(value, typing.SupportsIndex):
-        try:
+    number: int | None = None
+    if type(value) is int:
+        number = value
+    elif isinstance(value, typing.SupportsIndex) and not _is_truth_value(value):
+        with contextlib.suppress(TypeError):  # a tensor or an array of something else
             number = operator.index(value)
-        except TypeError:  # a tensor or an array of something else
-            number = least - 1
-        if number >= least:
-            return number
-    raise ConfigError(f"{asked}: asked for {value!r}, allowed is an integer of at least {least}")
+    if number is None or (least is not None and number < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{asked}: asked for {value!r}, allowed is an integer{limit}")
+    return number
+
+
+def _is_truth_value(value: object) -> bool:
+    """Of Python, or a tensor or an array of them."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def first_line(error: BaseException) -> str:

@@ -2,11 +2,13 @@
 
 import copy
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -278,6 +280,45 @@ def test_flush_of_what_is_not_tracked_is_an_error() -> None:
         with pytest.raises(ConfigError, match=f"uid {uid} is not tracked: .*; tracked are 2"):
             engine.flush(uid)
     assert_state(engine, {2: 4}, 63)
+
+
+@pytest.mark.parametrize("uid", [1.7, 1.0, "1", None, True, torch.tensor(1.5), torch.tensor(True), [1]], ids=repr)
+def test_a_uid_that_is_no_integer_is_refused_with_its_value(uid: Any) -> None:
+    engine = InferenceEngineV2(make_model(), settings())
+    engine.put([1], prompts(3))
+    calls: list[Any] = [
+        lambda: engine.put([uid], prompts(1)),
+        lambda: engine.can_schedule([uid], [1]),
+        lambda: engine.query(uid, 1, 1),
+        lambda: engine.flush(uid),
+        lambda: engine.num_tokens(uid),
+        lambda: engine.get_remaining_block_capacity(uid),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=rf"uid: asked for {re.escape(repr(uid))}, allowed is an integer"):
+            call()
+    assert_state(engine, {1: 3}, 63)
+
+
+@pytest.mark.parametrize("uid", [torch.tensor(1), np.int64(1), np.int32(1)], ids=repr)
+def test_a_uid_is_an_integer_of_any_library(uid: Any) -> None:
+    engine = InferenceEngineV2(make_model(), settings(max_tracked_sequences=1))
+    engine.put([uid], prompts(3))
+    assert engine.tracked_uids == (1,)
+    engine.put([1], prompts(2))
+    assert engine.num_tokens(uid) == 5
+    assert engine.query(uid, 3, 0) == (3, 0)
+    assert engine.get_remaining_block_capacity(uid) == 3
+    assert engine.can_schedule([uid], [torch.tensor(1)]) is SchedulingResult.Success
+    engine.flush(uid)
+    assert_state(engine, {}, 64)
+
+
+def test_a_length_that_is_no_integer_is_refused() -> None:
+    engine = InferenceEngineV2(make_model(), settings())
+    for length in (1.5, "1", True, -1):
+        with pytest.raises(ConfigError, match=f"can_schedule: the new tokens of uid 1: asked for {length!r}"):
+            engine.can_schedule([1], [length])  # type: ignore[list-item]
 
 
 def test_a_forward_that_fails_leaves_the_sequences_as_they_were() -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import random
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -115,6 +117,28 @@ def test_a_stop_token_ends_a_request() -> None:
     assert not scheduler.has_work
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda stop: torch.tensor([stop]),
+        lambda stop: (torch.tensor(stop),),
+        lambda stop: iter([stop]),
+        lambda stop: stop,
+        torch.tensor,
+    ],
+)
+def test_stop_tokens_have_any_form_that_holds_integers(form: Any) -> None:
+    plain, (prompt,) = make_model(), prompts(5, 7)
+    tokens = greedy(plain, prompt, 12)
+    stop = tokens[4]
+    wanted = tokens[: tokens.index(stop) + 1]
+    assert len(wanted) < 12
+    scheduler = Scheduler(make_engine())
+    scheduler.submit(torch.tensor(prompt), torch.tensor(12), stop_tokens=form(stop))
+    assert [new.token for new in scheduler.stream()] == wanted
+    assert generate(make_engine(), [prompt], 12, stop_tokens=form(stop)) == [wanted]
+
+
 def test_cancel_frees_the_blocks() -> None:
     engine = make_engine(num_blocks=4)
     scheduler = Scheduler(engine)
@@ -158,12 +182,23 @@ def test_probabilities_are_those_of_the_greatest(words: dict[str, Any], wanted: 
     "words",
     [
         *({"temperature": value} for value in (-1.0, float("nan"), float("inf"))),
+        *({"temperature": value} for value in ("0.5", None, True, 10**400, torch.tensor([0.5, 0.5]))),
         *({"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_p": float("nan")}),
+        *({"top_k": 1.5}, {"top_k": "3"}, {"top_p": "0.5"}, {"top_p": None}),
+        *({"seed": value} for value in (2**64, -(2**63) - 1, 1.5, "1", None)),
     ],
 )
 def test_sampling_that_means_nothing_is_refused(words: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="temperature is a number of 0 or more, top_k is 0 or more"):
+    ((name, value),) = words.items()
+    found = re.escape(f"{name}={value!r}")
+    with pytest.raises(ConfigError, match=rf"{found}.*temperature is a number of 0 or more, top_k an integer of 0"):
         Sampling(**words)
+
+
+def test_sampling_takes_numbers_of_other_libraries() -> None:
+    given = Sampling(np.float32(0.5), torch.tensor(3), torch.tensor(0.5), np.int64(2**63 - 1))  # type: ignore[arg-type]
+    assert given == Sampling(0.5, 3, 0.5, 2**63 - 1)
+    assert Sampling(seed=2**64 - 1) != Sampling(seed=-(2**63))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +219,40 @@ def test_a_request_that_can_never_be_served_is_refused(prompt: list[int], count:
     with pytest.raises(ConfigError, match=text):
         scheduler.submit(prompt, count)
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        *(({"stop_tokens": [value]}, "stop_tokens: asked for ") for value in (None, "x", 47.5, True)),
+        ({"stop_tokens": None}, "stop_tokens: asked for None"),
+        ({"stop_tokens": torch.tensor([1.5])}, "stop_tokens: asked for 1.5"),
+        ({"stop_tokens": torch.tensor([True])}, "stop_tokens: asked for True"),
+        *(({"max_new_tokens": value}, "max_new_tokens: asked for ") for value in (2.5, "3", None, True)),
+        ({"max_new_tokens": torch.tensor(2.5)}, r"max_new_tokens: asked for tensor\(2.5"),
+        ({"prompt": [5, 6.5]}, "prompt: asked for 6.5"),
+        ({"prompt": "five"}, "prompt: asked for 'five'"),
+        ({"prompt": 5}, "prompt: asked for 5"),
+        ({"prompt": torch.tensor([[5, 6]])}, r"prompt: asked for \[5, 6\]"),
+    ],
+)
+def test_what_is_no_integer_is_refused_with_its_value(words: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"prompt": [5, 6], "max_new_tokens": 3, **words}
+    scheduler = Scheduler(make_engine())
+    with pytest.raises(ConfigError, match=f"submit: {text}"):
+        scheduler.submit(**given)
+    assert not scheduler.has_work
+    with pytest.raises(ConfigError, match=text):
+        generate(make_engine(), [given.pop("prompt")], **given)
+
+
+def test_numbers_of_new_tokens_are_one_or_one_for_each_prompt() -> None:
+    plain, given = make_model(), prompts(3, 9, 5)
+    wanted = [greedy(plain, prompt, 4) for prompt in given]
+    for count in (4, torch.tensor(4), (4, 4), torch.tensor([4, 4]), iter([4, 4])):
+        assert generate(make_engine(), given, count) == wanted
+    with pytest.raises(ConfigError, match="max_new_tokens: asked for '44'"):
+        generate(make_engine(), given, "44")  # type: ignore[arg-type]
 
 
 def test_limits_above_the_engines_are_refused() -> None:

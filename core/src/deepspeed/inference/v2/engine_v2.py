@@ -25,7 +25,7 @@ from deepspeed.config import read_config
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
-from deepspeed.errors import ConfigError, StateError, counted, first_line
+from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
@@ -172,7 +172,7 @@ class InferenceEngineV2:
 
     def num_tokens(self, uid: int) -> int:
         """Tokens of a sequence that are in the cache; 0: it is not tracked."""
-        return self._tracked(uid).num_tokens
+        return self._tracked(_whole("num_tokens: uid", uid)).num_tokens
 
     # ----- one forward -----------------------------------------------------------------------------------------------
 
@@ -189,10 +189,10 @@ class InferenceEngineV2:
             [sequences, vocabulary], in the order of `batch_uids`: logits after the last token of each.
 
         Raises:
-            ConfigError: uids, or tokens that are not of the vocabulary.
+            ConfigError: uids that are no integers, or tokens that are not of the vocabulary.
             SchedulingError: a limit of the engine is exceeded.
         """
-        uids = [int(uid) for uid in batch_uids]
+        uids = [_whole("put: uid", uid) for uid in batch_uids]
         _check_distinct(uids)
         new_tokens = [self._as_tokens(uid, given) for uid, given in _pairs(uids, list(batch_tokens))]
         if do_checks:
@@ -254,9 +254,16 @@ class InferenceEngineV2:
     # ----- limits ----------------------------------------------------------------------------------------------------
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether `put` would compute so many new tokens of these sequences now."""
-        known = [int(uid) for uid in uids]
-        counts = [int(length) for _, length in _pairs(known, list(lengths))]
+        """Whether `put` would compute so many new tokens of these sequences now.
+
+        Raises:
+            ConfigError: uids or lengths that are no integers.
+        """
+        known = [_whole("can_schedule: uid", uid) for uid in uids]
+        counts = [
+            whole_number(f"can_schedule: the new tokens of uid {uid}", length, least=0)
+            for uid, length in _pairs(known, list(lengths))
+        ]
         return self._fits(known, counts)[0]
 
     def _fits(self, uids: Sequence[int], lengths: Sequence[int]) -> tuple[SchedulingResult, str]:
@@ -298,6 +305,7 @@ class InferenceEngineV2:
 
         (0, 0): none; also for a uid that is not tracked where no sequence more can be.
         """
+        uid = _whole("query: uid", uid)
         if uid not in self._sequences and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
             return 0, 0
         sequence, cache = self._tracked(uid), self._cache
@@ -307,7 +315,7 @@ class InferenceEngineV2:
 
     def get_remaining_block_capacity(self, uid: int) -> int:
         """Tokens that the sequence can take without a block more; 0 where it is not tracked."""
-        sequence = self._tracked(uid)
+        sequence = self._tracked(_whole("get_remaining_block_capacity: uid", uid))
         return len(sequence.blocks) * self._cache.block_size - sequence.num_tokens
 
     def flush(self, uid: int) -> None:
@@ -316,7 +324,7 @@ class InferenceEngineV2:
         Raises:
             ConfigError: it is not tracked, which it is from its first `put` to its `flush`.
         """
-        sequence = self._sequences.pop(uid, None)
+        sequence = self._sequences.pop(_whole("flush: uid", uid), None)
         if sequence is None:
             tracked = ", ".join(map(str, list(self._sequences)[:8])) or "none"
             raise ConfigError(
@@ -484,6 +492,10 @@ def _fused_blocks(model: Any) -> list[FusedBlock]:
                 "generate"
             )
     return sorted(blocks, key=lambda block: block.layer_index)
+
+
+def _whole(asked: str, uid: Any) -> int:
+    return whole_number(asked, uid, least=None)
 
 
 def _check_distinct(uids: Sequence[int]) -> None:

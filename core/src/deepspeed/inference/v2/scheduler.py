@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
 
-from deepspeed.errors import ConfigError, StateError, counted
+from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
 from deepspeed.inference.v2.engine_v2 import InferenceEngineV2
 
 Finish = Literal["", "stop", "length"]
@@ -34,6 +34,7 @@ class Sampling:
     temperature: divides the logits; 0: the greatest is taken.
     top_k: only so many of the greatest; 0: all.
     top_p: only the greatest, until they have this probability together (arXiv 1904.09751).
+    seed: of the random numbers, -2**63 to 2**64 - 1 as torch takes it.
     """
 
     temperature: float = 0.0
@@ -42,11 +43,24 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"Sampling: found {self}, but temperature is a number of 0 or more, top_k is 0 or more, and top_p is "
-                "above 0, at most 1"
-            )
+        found = repr(self)
+        try:
+            numbers = {name: _number(name, getattr(self, name)) for name in ("temperature", "top_p")}
+            numbers |= {name: whole_number(name, getattr(self, name), least=None) for name in ("top_k", "seed")}
+        except ConfigError as error:
+            raise self._refusal(found) from error
+        for name, number in numbers.items():  # of another library before
+            object.__setattr__(self, name, number)
+        is_sampling = 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1
+        if not (is_sampling and -(2**63) <= self.seed < 2**64):
+            raise self._refusal(found)
+
+    @staticmethod
+    def _refusal(found: str) -> ConfigError:
+        return ConfigError(
+            f"Sampling: found {found}, but temperature is a number of 0 or more, top_k an integer of 0 or more, top_p "
+            "is above 0, at most 1, and seed is an integer from -2**63 to 2**64 - 1"
+        )
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """[vocabulary] -> fp32, 0 for what is not among the greatest.
@@ -151,21 +165,25 @@ class Scheduler:
         prompt: Iterable[int],
         max_new_tokens: int,
         *,
-        stop_tokens: Iterable[int] = (),
+        stop_tokens: Iterable[int] | int = (),
         sampling: Sampling | None = None,
     ) -> int:
         """Add a request. Returns its uid, which its tokens have.
 
         Args:
+            prompt: integers, or a tensor of them.
             max_new_tokens: fewer are generated if a stop token is.
-            stop_tokens: a request ends with the first of them, which is given back too.
+            stop_tokens: as `prompt`, or one integer; a request ends with the first of them, which is given back too.
 
         Raises:
-            ConfigError: tokens that the model does not know, or more than a sequence or the cache can have.
+            ConfigError: tokens that are no integers or that the model does not know, or more than a sequence or the
+                cache can have.
         """
-        tokens = tuple(int(token) for token in prompt)
-        self._check(tokens, max_new_tokens)
-        request = Request(next(self._uids), tokens, max_new_tokens, frozenset(stop_tokens), sampling or Sampling())
+        tokens = tuple(_integers("submit: prompt", prompt))
+        count = whole_number("submit: max_new_tokens", max_new_tokens, least=None)
+        stops = frozenset(_integers("submit: stop_tokens", stop_tokens, of_one=True))
+        self._check(tokens, count)
+        request = Request(next(self._uids), tokens, count, stops, sampling or Sampling())
         request.random.manual_seed(request.sampling.seed)
         request.restart()
         self._waiting.append(request)
@@ -304,9 +322,9 @@ class Scheduler:
 def generate(
     engine: InferenceEngineV2,
     prompts: Iterable[Iterable[int]],
-    max_new_tokens: int | Sequence[int],
+    max_new_tokens: int | Iterable[int],
     *,
-    stop_tokens: Iterable[int] = (),
+    stop_tokens: Iterable[int] | int = (),
     sampling: Sampling | None = None,
     token_budget: int | None = None,
 ) -> list[list[int]]:
@@ -319,8 +337,10 @@ def generate(
     Raises:
         ConfigError: as `Scheduler` and its `submit`.
     """
-    scheduler, given, stops = Scheduler(engine, token_budget), list(prompts), tuple(stop_tokens)
-    counts = [max_new_tokens] * len(given) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    scheduler, given = Scheduler(engine, token_budget), list(prompts)
+    stops = _integers("generate: stop_tokens", stop_tokens, of_one=True)
+    each = _listed(max_new_tokens)
+    counts = [max_new_tokens] * len(given) if each is None else each
     if len(counts) != len(given):
         raise ConfigError(
             f"generate: found {counted(len(given), 'prompt')} and {counted(len(counts), 'number')} of new tokens"
@@ -334,6 +354,31 @@ def generate(
     for new in scheduler.stream():
         found[new.uid].append(new.token)
     return [found[uid] for uid in uids]
+
+
+def _listed(given: Any) -> list[Any] | None:
+    """What an iterable, a tensor or an array holds; None: it is one value, as a text is."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+
+
+def _integers(asked: str, given: Any, *, of_one: bool = False) -> list[int]:
+    """of_one: whether a value that is not in an iterable is taken, too."""
+    values = _listed(given)
+    if values is None and not of_one:
+        raise ConfigError(f"{asked}: asked for {given!r}, allowed are integers in a list or a tensor")
+    return [whole_number(asked, value, least=None) for value in ([given] if values is None else values)]
+
+
+def _number(name: str, value: Any) -> float:
+    """A number of any library, for example a tensor of none or one dimension that holds one."""
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        raise ConfigError(f"{name}: found {value!r}, which is no number")
+    try:
+        return float(value)
+    except (ValueError, RuntimeError, OverflowError) as error:  # of several numbers, or too large
+        raise ConfigError(f"{name}: found {value!r}: {first_line(error)}") from error
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
