@@ -218,7 +218,7 @@ COLLECTIONS = {
         ),
     },
     "runtime.torch_autocast": {
-        name: f"precision.autocast:{name}"
+        name: f"precision.policy:{name}"
         for name in ("autocast_if_enabled", "get_default_autocast_lower_precision_modules")
     },
     "utils.numa": {

@@ -26,8 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed.cli.conformance_progress import follow
-from deepspeed.cli.conformance_report import as_markdown, show
+from deepspeed.cli.conformance_report import as_markdown, follow, show
 from deepspeed.cli.console import make_console, make_parser
 
 _PASSED, _FAILED, _NOT_RUN = 0, 1, 2

@@ -14,7 +14,8 @@
 Exit code 0, or 1 when no accelerator can be chosen, a vendor's package breaks `import torch`, another DeepSpeed
 overwrote these files, or `--build` failed.
 
-Nothing that needs torch is imported at the top: `import torch` may be broken (`torch_backends.py`).
+Nothing that needs torch is imported at the top: `import torch` may be broken by a package that torch loads by itself
+(entry points `torch.backends`), of which `ds_report` has to tell rather than to fail with it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import logging
 import os
 import platform
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,13 +36,104 @@ from rich.table import Table
 
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
+from deepspeed.cli.choice_report import show_tracebacks
 from deepspeed.cli.console import make_console, make_parser, make_table
-from deepspeed.cli.torch_backends import describe, import_torch
+from deepspeed.errors import PluginError
 from deepspeed.log import logger
-from deepspeed.plugins import PLUGIN_API
+from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
+from deepspeed.plugins.admission import named
+from deepspeed.plugins.entry_points import distribution_of, one_line, read_entry_points
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.current import Choice
+
+
+VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def import_torch() -> list[dict[str, Any]]:
+    """Import torch, then what torch would have loaded, one by one. Called by `ds_report` before all that needs torch.
+
+    Returns:
+        One row per package: `name`, `origin`, `error` (None: it was loaded). No rows when torch was there before, or
+        the user keeps it from loading them.
+    """
+    if "torch" in sys.modules or os.environ.get(VARIABLE, "1") != "1":
+        return []
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "0"
+    try:
+        import torch  # noqa: F401  for its effect
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+    return [_load(entry) for entry in read_entry_points("torch.backends")]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """What a broken one means, in one line."""
+    return (
+        f"import torch fails, because it loads {row['name']!r} of {row['origin']}: {row['error']}. Repair or uninstall "
+        f"that package; {VARIABLE}=0 keeps torch from loading it"
+    )
+
+
+def _load(entry: Any) -> dict[str, Any]:
+    error = None
+    try:
+        entry.load()()
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - a vendor's package, whatever it raises
+        error = one_line(failure)
+    return {"name": entry.name, "origin": distribution_of(entry), "error": error}
+
+
+_COLUMNS = ("name", "state", "hooks", "reason")
+
+
+def collect_features() -> list[dict[str, Any]]:
+    """One row per feature plugin that is installed or that `DS_PLUGINS` names. Imports them, as the first engine does.
+
+    Keys: `name`, `origin` (package, version, module), `state` ("active", "broken", "blocked"), `hooks` (what it
+    implements), `reason` (why it is broken or blocked, else ""), `traceback` (for "broken", else None).
+    """
+    manager = plugin_manager()
+    asked_for = set(named()) - set(manager.names())
+    return [_row(name) for name in sorted(asked_for.union(manager.names(FEATURES)))]
+
+
+def show_features(rows: Sequence[dict[str, Any]], console: Console, verbose: bool) -> None:
+    """Print the rows; `verbose` adds origins and tracebacks."""
+    if not rows:
+        console.print("Feature plugins: none", markup=False)
+        return
+    columns = (*_COLUMNS, "origin") if verbose else _COLUMNS
+    shown = ({**row, "hooks": ", ".join(row["hooks"])} for row in rows)
+    console.print(make_table("Feature plugins", columns, ([row[column] for column in columns] for row in shown)))
+    if verbose:
+        show_tracebacks(rows, console)
+
+
+def _row(name: str) -> dict[str, Any]:
+    manager = plugin_manager()
+    state, reason, trace = "active", "", None
+    if refused := manager.refusal(name, FEATURES):
+        state, reason = "blocked", refused
+    else:
+        try:
+            manager.load(name, FEATURES)
+        except PluginError as error:
+            state, reason = "broken", str(error)
+            trace = "".join(traceback.format_exception(error)).rstrip()
+    return {
+        "name": name,
+        "origin": manager.origin(name, FEATURES),
+        "state": state,
+        "hooks": manager.hooks_of(name, FEATURES),
+        "reason": reason,
+        "traceback": trace,
+    }
+
 
 _LIBRARIES = ("pluggy", "importlib-metadata", "pydantic", "psutil", "safetensors", "deepspeed")
 # Methods of the accelerator whose answers are shown.
@@ -62,9 +155,9 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
     """
     why = collect_why()
     from deepspeed.accelerator.current import explain
-    from deepspeed.cli.feature_report import collect_features
     from deepspeed.cli.machine_report import collect_machine, collect_paths, collect_toolkits
     from deepspeed.cli.op_report import build_ops, collect_ops
+    from deepspeed.cli.report import collect_features
 
     choice = None if why["chosen"]["error"] else explain()
     return {
@@ -208,8 +301,8 @@ def _show(report: dict[str, Any], console: Console, options: argparse.Namespace)
 
 def _show_all(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
     from deepspeed.cli.choice_report import show_choice
-    from deepspeed.cli.feature_report import show_features
     from deepspeed.cli.machine_report import show_machine
+    from deepspeed.cli.report import show_features
 
     verbose = options.verbose and not options.hide_errors_and_warnings
     _show_pasted(report, console, ops=not options.hide_operator_status)

@@ -13,8 +13,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Work
-from deepspeed.comm.staging import StagingPool
-from deepspeed.comm.summing import add_in_rank_order
+from deepspeed.comm.summing import StagingPool, add_in_rank_order
 from deepspeed.comm.work import Followed, as_work
 
 # torch 2.13 renamed both and warns at the old names; torch 2.6 has the old names only.

@@ -1,28 +1,196 @@
-"""A checkpoint of another number of ranks, another stage or another precision, as a run like this one would have saved
-it. Called by `saving.py`, before anything is changed.
+"""A checkpoint of another number of ranks, stage, precision or program, as a run like this one would have saved it.
+
+`saving.py` calls it, before anything is changed. Three kinds of file need care:
+
+- DeepSpeed's, saved at stage 0, name no parameters: torch's state dict has the optimizer's states by their number in
+  its groups. A run takes them whose optimizer got its parameters in the same order. In bf16 the master weights are
+  beside them (`fp32_groups`).
+- Weights of another program have no states.
+- A model file of stage 3 has an empty tensor for each parameter that was sharded at the save, and this run may shard
+  others (`stage3_param_persistence_threshold`). What the optimizer trains comes from the optimizer's shards. Of the
+  others `frozen_param_fragments` has this rank's part, or the whole parameter.
 """
 
+import copy
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
-from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
+from deepspeed.checkpoint import LoadedCheckpoint, SavedParts, StatesByName
 from deepspeed.checkpoint.model_ranks import AcrossRanks
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
 from deepspeed.checkpoint.stored_tensor import StoredTensor
-from deepspeed.engine.sharded_weights import saved_shapes
-from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
-from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import parts_held
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.redistribute import part_of, part_of_parts
+
+
+def with_names(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoint:
+    """`found`, whose optimizer's state has the names that this run's parameters have; others as they are.
+
+    Raises:
+        CheckpointError: this run trains other numbers of parameters, or of other shapes.
+    """
+    own = found.model_state
+    whole = own.get("optimizer") or {}
+    base = whole.get("optimizer_state_dict", whole)
+    if PARAM_NAMES in whole or "param_groups" not in base or "+core" in str(own.get("ds_version")):
+        return found
+    by_id = {id(param): name for name, param in state.module.named_parameters()}
+    names = [[by_id[id(param)] for param in group] for group in state.sharding.saved_parameters()]
+    _check_order(found.path, base, names, own["module"])
+    masters = {
+        name: tensor
+        for its, group in zip(names, whole.get("fp32_groups", ()), strict=False)
+        for name, tensor in zip(its, group, strict=True)
+    }
+    model_state = {
+        **own,
+        "module": {**own["module"], **masters},
+        "optimizer": {"state": base["state"], "param_groups": base["param_groups"], PARAM_NAMES: names},
+    }
+    return dataclasses.replace(found, model_state=model_state, parts=SavedParts([model_state], []))
+
+
+def _check_order(path: str, base: Mapping[str, Any], names: list[list[str]], weights: Mapping[str, Any]) -> None:
+    saved, own = [len(group["params"]) for group in base["param_groups"]], list(map(len, names))
+    if saved != own:
+        raise CheckpointError(
+            f"load {path}: found an optimizer state of groups of {saved} parameters without their names, and this run "
+            f"trains groups of {own}; build the optimizer as in the run that saved it, or load_optimizer_states=False"
+        )
+    for group, its in zip(base["param_groups"], names, strict=True):
+        for number, name in zip(group["params"], its, strict=True):
+            moment = base["state"].get(number, {}).get("exp_avg")
+            if moment is not None and name in weights and moment.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"load {path}: found an optimizer state without names, whose number {number} has shape "
+                    f"{tuple(moment.shape)}, and here that is {name} of {tuple(weights[name].shape)}; give the "
+                    "optimizer its parameters in the order of the run that saved it, or load_optimizer_states=False"
+                )
+
+
+def read_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
+    """`found`, whose `model_state` has the weights that a rank of this run saves.
+
+    Read are buffers, what no optimizer trains (of sharded parameters this rank's part), and trained parameters that are
+    whole here. The latter come from the master weights where these are restored.
+
+    Args:
+        with_states: the optimizer's state, and so the master weights, are to be restored.
+
+    Raises:
+        CheckpointError: for parameters of other shapes; nothing was changed.
+    """
+    assert found.stored is not None
+    params = dict(state.module.named_parameters(remove_duplicate=False))
+    _check_shapes(found, params)
+    trained = set(state.sharding.params)
+    weights: dict[str, Any] = {}
+    fragments: dict[str, Tensor] = {}
+    for name, stored in found.stored.items():
+        param = params.get(name)
+        if param is not None and (unit_of(param) is not None or (with_states and param in trained)):
+            weights[name] = param.detach()
+            if param not in trained:
+                fragments[name] = _part(stored, param)
+        else:
+            weights[name] = stored.whole()
+    own = {
+        **found.model_state,
+        "module": weights,
+        "frozen_param_fragments": fragments,
+        "frozen_param_shapes": {name: found.stored[name].shape for name in fragments},
+    }
+    return dataclasses.replace(found, model_state=own)
+
+
+def _part(stored: StoredTensor, param: Parameter) -> Tensor:
+    """This rank's part of ceil(n / W) elements of a sharded parameter, 1-D, padded with zeros."""
+    unit = unit_of(param)
+    assert unit is not None
+    ranks = unit.unit_ranks.everyone
+    size = math.ceil(stored.numel() / ranks.world_size)
+    first = min(size * ranks.rank, stored.numel())
+    part = torch.zeros(size, dtype=param.dtype)
+    values = stored.read(first, min(size, stored.numel() - first))
+    part[: values.numel()] = values
+    return part
+
+
+def _check_shapes(found: LoadedCheckpoint, params: Mapping[str, Parameter]) -> None:
+    assert found.stored is not None
+    faults = [
+        f"{name} is {tuple(stored.shape)} there and {tuple(shape_of(params[name]))} in the model"
+        for name, stored in found.stored.items()
+        if name in params and stored.shape != shape_of(params[name])
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{found.path}: the weights are of another model: {'; '.join(faults[:6])}. Nothing was loaded; build the "
+            "model of the save"
+        )
+
+
+def fit_module_state(module: Module, model_state: Mapping[str, Any], *, compares_shapes: bool = True) -> dict[str, Any]:
+    """The weights of a model file, with the module's own value for each parameter that is whole on one side only.
+
+    Args:
+        module: its sharded parameters are released.
+        model_state: content of the model file.
+        compares_shapes: the file's are those of the parameters here; else of parts of a model divided otherwise.
+
+    Raises:
+        CheckpointError: a parameter that is sharded on both sides had another shape; nothing was changed.
+    """
+    saved = copy.copy(model_state["module"])
+    shapes = saved_shapes(model_state)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = saved.get(name)
+        if not isinstance(value, Tensor | StoredTensor):
+            continue
+        was_sharded = value.numel() == 0
+        shape = shapes.get(name) if was_sharded else value.shape
+        if value.shape != param.shape and shape == shape_of(param):
+            saved[name] = param.detach()
+        elif compares_shapes and was_sharded and shape not in (None, shape_of(param)) and unit_of(param) is not None:
+            raise CheckpointError(
+                f"{name}: found shape {tuple(shape)}, and the model has {tuple(shape_of(param))}; build the model of "
+                "the save"
+            )
+    return saved
+
+
+def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of each parameter that no optimizer trains and that is sharded here, at the save, or both."""
+    fragments = model_state.get("frozen_param_fragments") or {}
+    shapes = saved_shapes(model_state)
+    parts = {}
+    for name, param in module.named_parameters():
+        if name in fragments:
+            was_sharded = model_state["module"][name].numel() == 0
+            unit = unit_of(param)
+            if was_sharded or fragments[name].shape != shapes[name]:  # a part; `mics_shard_size` 1 saves the whole, too
+                parts[name] = fragments[name]
+            elif unit is not None:
+                parts[name] = part_of(fragments[name], unit.unit_ranks.everyone)
+    return parts
+
+
+def saved_shapes(model_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the whole parameters, as they were saved; also under the names of shared ones."""
+    groups = [*(model_state.get("param_shapes") or []), model_state.get("frozen_param_shapes") or {}]
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    shared = model_state.get("shared_params") or {}
+    return {**shapes, **{alias: shapes[name] for alias, name in shared.items() if name in shapes}}
 
 
 def with_own_parts(found: LoadedCheckpoint, state: TrainingState, elsewhere: Collection[str]) -> LoadedCheckpoint:

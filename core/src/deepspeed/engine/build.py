@@ -26,9 +26,8 @@ from deepspeed.data.loader import check_data
 from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.events import notify
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed.engine.observers import Observers, ranks_of_table
+from deepspeed.engine.observers import Observers, notify, ranks_of_table
 from deepspeed.engine.optimizers import (
     OptimizerLike,
     Parameters,
@@ -68,8 +67,7 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import parts_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
-from deepspeed.precision.buffers import cast_buffers
-from deepspeed.precision.policy import cast_floating
+from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params

@@ -38,7 +38,7 @@ from deepspeed.log import announce, warn_once
 from deepspeed.ops.reference_optimizer import check_options
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
-from deepspeed.precision.dtype_hint import add_dtype_hint
+from deepspeed.precision.policy import add_dtype_hint
 from deepspeed.zero.module_hooks import add_released_hint
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.optimizer import not_copied

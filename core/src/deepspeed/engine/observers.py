@@ -1,4 +1,7 @@
-"""Who watches the engine: timers, the printed lines, the monitor. They receive values and change nothing."""
+"""`Observers`: timers, the printed lines and the monitor watch the engine. They receive values and change nothing.
+
+`notify` does the same for plugins.
+"""
 
 import contextlib
 import math
@@ -13,15 +16,22 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm, log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
-from deepspeed.engine.events import notify
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.step import Progress, StepStats
+from deepspeed.log import warn_once
 from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.step_events import step_events
+from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import warn_unless_finite
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
 from deepspeed.profiling.throughput import ThroughputTimer
+
+
+def notify(event: str, **values: Any) -> None:
+    """Call one event hook of all plugins. One that fails is named in the log once, and training goes on."""
+    for plugin, error in plugin_manager().notify(event, **values).items():
+        warn_once(f"plugin {plugin!r} failed in {event}: {type(error).__name__}: {error}", (-1,))
 
 
 class Observers:

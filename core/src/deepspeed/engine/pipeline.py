@@ -40,7 +40,7 @@ from deepspeed.pipe.schedule import (
 )
 from deepspeed.pipe.stage import Stage
 from deepspeed.pipe.topology import PipelineParallelGrid, layout_of
-from deepspeed.precision.dtype_hint import add_dtype_hint
+from deepspeed.precision.policy import add_dtype_hint
 
 __all__ = ["PipelineEngine", "PipelineError"]
 

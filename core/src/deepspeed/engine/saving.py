@@ -21,12 +21,11 @@ from deepspeed.comm.interrupts import held
 from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
-from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
+from deepspeed.engine.adapting import fit_module_state, frozen_parts, with_own_parts, with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
-from deepspeed.engine.events import notify
 from deepspeed.engine.file_places import module_files
 from deepspeed.engine.module_state import changed_since, check_module_state, fill_module
-from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
+from deepspeed.engine.observers import notify
 from deepspeed.engine.sigterm import SigtermWatch, watch_sigterm
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line

@@ -27,8 +27,7 @@ from deepspeed.inference.quantized import Packing, dtype_of, layer_groups
 from deepspeed.log import announce
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.precision.buffers import cast_buffers
-from deepspeed.precision.policy import cast_floating
+from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.tensor_parallel.entry import divide_over
 from deepspeed.tensor_parallel.policy import check_policy
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
-from deepspeed.launcher.console import write_console
+from deepspeed.launcher.output import write_console
 from deepspeed.launcher.pid_file import pid_file
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, LaunchPlan, NodeFailure, NodeReport
 from deepspeed.log import environment_level

@@ -3,20 +3,153 @@
 `node_agent.py` opens the pipes before a rank starts; one thread here empties them all, whatever happens to the console
 and to the files: a rank whose pipe is full stands still. Bytes go through untouched, so progress bars and colors
 survive; only files are written in whole lines, so that two streams in one file do not mix.
+
+Uncaught exceptions are not printed as they come (`UncaughtReports`): most are the consequence of another rank's.
+`launch.py` prints the cause when the job has ended. A rank that reported one and still runs after `PATIENCE_S`, since
+its teardown hangs or a thread keeps it alive, is printed then.
 """
 
 import os
+import select
 import selectors
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.console import write_console
-from deepspeed.launcher.log_file import LogFile
-from deepspeed.launcher.uncaught_reports import UncaughtReports
-from deepspeed.uncaught import Uncaught
+from deepspeed.uncaught import SHOWS_STACKS, Uncaught
+
+PATIENCE_S = 15.0
+
+
+class UncaughtReports:
+    """The read end of one rank's pipe; `output.OutputReader` reads it like a stream.
+
+    Args:
+        read_fd: owned by this object from now on.
+        rank: global rank, for messages.
+        log: writes bytes into the rank's log file; None without one.
+    """
+
+    def __init__(self, read_fd: int, rank: int, log: Callable[[bytes], None] | None) -> None:
+        self.read_fd = read_fd
+        self.is_closed = False
+        self.last: Uncaught | None = None
+        self.was_printed = False
+        self.shows_stacks = False  # the rank answers `STACK_SIGNAL`
+        self.stacks: list[str] | None = None  # lines of its answer, once `expect_stacks` was called
+        self._rank = rank
+        self._log = log
+        self._due_s = 0.0
+        self._unfinished_line = bytearray()
+
+    def take(self, data: bytes) -> None:
+        self._unfinished_line += data
+        *lines, self._unfinished_line = self._unfinished_line.split(b"\n")
+        for line in lines:
+            self._take_report(bytes(line))
+
+    def expect_stacks(self) -> None:
+        """From now on what is no report is an answer to `STACK_SIGNAL`."""
+        self.stacks = []
+
+    def _take_report(self, line: bytes) -> None:
+        if line + b"\n" == SHOWS_STACKS:
+            self.shows_stacks = True
+            return
+        try:
+            self.last = Uncaught.decode(line)
+        except ValueError:
+            if self.stacks is not None:
+                self.stacks.append(line.decode(errors="replace"))
+                return
+            # not from our hook: the script wrote into a descriptor that is not its own
+            write_console(2, line + b"\n")
+            return
+        self.was_printed = False
+        self._due_s = time.monotonic() + PATIENCE_S
+        if self._log is not None:
+            self._log(self.last.traceback.encode(errors="replace"))
+
+    def finish(self) -> None:
+        self.is_closed = True
+        os.close(self.read_fd)
+
+    def print_if_due(self, now_s: float) -> float | None:
+        """Print the exception of a rank that still runs; the seconds until then if it is not time yet."""
+        if self.last is None or self.was_printed or self.is_closed:
+            return None
+        if now_s < self._due_s:
+            return self._due_s - now_s
+        text = f"deepspeed: rank {self._rank} still runs after an uncaught exception:\n{self.last.traceback}"
+        self.was_printed = write_console(2, text.encode(errors="replace"))
+        return None
+
+
+def write_console(fd: int, data: bytes) -> bool:
+    """Write all of `data`, waiting where `fd` is full, also one that does not block; False if nobody reads it."""
+    try:
+        write_all(fd, data)
+    except OSError:  # it went away (`| head`): the ranks run on, and their pipes are still emptied
+        return False
+    return True
+
+
+def write_all(fd: int, data: bytes | bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # shared with a program that set it so; full for the moment
+            room = select.poll()
+            room.register(fd, select.POLLOUT)
+            room.poll()
+
+
+class LogFile:
+    """One rank's file for both streams. A file that cannot be written any more is dropped, with one warning."""
+
+    def __init__(self, path: Path, appends: bool) -> None:
+        self._path = path
+        mode = os.O_APPEND if appends else os.O_TRUNC
+        try:
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"--log_dir: {path} cannot be written ({error.strerror}); give another directory"
+            ) from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
+
+    def write(self, data: bytes | bytearray) -> None:
+        if self._fd is None:
+            return
+        try:
+            write_all(self._fd, data)
+        except OSError as error:
+            self._warn(error)
+            self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        try:
+            os.close(fd)
+        except OSError as error:  # some network file systems say only now that the disk is full
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        write_console(
+            2,
+            f"deepspeed: warning: {self._path} cannot be written ({error.strerror}); the job goes on, and this rank's "
+            "output goes to the console only\n".encode(),
+        )
+
 
 _CHUNK_BYTES = 65536
 _TAIL_BYTES = 262144  # the end of stderr that is kept per rank: room for a deep traceback

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.console import write_console
+from deepspeed.launcher.output import write_console
 
 FOLDER = Path("/tmp")  # noqa: S108 - a documented address; the file is created and never followed as a link
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

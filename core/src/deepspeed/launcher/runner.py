@@ -20,7 +20,6 @@ from deepspeed.launcher.environment import (
     DEEPSPEED_ENVIRONMENT_PATHS,
     read_environment_files,
 )
-from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.multinode.start import (
     choose_hosts,
     find_address,
@@ -32,7 +31,13 @@ from deepspeed.launcher.multinode.start import (
     start,
 )
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, NODE_PROCESS, LaunchPlan, encode_world_info
-from deepspeed.launcher.resources import is_local, parse_inclusion_exclusion, parse_node_list, parse_resource_filter
+from deepspeed.launcher.resources import (
+    fetch_hostfile,
+    is_local,
+    parse_inclusion_exclusion,
+    parse_node_list,
+    parse_resource_filter,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

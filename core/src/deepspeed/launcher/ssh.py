@@ -19,8 +19,8 @@ from typing import BinaryIO, NoReturn
 from deepspeed._version import __version__
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
-from deepspeed.launcher.console import write_console
-from deepspeed.launcher.hostfile import fetch_hostfile
+from deepspeed.launcher.output import write_console
+from deepspeed.launcher.resources import fetch_hostfile
 
 USAGE_EXIT_CODE = 2
 

@@ -78,7 +78,7 @@ def _persistent(params: Sequence[Param], training: Training) -> set[int]:
 
 
 def _by_module(paths: dict[int, str], params: Sequence[Param], max_numel: int) -> list[list[int]]:
-    """The runs that `zero.module_units.divide` would give. A list of modules has a number as the next part of paths."""
+    """The runs that `zero.module_units.divide` gives. A list of modules has a number as the next part of a path."""
     found: list[list[int]] = []
 
     def visit(places: list[int], depth: int) -> None:

@@ -1,12 +1,9 @@
 """Number formats: what the model computes in, how losses are scaled, when a step is skipped.
 
 One `Precision` is chosen in `engine/sharding.py` and never changes. May import `comm`, `accelerator` and below. Read
-`policy.py` (the base class is fp32), then `fp16.py` and `loss_scaler.py`.
+`policy.py` (the base class is fp32), then `loss_scaler.py`.
 """
 
-from deepspeed.precision.autocast import Autocast
-from deepspeed.precision.bf16 import BF16
-from deepspeed.precision.fp16 import FP16
-from deepspeed.precision.policy import Precision, Verdict
+from deepspeed.precision.policy import BF16, FP16, Autocast, Precision, Verdict
 
 __all__ = ["BF16", "FP16", "Autocast", "Precision", "Verdict"]

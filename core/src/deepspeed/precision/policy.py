@@ -6,18 +6,28 @@ Call order in one step:
     2. scale(loss)                                       before its backward
     3. verdict(norm)                                     after the gradients are reduced
     4. after_step(verdict)                               the loss scale learns from it
+
+`cast_buffers` leaves the dtype of buffers as the model came, unless `data_types.buffer_dtype` says otherwise: rotary
+frequencies, score corrections and counters lose digits that matter in 16 bits. `engine/build.py` calls it when the
+weights have their dtype. `add_dtype_hint` completes torch's error about inputs of another dtype than the model's.
 """
 
 import contextlib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 
+from deepspeed.config.base import AUTO
+from deepspeed.config.precision import TorchAutocastConfig, dtype_name
 from deepspeed.log import warn_once
 from deepspeed.precision.loss_scaler import LossScaler
 
@@ -117,3 +127,150 @@ def warn_unless_finite(norm: float) -> None:
             f"step: the norm of the gradients is {norm}, and the step is made all the same: the weights are lost. Look "
             'for the cause; in bf16 "bf16": {"check_grad_overflow": true}, the default, skips such steps'
         )
+
+
+class BF16(Precision):
+    """Parameters and computation in bfloat16; `zero/` keeps the fp32 master weights that the optimizer updates."""
+
+    name = "bf16"
+    model_dtype = torch.bfloat16
+
+
+class FP16(Precision):
+    """Parameters and computation in float16; a step with inf or nan gradients is skipped.
+
+    Args:
+        loss_scaler: static or dynamic.
+        auto_cast: cast floating inputs of the forward to float16.
+    """
+
+    name = "fp16"
+    model_dtype = torch.float16
+
+    def __init__(self, loss_scaler: LossScaler, *, clip_norm: float = 0.0, auto_cast: bool = False) -> None:
+        super().__init__(clip_norm=clip_norm, checks_overflow=True)
+        self.loss_scaler = loss_scaler
+        self._auto_cast = auto_cast
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tree_map(_to_half, (args, kwargs)) if self._auto_cast else (args, kwargs)
+
+
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Autocast(Precision):
+    """The forward runs under `torch.autocast`.
+
+    Args:
+        device_type: of the accelerator, as `torch.autocast` takes it.
+        dtype: torch.bfloat16 or torch.float16; the latter wants a dynamic `loss_scaler`.
+    """
+
+    name = "autocast"
+
+    def __init__(
+        self, device_type: str, dtype: torch.dtype, *, clip_norm: float = 0.0, loss_scaler: LossScaler | None = None
+    ) -> None:
+        super().__init__(clip_norm=clip_norm, checks_overflow=loss_scaler is not None)
+        self.device_type, self.dtype = device_type, dtype
+        if loss_scaler is not None:
+            self.loss_scaler = loss_scaler
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+
+class _HasPrecision(Protocol):
+    precision: Precision
+
+
+def autocast_if_enabled(engine: _HasPrecision) -> AbstractContextManager[Any]:
+    """The context that the engine's forward has: `torch.autocast` with `torch_autocast.enabled`, else nothing.
+
+    For a part of the computation outside of the engine, such as a loss.
+    """
+    return engine.precision.forward_context()
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    """The default of `torch_autocast.lower_precision_safe_modules`."""
+    return list(TorchAutocastConfig().lower_precision_safe_modules)
+
+
+def add_dtype_hint(
+    error: Exception, configured: torch.dtype | None, params: Iterable[Tensor], args: Any, kwargs: Any
+) -> None:
+    """Append a hint to the message of `error` if a forward failed over the dtype of its floating inputs.
+
+    Called by the engine with what the module's forward raised; the error keeps its type and traceback.
+
+    Args:
+        configured: the dtype that the configuration gave the parameters; None: their own.
+        params: the module's parameters.
+        args, kwargs: what the forward was called with.
+    """
+    dtype = configured or _dtype_of(params)
+    if dtype is None or "type" not in str(error):
+        return
+    floating = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    others = sorted({dtype_name(leaf.dtype) for leaf in floating if leaf.dtype != dtype})
+    if not others:
+        return
+    hint = (
+        f"{_origin(configured, dtype)}, and this forward got inputs of {', '.join(others)}; "
+        f"cast them before the call (x.to({dtype}))"
+    )
+    auto_cast = ', or set "fp16": {"auto_cast": true}' if configured is torch.float16 else ""
+    error.args = (f"{error}; {hint}{auto_cast}", *error.args[1:])
+
+
+def _dtype_of(params: Iterable[Tensor]) -> torch.dtype | None:
+    """The dtype of all floating `params`; None if they differ or there are none."""
+    dtypes = {param.dtype for param in params if param.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _origin(configured: torch.dtype | None, dtype: torch.dtype) -> str:
+    if configured is None:
+        return f"the model's parameters are {dtype_name(dtype)}"
+    key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "dtype")
+    return f"the config's {key} made the model's parameters {dtype_name(dtype)}"
+
+
+def cast_buffers(
+    module: Module, dtype: torch.dtype | None, kept: Iterable[str], model_dtype: torch.dtype | None
+) -> None:
+    """Cast the floating buffers of a model.
+
+    Args:
+        dtype: that they get; None: they stay.
+        kept: "auto", or regular expressions for whole parts of the names of buffers that stay.
+        model_dtype: of the weights, to find what "auto" means; None: their own.
+    """
+    if dtype is not None:
+        patterns = _patterns_of(module, model_dtype) if kept == AUTO else list(kept)
+        stays = re.compile("|".join(rf"(^|\.)({pattern})($|\.)" for pattern in patterns)) if patterns else None
+        named = module.named_buffers()
+        cast_floating((buffer for name, buffer in named if stays is None or not stays.search(name)), dtype)
+    for part in module.modules():
+        if isinstance(part, _NormBase):
+            _follow_weights(part)
+
+
+def _patterns_of(module: Module, model_dtype: torch.dtype | None) -> list[str]:
+    """What models of transformers declare, wherever they are in `module`."""
+    names = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (model_dtype == torch.float16)
+    return sorted({pattern for part in module.modules() for name in names for pattern in _declared(part, name)})
+
+
+def _declared(part: Module, name: str) -> Iterator[str]:
+    yield from getattr(part, name, None) or ()
+
+
+def _follow_weights(norm: _NormBase) -> None:
+    """torch computes a batch norm only where weights and running statistics have one dtype."""
+    weight: Tensor | None = norm.weight
+    if weight is not None:
+        cast_floating(norm.buffers(recurse=False), weight.dtype)

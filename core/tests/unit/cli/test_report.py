@@ -15,7 +15,7 @@ from deepspeed import _installation, env_report
 from deepspeed.accelerator import candidates, current
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.cli import feature_report, machine_report, op_report, report
+from deepspeed.cli import machine_report, op_report, report
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import warn_once
 from deepspeed.ops.op_builder import OpBuilder
@@ -50,7 +50,7 @@ def shelf(monkeypatch):
         types.SimpleNamespace(name="worse", value="worse", dist=None, load=explode),
     ]
     manager = PluginManager({ACCELERATORS: entries, FEATURES: features}.__getitem__)
-    for holder in (current, candidates, feature_report, machine_report):
+    for holder in (current, candidates, report, machine_report):
         monkeypatch.setattr(holder, "plugin_manager", lambda: manager)
     monkeypatch.setattr(current, "_choice", None)
     monkeypatch.setattr(current, "_accelerator", None)
@@ -256,7 +256,7 @@ def test_a_plugin_that_the_environment_keeps_out_is_told(shelf, monkeypatch):
 
 def test_a_feature_plugin_that_was_named_and_is_missing_is_told(shelf, monkeypatch):
     monkeypatch.setenv("DS_PLUGINS", "good,nosuch")
-    states = {row["name"]: row["state"] for row in feature_report.collect_features()}
+    states = {row["name"]: row["state"] for row in report.collect_features()}
     assert states == {"extra": "active", "nosuch": "broken", "worse": "broken"}
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from deepspeed import uncaught
 from deepspeed.errors import ConfigError
-from deepspeed.launcher import uncaught_reports
-from deepspeed.launcher.uncaught_reports import UncaughtReports
+from deepspeed.launcher import output
+from deepspeed.launcher.output import UncaughtReports
 from deepspeed.uncaught import PIPE_VARIABLE, SHOWS_STACKS, STACK_SIGNAL, Uncaught, report_to_launcher
 
 
@@ -109,8 +109,8 @@ def test_what_is_no_report_is_refused(line):
 
 
 def test_the_exception_of_a_rank_that_runs_on_is_printed_once(monkeypatch, capfd):
-    monkeypatch.setattr(uncaught_reports, "PATIENCE_S", 10.0)
-    monkeypatch.setattr(uncaught_reports.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(output, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(output.time, "monotonic", lambda: 100.0)
     logged = []
     reports = UncaughtReports(-1, 3, logged.append)
     data = uncaught.Uncaught("ValueError: boom", "boom", False, "Traceback ...\nValueError: boom\n").encode()

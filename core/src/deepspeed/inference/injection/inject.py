@@ -13,8 +13,7 @@ from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.injection.decoder import Decoder
 from deepspeed.inference.injection.policies import POLICIES, InjectionPolicy
 from deepspeed.inference.injection.weights import OutputLayer
-from deepspeed.precision.buffers import cast_buffers
-from deepspeed.precision.policy import cast_floating
+from deepspeed.precision.policy import cast_buffers, cast_floating
 
 Policies = Mapping[type[nn.Module] | str, InjectionPolicy | tuple[InjectionPolicy, ...]]
 

@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 
 from deepspeed.errors import ConfigError, PluginError, counted
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
-from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.multinode.runner import MultiNodeRunner
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, ElasticLimits, encode_world_info
-from deepspeed.launcher.resources import is_local, parse_inclusion_exclusion, parse_node_list
+from deepspeed.launcher.resources import fetch_hostfile, is_local, parse_inclusion_exclusion, parse_node_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

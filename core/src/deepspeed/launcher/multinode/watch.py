@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.console import write_console
 from deepspeed.launcher.membership import Coordinator
+from deepspeed.launcher.output import write_console
 from deepspeed.launcher.plan import DEFAULT_GRACE_S, ReportReader
 
 _CHUNK_BYTES = 65536
