@@ -206,7 +206,10 @@ def access_job(stage, precision, is_offloaded, nvme_path=None):
     for step in range(3):
         for micro_step in range(2):
             engine.backward(loss_of(engine, 10 * step + micro_step))
-            seen += [fragments.safe_get_full_grad(param) for param in net.parameters()]
+            for param in net.parameters():
+                seen.append(fragments.safe_get_full_grad(param))
+                for grad in (seen[-1], fragments.safe_get_local_grad(param)):
+                    assert grad is None or grad.dtype is torch.float32
             if step == 1 and micro_step == 1:
                 wanted = torch.full_like(net.first.weight, 3.0)
                 fragments.safe_set_full_grad(net.first.weight, wanted)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import RankError, run_ranks
-from deepspeed.testing.engines import make_engine
 from deepspeed.testing.odd_models import CheckpointedMLP
 from deepspeed.testing.param_offload import access, assert_same, create_engine, run, train
 from deepspeed.testing.tiers import swept
@@ -176,8 +175,6 @@ def refused(path):
         create_engine("fp32", on_disk(path, buffer_size=10))
     with pytest.raises(ConfigError, match="found 'nvme' with zero_quantized_nontrainable_weights true"):
         create_engine("fp32", {"zero_quantized_nontrainable_weights": True, **on_disk(path)})
-    with pytest.raises(ConfigError, match=r"offload_param\.device: found 'nvme' with zero_optimization\.stage 2"):
-        make_engine(CheckpointedMLP(), 2, zero_optimization=on_disk(path))
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -231,6 +231,27 @@ def test_an_optimizer_of_whole_parameters_is_refused(name: str) -> None:
     run_ranks(2, refuse_whole_parameters, name)
 
 
+class BadAdam(torch.optim.AdamW):
+    """Has a step of its own, of which nothing is known."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def refuse_unknown_step() -> None:
+    net = create_net()
+    config = {**CONFIG, "optimizer": None, "zero_allow_untested_optimizer": True}
+    with pytest.raises(
+        ConfigError,
+        match="stage 3: the update of BadAdam is not known to be elementwise.*is_elementwise = True.*use stage 1 or 2",
+    ):
+        deepspeed.initialize(model=net, optimizer=BadAdam(net.parameters()), config=config)
+
+
+def test_of_an_optimizer_with_a_step_of_its_own_it_says_what_is_not_known() -> None:
+    run_ranks(1, refuse_unknown_step)
+
+
 def refuse_another_shape() -> None:
     with deepspeed.zero.Init(), pytest.raises(ValueError, match=r"parameter weight: .* of shape \(2, 2\), .* \(4, 8\)"):
         nn.Linear(8, 4).weight.data = torch.zeros(2, 2)

@@ -254,7 +254,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "offload of parameters to host memory",
             D,
-            "With the optimizer offloaded or not. `ratio` is refused, and so are int8 shards of frozen parameters.",
+            "With the optimizer offloaded or not. `ratio` is refused, and so are int8 shards of frozen parameters. "
+            "Below stage 3 the section has no effect, and a warning says so.",
         ),
         (
             "offload of parameters to NVMe",

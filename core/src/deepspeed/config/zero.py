@@ -29,7 +29,7 @@ Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_device)]
 
 
 class OffloadParamConfig(LaxSection):
-    """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
+    """`offload_param`: where stage 3 keeps the parameter shards it is not using. Below stage 3 it has no effect."""
 
     device: Device = key(
         "none",
@@ -130,7 +130,7 @@ class ZeroConfig(LaxSection):
         True, "Accept parameters that got no gradient, which stay as they are; false: raise and name them."
     )
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
-    offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere (stage 3).")
+    offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere; no effect below stage 3.")
 
     allgather_partitions: Flag = key(
         True, "Collect updated parameters by all-gather; false: by broadcasts.", support=quiet("the backend chooses")

@@ -12,6 +12,7 @@ _NAMES = {
     "is_elementwise": "deepspeed.optim.traits:is_elementwise",
     "is_host_front": "deepspeed.optim.traits:is_host_front",
     "is_tested_with_zero": "deepspeed.optim.traits:is_tested_with_zero",
+    "looks_at_whole": "deepspeed.optim.traits:looks_at_whole",
     "takes_only_sparse": "deepspeed.optim.traits:takes_only_sparse",
 }
 

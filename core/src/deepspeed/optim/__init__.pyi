@@ -5,4 +5,5 @@ from deepspeed.optim.traits import arguments_of_step as arguments_of_step
 from deepspeed.optim.traits import is_elementwise as is_elementwise
 from deepspeed.optim.traits import is_host_front as is_host_front
 from deepspeed.optim.traits import is_tested_with_zero as is_tested_with_zero
+from deepspeed.optim.traits import looks_at_whole as looks_at_whole
 from deepspeed.optim.traits import takes_only_sparse as takes_only_sparse

@@ -19,6 +19,15 @@ from deepspeed.plugins.manager import plugin_manager
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
 _ADAM_KEYS = ("torch_adam", "adam_w_mode")  # they choose the class
+# what scripts call the fronts of `deepspeed.ops`, in lower case without "DeepSpeed" and underscores -> types to write
+_KERNELS = {
+    "fusedadam": ("Adam", "AdamW"),
+    "cpuadam": ("Adam", "AdamW"),
+    "cpuadagrad": ("Adagrad",),
+    "fusedlion": ("Lion",),
+    "cpulion": ("Lion",),
+    "fusedlamb": ("Lamb",),
+}
 _REFUSED = {
     "LBFGS": "its step needs a closure, which the engine does not give",
     "ReduceLROnPlateau": "its step needs a metric, which the engine does not have; step it yourself",
@@ -145,6 +154,10 @@ def _class_of_torch(name: str, module: Any, base: type, path: str, ours: Sequenc
             raise ConfigError(f"{path}: found {name!r}, which cannot be used by name: {why}")
     if path == "optimizer.type" and OptimizerConfig(type=str(name)).refusal():
         raise ConfigError(f"{path}: found {name!r}, which is not in this version; use Adam, AdamW or Lamb")
+    if path == "optimizer.type" and (types := _KERNELS.get(key.replace("_", "").removeprefix("deepspeed"))):
+        raise ConfigError(
+            f"{path}: found {name!r}, a kernel that {types[0]} uses where it fits; write {' or '.join(types)}"
+        )
     torch_names = sorted(value.__name__ for value in usable.values())
     others = [word for word in torch_names if word not in ours]
     raise ConfigError(

@@ -18,6 +18,8 @@ _HOST_FRONTS = (
     ("deepspeed.ops.lion", ("DeepSpeedCPULion",)),
 )
 _MUON = (("deepspeed.ops.muon", ("Muon",)),)
+_WHOLE_FRONTS = (("deepspeed.ops.lamb", ("FusedLamb",)), *_MUON)
+_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 _ELEMENTWISE = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -51,6 +53,12 @@ def is_elementwise(optimizer: Any) -> bool:
     if isinstance(said, bool):
         return said
     return any(_is_a(_unwrapped(optimizer), known) for known in (*_ELEMENTWISE, *_loaded(_OURS)))
+
+
+def looks_at_whole(optimizer: Any) -> bool:
+    """Whether an optimizer that is not `is_elementwise` is known to need whole parameters; else nothing is known."""
+    said_so = getattr(optimizer, "is_elementwise", None) is False
+    return said_so or isinstance(_unwrapped(optimizer), (*_WHOLE, *_loaded(_WHOLE_FRONTS)))
 
 
 def is_tested_with_zero(optimizer: Any) -> bool:

@@ -60,7 +60,7 @@ class Choice:
                 zero[key] = getattr(training, field)
         if training.offloads_optimizer:
             zero["offload_optimizer"] = {"device": "cpu"}
-        if training.offloads_parameters:
+        if training.offloads_parameters and training.stage == 3:
             zero["offload_param"] = {"device": "cpu"}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": training.micro_batch,

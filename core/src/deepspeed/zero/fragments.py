@@ -45,9 +45,10 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The reduced gradient, averaged over ranks, still multiplied by the loss scale; None if there is none.
+    """The reduced gradient in fp32, averaged over ranks, still multiplied by the loss scale; None if there is none.
 
-    A collective: all ranks call it, between `backward` and `step`, and all get the gradient.
+    It is a copy, widened where gradients are kept in a lower precision; `safe_set_full_grad` replaces the gradient. A
+    collective: all ranks call it, between `backward` and `step`, and all get the gradient.
     """
     found = _find(param)
     if found is None:
@@ -60,7 +61,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     gradient = _assemble(found, param, GRADIENT, _gradient) if is_used else None
     if holders is not None:
         gradient = join_parts(gradient, param, holders)
-    return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
+    return None if gradient is None else _widened(gradient, sharding.average_factor)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -108,7 +109,7 @@ def safe_update_full_grad_vectorized(param_list: Sequence[Parameter], update_fun
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it.
 
-    All ranks call it with the same `value`.
+    All ranks call it with the same `value`, of any floating type: it is rounded to that in which gradients are kept.
     """
     asked = "safe_set_full_grad"
     _replace_gradient(param, value, asked, _scatter)
@@ -131,7 +132,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     if not sharding.was_used(group.first_index + index):
         return None
     gradient = _local(sharding, group, index, GRADIENT, _gradient)
-    return gradient if gradient is None else gradient.mul_(sharding.average_factor)
+    return None if gradient is None else _widened(gradient, sharding.average_factor)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -183,6 +184,12 @@ def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callab
     value = value / sharding.average_factor if isinstance(value, Tensor) else value
     write(param, value, asked, GRADIENT, _gradient)
     sharding.gradient_was_replaced(group.first_index + index)
+
+
+def _widened(gradient: Tensor, factor: float) -> Tensor:
+    """A new gradient times `factor`, at least in fp32."""
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide if factor == 1.0 else wide.mul_(factor)
 
 
 def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.values import check_same
 from deepspeed.errors import ConfigError
+from deepspeed.optim import looks_at_whole
 from deepspeed.zero import quantized
 from deepspeed.zero.backward import abandons_on_error
 from deepspeed.zero.bucket import Bucket, BucketPool, GradientShards
@@ -210,10 +211,16 @@ class Stage3(Stage2):
 
     def _prepare(self, module: Module, optimizer: Optimizer | None) -> None:
         if self._is_whole:
+            name = type(optimizer).__name__
+            if looks_at_whole(optimizer):
+                raise ConfigError(
+                    f"zero_optimization.stage 3: the update of {name} looks at whole parameters, and this stage holds "
+                    "shards of them; use stage 1 or 2"
+                )
             raise ConfigError(
-                f"zero_optimization.stage 3: the update of {type(optimizer).__name__} looks at whole parameters, and "
-                "this stage holds shards of them; use stage 1 or 2, or give the optimizer is_elementwise = True if "
-                "the update of each element depends on that element alone"
+                f"zero_optimization.stage 3: the update of {name} is not known to be elementwise, and this stage holds "
+                "shards of parameters. If the update of each element depends on that element alone, give the class "
+                f"{name} is_elementwise = True; else use stage 1 or 2"
             )
         groups = optimizer.param_groups if optimizer is not None else []
         self._divide(module, [param for group in groups for param in group["params"]])

@@ -69,6 +69,13 @@ def test_groups_and_json_lists():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
+        ("FusedAdam", {}, r"type: found 'FusedAdam', a kernel that Adam uses where it fits; write Adam or AdamW$"),
+        ("DeepSpeedCPUAdam", {}, r"'DeepSpeedCPUAdam', a kernel that Adam uses where it fits; write Adam or AdamW$"),
+        ("fused_lamb", {}, r"'fused_lamb', a kernel that Lamb uses where it fits; write Lamb$"),
+        ("FusedLion", {}, r"'FusedLion', a kernel that Lion uses where it fits; write Lion$"),
+        ("CPULion", {}, r"'CPULion', a kernel that Lion uses where it fits; write Lion$"),
+        ("DeepSpeedCPUAdagrad", {}, r"'DeepSpeedCPUAdagrad', a kernel that Adagrad uses where it fits; write Adagrad$"),
+        ("CPUAdagrad", {}, r"'CPUAdagrad', a kernel that Adagrad uses where it fits; write Adagrad$"),
         ("AdmW", {}, r'^optimizer\.type: found \'AdmW\'.*Did you mean "AdamW"\?.*Known are Adam, .*RMSprop'),
         ("Optimizer", {}, r"^optimizer\.type: found 'Optimizer'"),
         ("OneBitAdam", {}, r"^optimizer\.type: found 'OneBitAdam', which is not in this version"),

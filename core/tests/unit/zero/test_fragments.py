@@ -6,9 +6,11 @@ from deepspeed.zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_grad,
 )
 from torch import nn
 
@@ -50,6 +52,24 @@ def test_the_gradient(engine):
     assert grad.shape == weight.shape
     torch.testing.assert_close(grad.float(), X.sum(0).expand(2, 4), rtol=1e-2, atol=0)
     assert safe_get_full_grad(bias).tolist() == [4.0, 4.0]
+
+
+def test_gradients_are_given_in_fp32_and_taken_in_any_type(engine):
+    """Widened from what is kept; what is set is rounded to that."""
+    weight = engine.module.weight
+    run_backward(engine)
+    kept = X.to(weight.dtype).sum(0).float().expand(2, 4)
+    for get in (safe_get_full_grad, safe_get_local_grad):
+        assert get(weight).dtype is torch.float32
+        torch.testing.assert_close(get(weight).view(2, 4), kept, rtol=1e-2, atol=0)
+    for dtype in (torch.float32, weight.dtype):
+        value = torch.full((2, 4), 1 / 3, dtype=dtype)
+        for set_to, get in ((safe_set_full_grad, safe_get_full_grad), (safe_set_local_grad, safe_get_local_grad)):
+            set_to(weight, value)
+            assert get(weight).dtype is torch.float32
+            assert torch.equal(get(weight).view(2, 4), value.to(weight.dtype).float())
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx((32 + 8 / 9) ** 0.5, rel=1e-2)
 
 
 def test_a_changed_gradient_is_the_one_that_counts(engine):

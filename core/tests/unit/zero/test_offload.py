@@ -9,6 +9,7 @@ from deepspeed.config.data import AioConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import is_host_front
 from deepspeed.zero.flat_group import ParamShard
@@ -248,6 +249,21 @@ def test_the_placement_follows_section_and_device():
 def test_without_sharded_states_there_is_nothing_to_offload():
     with pytest.raises(ConfigError, match=r"offload_optimizer\.device: found 'cpu' with zero_optimization\.stage 0"):
         choose_placement(offload(), stage=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("section", [{"device": "cpu"}, {"device": "nvme"}], ids=["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_offload_of_parameters_has_no_effect_and_says_so(make_engine, lines, stage, section):
+    """As in DeepSpeed: configurations for all stages have the section at each."""
+    warn_once.cache_clear()
+    for _ in range(2):
+        engine = make_engine(torch.nn.Linear(4, 2), zero_optimization={"stage": stage, "offload_param": section})
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        engine.destroy()
+    (line,) = [text for level, text in lines if level == "WARNING"]
+    assert line.startswith(f"zero_optimization.offload_param: has no effect at stage {stage}")
+    assert "set stage to 3" in line
 
 
 def test_units_are_offloaded_until_the_ratio_is_met():

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepspeed.errors import ConfigError
-from deepspeed.log import log_dist
+from deepspeed.log import log_dist, warn_once
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.host_shards import HostShards, UpdateOnDevice
@@ -36,19 +36,22 @@ def choose_shard_home(
 ) -> ShardHome | None:
     """Where the shards of parameters rest for an engine on `device`; None: there.
 
+    Below stage 3 there are none, and the section has no effect, as in DeepSpeed: scripts write it at every stage.
+
     Args:
         keeps_int8: `zero_quantized_nontrainable_weights`.
 
     Raises:
-        ConfigError: offload in a stage that shards no parameters, or with `keeps_int8`; says what to do.
+        ConfigError: offload with `keeps_int8`; says what to do.
     """
     if offload is None or offload.device == "none":
         return None
     if stage < 3:
-        raise ConfigError(
-            f"zero_optimization.offload_param.device: found {offload.device!r} with zero_optimization.stage {stage}, "
-            'which shards no parameters; set stage to 3, or device to "none"'
+        warn_once(
+            f"zero_optimization.offload_param: has no effect at stage {stage}, which shards no parameters; they stay "
+            "on the device. To offload them set stage to 3"
         )
+        return None
     is_needed = HostPlacement.is_needed(device)
     if offload.device == "cpu" and not is_needed:
         log_dist("zero_optimization.offload_param: the accelerator's memory is the host's; nothing moves")
