@@ -34,7 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as torch_dist
-from deepspeed.comm import ended, failure, members, parted
+from deepspeed.comm import ended, failure, own_group, parted
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.issued import Collective, Issued
 from deepspeed.launcher import nodes
@@ -203,8 +203,8 @@ def meshes(num_ranks: int) -> Iterator[Row]:
 
     own = SimpleNamespace(get_world_group=lambda: Group().WORLD, get_rank=lambda: int(torch_dist.get_rank()))
     with (
-        patch.object(members, "torch_dist", SimpleNamespace(group=Group(), new_group=new_group)),
-        patch.object(members, "timeout_of", lambda _: LIMIT),
+        patch.object(own_group, "torch_dist", SimpleNamespace(group=Group(), new_group=new_group)),
+        patch.object(own_group, "timeout_of", lambda _: LIMIT),
         patch.object(mesh_module, "dist", own),
         patch.object(torch_dist, "get_backend", lambda _: "gloo"),
     ):

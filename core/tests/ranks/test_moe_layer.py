@@ -6,10 +6,10 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.moe.dispatch import send_rows, token_ranks
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.moe.stacked import ExpertMLP
-from deepspeed.moe.token_ranks import send_rows, token_ranks
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks

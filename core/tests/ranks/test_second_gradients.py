@@ -7,8 +7,8 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.moe.dispatch import send_rows
 from deepspeed.moe.tensor_ranks import _Drop, _Gather
-from deepspeed.moe.token_ranks import send_rows
 from deepspeed.sequence.chunked import ChunkedAttention
 from deepspeed.sequence.cross_entropy import _GatherTokens, vocab_parallel_cross_entropy
 from deepspeed.sequence.exchange import gather_heads, scatter_heads

@@ -10,13 +10,13 @@
 
 The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,
 `plugins` and below, and torch. The names below are loaded when they are first used: the writer process needs no torch.
-Read next: `checkpointer.py`, `save_steps.py` and `reader.py` (the order of a save and of a load), then `layout.py`
+Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then `layout.py`
 (names), `store.py` (where bytes go; `stores.py` finds one by name), `folder_store.py` (how a folder takes the place
-of its former version), `sequential_file.py` (how a file is written), `background.py` (asynchronous saving),
+of its former version), `durable.py` (how a file is written), `background.py` (asynchronous saving),
 `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them), `prune.py`,
 `consolidate.py`. What other ranks, stages and programs saved: `saved_states.py`, `stored_tensor.py`, `dcp_load.py`
-(`dcp_file.py`, `dcp_metadata.py`), `deepspeed_files.py`, `universal.py`, `universal_info.py`; for other programs:
-`convert.py`, `saved_run.py`, `joined_run.py`, `dcp_write.py`, `universal_write.py`.
+(`dcp_file.py`, `dcp_metadata.py`), `deepspeed_files.py`, `universal.py`; for other programs:
+`convert.py`, `saved_run.py`, `dcp_write.py`, `universal_write.py`.
 """
 
 from deepspeed._forward import forward

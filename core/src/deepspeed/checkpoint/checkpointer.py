@@ -1,6 +1,6 @@
 """`Checkpointer`: saves and loads this rank's part of a checkpoint.
 
-The steps that ranks take together are in `save_steps.py`; what one rank reads is in `reader.py`. When one rank cannot
+The steps that ranks take together are in `save.py`; what one rank reads is in `reader.py`. When one rank cannot
 write, all raise with its reason, nothing is committed and `latest` stays where it was (`agreement.py`).
 """
 
@@ -22,11 +22,10 @@ from deepspeed.checkpoint.location import is_remote, location, store_failures
 from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.checkpoint.module_files import ModuleFiles
 from deepspeed.checkpoint.object_store import ObjectStore
-from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.reader import Reader
-from deepspeed.checkpoint.save import describe_save, merge_client_state
-from deepspeed.checkpoint.save_steps import Save, save_here, save_in_background
+from deepspeed.checkpoint.save import Save, describe_save, merge_client_state, save_here, save_in_background
 from deepspeed.checkpoint.store import IndexedStore, Store
+from deepspeed.checkpoint.survey import last_good_tag
 from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, read_latest
 from deepspeed.checkpoint.tensors import with_placeholders
 from deepspeed.checkpoint.torch_store import TorchStore

@@ -66,20 +66,20 @@ def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: st
 
 def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
     from deepspeed.checkpoint.dcp_write import write_dcp
-    from deepspeed.checkpoint.joined_run import open_run
+    from deepspeed.checkpoint.saved_run import open_run
 
     write_dcp(open_run(directory, tag), output)
 
 
 def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
     from deepspeed.checkpoint.dcp_write import write_dcp
-    from deepspeed.checkpoint.joined_run import open_run
+    from deepspeed.checkpoint.saved_run import open_run
 
     write_dcp(open_run(directory, tag), output, "torchtitan")
 
 
 def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    from deepspeed.checkpoint.joined_run import open_run
+    from deepspeed.checkpoint.saved_run import open_run
     from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 
     run = open_run(directory, tag)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deepspeed._absent import complete
 from deepspeed.checkpoint.consolidate_files import check_files
-from deepspeed.checkpoint.joined_run import open_run
+from deepspeed.checkpoint.saved_run import open_run
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
 

@@ -11,8 +11,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged, naming_files
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
-from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
-from deepspeed.checkpoint.deepspeed_stages import named_by_stage
+from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds, named_by_stage
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -29,12 +28,10 @@ from deepspeed.checkpoint.load import (
 )
 from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank, of_whole_weights
-from deepspeed.checkpoint.model_types import check_types
-from deepspeed.checkpoint.state_types import as_damage
+from deepspeed.checkpoint.state_types import as_damage, check_types
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stored_tensor import StackedTensor
-from deepspeed.checkpoint.universal import with_universal_states
-from deepspeed.checkpoint.universal_info import with_division
+from deepspeed.checkpoint.universal import with_division, with_universal_states
 from deepspeed.errors import CheckpointError
 
 Verify = Callable[[Path], None]

@@ -1,10 +1,13 @@
 """A checkpoint outside of training: its weights and the optimizer's states by name, which stay in the files.
 
-Read by `convert.py` for what it writes. One process reads the files of all ranks. `joined_run.py` has those of models
-that are divided over ranks.
+`convert.py` and `ds_to_universal.py` read it for what they write. One process reads the files of all ranks. `JoinedRun`
+is that of a divided model as of one rank: it puts tensor-parallel parts, pipeline stages and experts together, one
+value at a time, when it is asked for.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from torch import Tensor
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import (
+    DATA_RANK,
     MODULE_FILES,
+    MODULE_REST,
     OPTIMIZER_FILE,
     merged,
     naming_files,
@@ -22,12 +27,18 @@ from deepspeed.checkpoint.consolidate_files import (
     tag_folder,
 )
 from deepspeed.checkpoint.consolidate_join import lazy_state_dict
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
-from deepspeed.checkpoint.load import split_client_state
+from deepspeed.checkpoint.load import Position, split_client_state
+from deepspeed.checkpoint.model_ranks import DIVISION, AcrossRanks, Division, SavedModelRank
+from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.saved_states import states_of
-from deepspeed.checkpoint.stored_tensor import StackedTensor
+from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
+from deepspeed.checkpoint.torch_store import TorchStore
+from deepspeed.checkpoint.universal import with_division
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.zero.named_states import SavedStates
+from deepspeed.zero.redistribute import part_of_parts
 
 
 class SavedRun:
@@ -120,3 +131,186 @@ class SavedRun:
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(its)}
             for group, its in zip(groups, names, strict=True)
         ]
+
+
+_LAYER = re.compile(r"layer_(\d+)(?:-[\w-]+)?-model_states\.pt")
+_OF_DIVISION = frozenset({DIVISION, MODULE_FILES, MODULE_REST, DATA_RANK})
+_ONE_RANK = Position(0, 1, 0, 1, Division({"pp": 1, "tp": 1}, {}))
+
+
+def open_run(directory: Path, tag: str | None = None) -> SavedRun:
+    """The checkpoint `tag` of `directory`, whose values are whole however the run divided its model.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the files do not say how the model was divided.
+    """
+    folder = tag_folder(directory, tag)
+    partitioned = sorted(layout.partitioned_models_in(folder))
+    path = folder / layout.model_file(0, partitioned[0] if partitioned else None)
+    state = with_division(naming_files(read_file(path), path, lambda name: read_file(folder / name)), path)
+    num_ranks, division = int(state.get("mp_world_size") or 1), state.get(DIVISION) or {}
+    if num_ranks > 1 and not division:
+        raise CheckpointError(
+            f"{folder} was saved by {num_ranks} model parallel ranks, and its files do not say which part of each "
+            "parameter a rank has (the run divided the model itself, without deepspeed.parallel.model_part.mark_part); "
+            "load it in the layout of the save, with a model whose parameters are marked or a client state that has "
+            f"{UNIVERSAL_CHECKPOINT_INFO}, and save it again"
+        )
+    is_divided = num_ranks > 1 or division.get("experts")
+    return JoinedRun(directory, tag) if is_divided else SavedRun(directory, tag)
+
+
+class _Weight:
+    """A weight in fp32, from the optimizer's side where it has it; what is no floating-point number as it is."""
+
+    def __init__(self, name: str, stored: StoredTensor, states: AcrossRanks) -> None:
+        self.shape = stored.shape
+        self.dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+        self._name, self._stored, self._states = name, stored, states
+
+    def contiguous(self) -> Tensor:
+        """It in memory, read at each call."""
+        if not self.dtype.is_floating_point:
+            return self._stored.whole()
+        return self._states.master(self._name, 0, self.shape.numel()).view(self.shape)
+
+
+class JoinedRun(SavedRun):
+    """Args: see `SavedRun`. Its `model_state` is one that a run of one rank would have saved, without the weights.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or it cannot be joined.
+    """
+
+    def __init__(self, directory: Path, tag: str | None = None) -> None:
+        self.folder = tag_folder(directory, tag)
+        reader = Reader(
+            store=TorchStore(),
+            position=_ONE_RANK,
+            checks_sizes=False,
+            verify=False,
+            partitioned_model=False,
+            load_shard=True,
+            needs_states=False,
+            zero_stages=None,
+            map_location="cpu",
+        )
+        found = reader.read(self.folder.parent, self.folder.name)
+        self._ranks: Sequence[SavedModelRank] = found.model_ranks
+        self._check_groups()
+        across = AcrossRanks(self._ranks, {})
+        self._stored = across.weights()
+        self.weights = {name: _Weight(name, stored, across) for name, stored in self._stored.items()}
+        shards = list(layout.shards_in(self.folder).values())[:1]
+        firsts = [as_own_shard(read_file(path), path) for path in shards]
+        self.common_state = firsts[0] if firsts else found.model_state.get("optimizer") or {}
+        self.zero_stage = int(self.common_state.get("zero_stage", 0))
+        self.client_state = found.client_state
+        self.states = across if across.has_states else None
+        self._refuse_unnamed(found.path, found.model_state)
+        self._aliases = {
+            rank.whole_name(alias): rank.whole_name(name)
+            for rank in self._ranks
+            for alias, name in (rank.model_state.get("shared_params") or {}).items()
+        }
+        self._frozen = {
+            name: self._stored[name].shape
+            for name in self._names("frozen_param_shapes")
+            if name in self._stored and name not in across.trained
+        }
+        self.model_state = {
+            **{key: value for key, value in found.model_state.items() if key not in _OF_DIVISION},
+            "module": {},
+            "optimizer": None,
+            "buffer_names": [name for name in self._names("buffer_names") if name in self._stored],
+            "param_shapes": [{name: across.shapes[name] for name in names} for names in across.names],
+            "frozen_param_shapes": self._frozen,
+            "shared_params": self._aliases,
+            "mp_world_size": 1,
+        }
+
+    def _check_groups(self) -> None:
+        """Refuse ranks whose optimizers have other groups than the first one."""
+        states = [rank.states for rank in self._ranks if rank.states is not None]
+        num_groups = len(states[0].param_groups) if states else 0
+        for each in states:
+            if {len(each.param_groups), len(each.names)} != {num_groups}:
+                raise CheckpointError(
+                    f"{self.folder}: found {counted(len(each.names), 'group')} of parameters for the "
+                    f"{len(each.param_groups)} of the optimizer of a model-parallel rank, and {num_groups} on the "
+                    "first; load it and save it again, or convert the weights alone (--to safetensors)"
+                )
+
+    def _names(self, key: str) -> list[str]:
+        """The names, in the undivided model, of what the model files have under a key."""
+        names = (rank.whole_name(name) for rank in self._ranks for name in rank.model_state.get(key) or ())
+        return list(dict.fromkeys(names))
+
+    def model_contents(self, scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        files = self._layers()
+        in_files = {name for names in files.values() for name in names.values()}
+        module = self._module(scratch)
+        rest = _like(module, {name: value for name, value in module.items() if name not in in_files})
+        state = {**self.client_state, **self.model_state, "module": module}
+        if files:
+            state |= {"module": None, MODULE_FILES: files, MODULE_REST: rest}
+        for file, names in files.items():
+            yield file, OrderedDict((key, module[name]) for key, name in names.items())
+        if self.zero_stage < 3:
+            yield (
+                layout.model_file(0),
+                {**state, "frozen_param_fragments": {name: module[name] for name in self._frozen}},
+            )
+            return
+        frozen = {
+            name: _mapped(self._stored[name].whole(), scratch / f"frozen_{number}.pt")
+            for number, name in enumerate(self._frozen)
+        }
+        num_ranks = len(layout.partitioned_models_in(self.folder))
+        for rank in range(num_ranks):
+            fragments = {name: part_of_parts([value], value.shape, rank, num_ranks) for name, value in frozen.items()}
+            yield layout.model_file(0, rank), {**state, "frozen_param_fragments": fragments}
+
+    def _module(self, scratch: Path) -> dict[str, Any]:
+        """The module's values, which lie in files of `scratch`; those of parameters are empty at stage 3."""
+        module: dict[str, Any] = OrderedDict()
+        buffers = set(self.model_state["buffer_names"])
+        for number, (name, stored) in enumerate(self._stored.items()):
+            if self.zero_stage == 3 and name not in buffers:
+                module[name] = torch.empty(0, dtype=stored.dtype)
+            elif self._aliases.get(name, name) in module:
+                module[name] = module[self._aliases[name]]
+            else:
+                module[name] = _mapped(stored.whole(), scratch / f"{number}.pt")
+        metadata: dict[str, Any] = {}
+        for rank in self._ranks:
+            saved = rank.model_state["module"]
+            metadata = {**getattr(saved, "_metadata", {}), **metadata}
+            for name, value in saved.items():
+                if not isinstance(value, Tensor | StoredTensor):  # a module's extra state
+                    module.setdefault(rank.whole_name(name), value)
+        module._metadata = metadata  # type: ignore[attr-defined]
+        return module
+
+    def _layers(self) -> dict[str, dict[str, str]]:
+        """By file of a layer of a pipeline, the names in the module of what is under each key."""
+        files: dict[str, dict[str, str]] = {}
+        for rank in self._ranks:
+            for file, names in rank.model_state.get(MODULE_FILES, {}).items():
+                if match := _LAYER.fullmatch(file):
+                    own = files.setdefault(layout.layer_file(int(match[1])), {})
+                    own.update((key, rank.whole_name(name)) for key, name in names.items() if isinstance(name, str))
+        return dict(sorted(files.items()))
+
+
+def _mapped(value: Tensor, path: Path) -> Tensor:
+    """`value`, mapped from a file that is made, so that it needs no memory of its own."""
+    torch.save(value, path)
+    mapped: Tensor = torch.load(path, weights_only=True, mmap=True)
+    return mapped
+
+
+def _like(module: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = OrderedDict(items)
+    made._metadata = getattr(module, "_metadata", {})  # type: ignore[attr-defined]
+    return made

@@ -1,5 +1,9 @@
-"""The tags in a directory with what their indexes say, oldest first: for pruning, for `ds_ckpt`, and to offer a tag."""
+"""The tags in a directory with what their indexes say, oldest first: for pruning, for `ds_ckpt`, and to offer a tag.
 
+`last_good_tag` is the offer after a load found damage: all ranks look together which other tag is whole.
+"""
+
+import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
@@ -7,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.agreement import Gather
 from deepspeed.checkpoint.index import Index, read_index
 from deepspeed.checkpoint.tensor_index import fault_in_table
 from deepspeed.checkpoint.verify import check_content, check_size
@@ -94,3 +99,40 @@ def _look(directory: Path, name: str) -> SavedTag | None:
     except CheckpointError as error:
         has_states = any(layout.is_checkpoint_file(path.name) for path in folder.iterdir())
         return SavedTag(name, folder, None, str(error)) if has_states else None
+
+
+def last_good_tag(gather: Gather, directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]) -> str | None:
+    """The newest tag of `directory`, except `damaged`, whose files are all as they were saved; None if there is none.
+
+    Each file is read by one rank. Every rank calls it.
+
+    Args:
+        gather: as for `Checkpointer`.
+        lists: whether this rank lists the tags; exactly one does.
+        share: this rank and the number of ranks.
+    """
+    listed = gather(json.dumps(_newest_first(directory)) if lists else None)
+    for name in json.loads(next(filter(None, listed))):
+        if name != damaged and not any(gather(_fault_in_share(directory, name, share))):
+            return str(name)
+    return None
+
+
+def _newest_first(directory: Path) -> list[str]:
+    try:
+        return [tag.name for tag in reversed(saved_tags(directory)) if tag.index is not None]
+    except OSError:  # what made the load fail is the error to raise
+        return []
+
+
+def _fault_in_share(directory: Path, name: str, share: tuple[int, int]) -> str | None:
+    """What this rank finds wrong with its share of a tag's files; None when nothing is."""
+    rank, world_size = share
+    try:
+        tag = next(iter(saved_tags(directory, [name])), None)
+    except OSError as error:
+        return str(error)
+    if tag is None or tag.index is None:
+        return "it is not there any more"
+    faults = (tag.fault_in(entry.name, content=True) for entry in tag.index.files[rank::world_size])
+    return next(filter(None, faults), None)

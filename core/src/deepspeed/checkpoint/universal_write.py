@@ -24,7 +24,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.constants import VOCAB_TENSOR
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
-from deepspeed.checkpoint.universal_info import vocabulary_rows
+from deepspeed.checkpoint.universal import vocabulary_rows
 from deepspeed.errors import CheckpointError
 
 #: of a shard; the same on all ranks

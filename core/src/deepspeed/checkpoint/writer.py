@@ -28,12 +28,11 @@ from typing import Any, BinaryIO, cast
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BlockSums
 from deepspeed.checkpoint.commit import put_in_place
-from deepspeed.checkpoint.durable import write_file
+from deepspeed.checkpoint.durable import SequentialFile, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.prune import prune
 from deepspeed.checkpoint.reports import Ending, Report, create_folder
-from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError

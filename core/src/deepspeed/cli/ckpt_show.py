@@ -11,7 +11,7 @@ from rich.console import Console
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import merged, naming_files
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.model_types import check_types
+from deepspeed.checkpoint.state_types import check_types
 from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags

@@ -1,23 +1,37 @@
-"""Process groups over gloo for the engine alone.
+"""Process groups that their members make alone, while other ranks of the world are elsewhere.
 
-`own_group`: where the library matches collectives by their order in a group.
+`own_group` is one over gloo for the engine, where the library matches collectives by their order in a group.
 The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they are
 full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
 model's collective there. Called by `TorchGroup.connect`.
 
-`host_group`: over host memory, where the library serves a device only. Called by `host_sums.py`.
+`host_group` is one over host memory, where the library serves a device only. Called by `host_sums.py`.
 
-Torch's `new_group` needs all ranks of the world, or a name that the members agree on (`members.py`), and counts the
+Torch's `new_group` needs all ranks of the world, or a name that the members agree on, and counts the
 group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for.
+
+`group_of_members` is one of `torch.distributed`, for the mesh. torch has
+`new_group(ranks, use_local_synchronization=True)` for that, and names the group after its ranks and the
+number of groups that this process is in. Members that are in different numbers of groups use different names, so each
+waits for the others' addresses under its own; and a group that is made again after one was destroyed finds the
+addresses of the former. From 2.14 on such a group counts on its members alone, so that the next `new_group` of the
+world has another name on them than on other ranks, and hangs. torch has no public way to give a name (2.15), so the
+function that makes it is replaced for the time of the call, and for the calling thread alone.
 """
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distributed_c10d
 
+from deepspeed.comm import failure
+from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.libraries import is_gloo, timeout_of
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import first_line
@@ -89,3 +103,64 @@ def _group_over(store: PrefixStore, library: ProcessGroupGloo) -> ProcessGroup:
     own._set_default_backend(kind)
     own._register_backend(torch.device("cpu"), kind, library)
     return own
+
+
+# By world group, how many groups of the same ranks were made: all members have made as many.
+_num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_arrivals: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Arrivals]] = WeakKeyDictionary()
+_lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
+_thread = threading.local()  # `name`: of the group that the thread makes
+_num_threads = 0  # that make one
+_torchs_name = distributed_c10d._process_group_name
+
+
+def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
+    """A new process group over the library of the world, with its timeout. Called by these ranks together, and by no
+    other.
+
+    Args:
+        ranks: global ranks, of which this process is one.
+
+    Raises:
+        CommError: not all of them came, or one has failed before.
+    """
+    world = torch_dist.group.WORLD
+    assert world is not None
+    members = tuple(sorted(ranks))
+    with _lock:
+        num_made = _num_made.setdefault(world, Counter())
+        name = f"deepspeed/{name_of(members)}/{num_made[members]}"
+        limit_s = timeout_of(world).total_seconds()
+        of_world = _arrivals.setdefault(world, {})
+        if members not in of_world:
+            of_world[members] = Arrivals(members, f"members {name_of(members)}", limit_s, failure.unheard)
+    if len(members) > 1:  # nobody can leave while the library connects them
+        of_world[members].wait_for_all(f"the first collective of a new group of {len(members)} ranks")
+    with _named(name):
+        group = torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
+    with _lock:
+        num_made[members] += 1  # ranks of which one fails here try the same name again
+    return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, torch calls a group that this thread makes `name`; those of other threads as always."""
+    global _num_threads
+    with _lock:
+        _num_threads += 1
+        distributed_c10d._process_group_name = _name_of  # type: ignore[assignment]  # newer ones return a NewType of str
+    _thread.name = name
+    try:
+        yield
+    finally:
+        del _thread.name
+        with _lock:
+            _num_threads -= 1
+            if _num_threads == 0:
+                distributed_c10d._process_group_name = _torchs_name
+
+
+def _name_of(ranks: list[int], use_hashed_name: bool) -> str:
+    given: str | None = getattr(_thread, "name", None)
+    return _torchs_name(ranks, use_hashed_name=use_hashed_name) if given is None else given

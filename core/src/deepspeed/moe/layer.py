@@ -6,7 +6,7 @@
     loss = loss + 0.01 * sum_of_all(l_aux)
 
 `deepspeed.initialize` connects the layers of a model to the ranks of its mesh (`connect_moe_layers`). The parts:
-`gate.py` chooses, `dispatch.py` moves rows, `experts.py` computes, `token_ranks.py` is the all-to-all.
+`gate.py` chooses, `dispatch.py` moves rows by an all-to-all, `experts.py` computes.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +20,10 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
-from deepspeed.moe.dispatch import dispatch
+from deepspeed.moe.dispatch import dispatch, token_ranks
 from deepspeed.moe.experts import Experts, ExpertSource, hold_experts, make_experts
 from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.stacked import StackedExperts
-from deepspeed.moe.token_ranks import token_ranks
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
 from deepspeed.parallel.mesh import Mesh

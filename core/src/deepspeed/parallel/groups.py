@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed.comm.members import group_of_members
+from deepspeed.comm.own_group import group_of_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX

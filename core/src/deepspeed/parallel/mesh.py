@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.members import group_of_members
+from deepspeed.comm.own_group import group_of_members
 from deepspeed.parallel.layout import DATA_AXES, Layout, Lines
 
 # By world group, the groups that were made in it: meshes with equal lines share them, and they go with their world.

@@ -18,7 +18,7 @@ import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up_after
-from deepspeed.comm.members import group_of_members
+from deepspeed.comm.own_group import group_of_members
 from deepspeed.errors import CommError
 
 _F = TypeVar("_F", bound=Callable[..., Any])

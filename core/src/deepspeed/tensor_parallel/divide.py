@@ -2,6 +2,10 @@
 
 All ranks of the tensor-parallel group call it together, on models of equal structure; the weights are those of the
 group's first rank. Nothing is changed if a layout does not fit.
+
+Experts of transformers, whose weights are one tensor each, are divided along their inner features: every rank has a
+part of every expert. `gate_up_proj` [E, 2 F, H] is cut within each half, `down_proj` [E, H, F] alike, and what the
+experts give is summed over the ranks. Routing is that of the whole model, on every rank.
 """
 
 import copy
@@ -21,15 +25,56 @@ from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
 from deepspeed.parallel.model_part import part_held
 from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
 from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
-from deepspeed.tensor_parallel.experts import EXPERTS_GRAIN, divide_experts, inner_features
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.marks import mark_params, remember_parts, remember_sums
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
-from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.ranks import TensorRanks, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_norms import divide_sequence, find_stack
 from deepspeed.tensor_parallel.shares import HeadShare, share_heads
 from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
+
+#: inner features are cut at multiples of this: grouped products ask for rows of whole 16 bytes
+EXPERTS_GRAIN = 8
+_RANKS = "ds_tensor_ranks_of_experts"
+
+
+def ranks_of_experts(experts: nn.Module) -> TensorRanks | None:
+    """The ranks over which these experts are divided; None: they are whole."""
+    return getattr(experts, _RANKS, None)
+
+
+def inner_features(experts: Any, path: str) -> int:
+    """F.
+
+    Raises:
+        ConfigError: the module has not the two weights.
+    """
+    found = {name: tuple(whole_shape(param)) for name, param in experts.named_parameters(recurse=False)}
+    up, down = found.get("gate_up_proj", ()), found.get("down_proj", ())
+    if len(found) != 2 or len(up) != 3 or down != (up[0], up[2], up[1] // 2):
+        raise ConfigError(
+            f"{path}: found experts with {found}, but those that are divided have gate_up_proj, [experts, 2 F, H], and "
+            "down_proj, [experts, H, F]; keep them whole by tensor_parallel.partition_config"
+        )
+    return down[2]
+
+
+def divide_experts(experts: Any, cuts: list[Cut], path: str, ranks: TensorRanks) -> None:
+    """Keep this rank's part of the weights, and sum the output over the ranks. Cuts: of F, by rank."""
+    own = cuts[ranks.rank]
+    both = [(start + half * own.total, stop + half * own.total) for half in (0, 1) for start, stop in own.ranges]
+    hold_part(experts.gate_up_proj, 1, Cut(2 * own.total, tuple(both)), path, ranks.data_group)
+    hold_part(experts.down_proj, 2, own, path, ranks.data_group)
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        return sum_gradient(hidden, ranks), index, sum_gradient(weights, ranks)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(lambda _, __, output: sum_over(output, ranks))
+    object.__setattr__(experts, _RANKS, ranks)
+
 
 #: set on a divided model
 _MARK = "ds_tensor_ranks"
@@ -69,7 +114,7 @@ def divide_model(
     """Divide the model over `ranks`, in place.
 
     Args:
-        plan: which layers; see `choose.py`.
+        plan: which layers; see `entry.py`.
         grain: features are cut at multiples of this.
         keeps_logits_divided: the output layer gives this rank's part of the vocabulary, and the model's loss is taken
             from the parts.

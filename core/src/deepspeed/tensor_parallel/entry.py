@@ -1,4 +1,8 @@
-"""`deepspeed.tp_model_init`, and what `deepspeed.initialize` does with the section `tensor_parallel`."""
+"""`deepspeed.tp_model_init`, and what `deepspeed.initialize` does with the section `tensor_parallel`.
+
+A model is divided by a plan (`choose_plan`): the user's, a preset, the table of its family, its own `tp_plan`, or one
+that its structure gives.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +17,49 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.sharded_params import is_sharded, reshard
-from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
-from deepspeed.tensor_parallel.policy import Policy
+from deepspeed.tensor_parallel.own_plan import own_plan
+from deepspeed.tensor_parallel.partition_config import plan_of_config
+from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan
+from deepspeed.tensor_parallel.policy import Policy, plan_of_policy
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.structure import plan_of_structure
 from deepspeed.tensor_parallel.vocabulary import check_loss
+
+
+def choose_plan(
+    model: nn.Module,
+    *,
+    preset_model: str | None = None,
+    partition_config: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+) -> TensorPlan:
+    """The plan for `model`, first that there is of: `partition_config`, `policy` (see `policy.py`), `preset_model`, the
+    table of its model type, the `tp_plan` that transformers gives it, and what its structure tells.
+
+    Raises:
+        ConfigError: for an unknown preset, a malformed config, or a model whose structure does not tell.
+    """
+    config = getattr(model, "config", None)
+    model_type = str(getattr(config, "model_type", ""))
+    if partition_config is not None:
+        uses_table = bool(partition_config.get("use_default_specs", False))
+        default = _table_of(model_type, preset_model, config) if uses_table or preset_model else None
+        return plan_of_config(partition_config, default, model_type, model)
+    if policy is not None:
+        return plan_of_policy(model, policy, _table_of(model_type, preset_model, config))
+    if preset_model is not None:
+        return preset_plan(preset_model, config)
+    if model_type in PLANS:
+        return PLANS[model_type](config)
+    return own_plan(model) or plan_of_structure(model)
+
+
+def _table_of(model_type: str, preset_model: str | None, config: Any) -> TensorPlan | None:
+    if preset_model is not None:
+        return preset_plan(preset_model, config)
+    return PLANS[model_type](config) if model_type in PLANS else None
 
 
 def tp_model_init(

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.along import along_of, role_of
+from deepspeed.tensor_parallel.cuts import along_of, role_of
 from deepspeed.tensor_parallel.plans import Rule, TensorPlan, heads_of_model
 
 # transformers' names of styles; the output layer is divided with the embedding, see vocabulary.py

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.along import along_of
+from deepspeed.tensor_parallel.cuts import along_of
 from deepspeed.tensor_parallel.plans import Rule, TensorPlan, heads_of_model
 
 _KEY = "tensor_parallel.partition_config"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.along import along_of, role_of
+from deepspeed.tensor_parallel.cuts import along_of, role_of
 from deepspeed.tensor_parallel.plans import Rule, TensorPlan, heads_of_model
 
 Policy = Mapping[type[nn.Module], tuple[str, ...] | str]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.along import role_of
+from deepspeed.tensor_parallel.cuts import role_of
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan, heads_of_model
 
 _WHOLE_WIDTH = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)

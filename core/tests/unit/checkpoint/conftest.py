@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, consolidate, joined_run, layout
+from deepspeed.checkpoint import Checkpointer, consolidate, layout, saved_run
 from deepspeed.checkpoint.saved_run import SavedRun
 
 
@@ -203,5 +203,5 @@ def large(tmp_path, monkeypatch, request):
     found = Large(tmp_path / "large", request.param)
     found.watch(monkeypatch, consolidate.LazyTensor, "contiguous")
     found.watch(monkeypatch, SavedRun, "optimizer_state")
-    found.watch(monkeypatch, joined_run, "_mapped")
+    found.watch(monkeypatch, saved_run, "_mapped")
     return found

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, background, layout
-from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.orders import Orders
-from deepspeed.checkpoint.save_steps import save_in_background
+from deepspeed.checkpoint.background import BackgroundWriter, Orders
+from deepspeed.checkpoint.save import save_in_background
 from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from deepspeed.checkpoint import durable, sequential_file
-from deepspeed.checkpoint.sequential_file import SequentialFile
+from deepspeed.checkpoint import durable
+from deepspeed.checkpoint.durable import SequentialFile
 from deepspeed.errors import CheckpointError
 
 BLOCK = 4 * mmap.PAGESIZE
@@ -16,8 +16,8 @@ BLOCK = 4 * mmap.PAGESIZE
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(sequential_file, "_BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(sequential_file, "_FLUSH_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(durable, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(durable, "_FLUSH_BYTES", 2 * BLOCK)
 
 
 def takes_the_flag_only(monkeypatch):
@@ -51,7 +51,7 @@ FILE_SYSTEMS = {
     "direct": lambda monkeypatch: None,
     "refuses the flag": refuses_the_flag,
     "takes the flag only": takes_the_flag_only,
-    "has no such flag": lambda monkeypatch: monkeypatch.setattr(sequential_file, "_DIRECT", 0),
+    "has no such flag": lambda monkeypatch: monkeypatch.setattr(durable, "_DIRECT", 0),
 }
 
 
@@ -110,8 +110,8 @@ def test_what_the_disk_refuses_in_the_thread_is_an_error(tmp_path, monkeypatch, 
     def refuse(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(sequential_file, "_DIRECT", 0)
-    monkeypatch.setattr(*{"pwrite": (os, "pwrite"), "fdatasync": (sequential_file, "_fdatasync")}[call], refuse)
+    monkeypatch.setattr(durable, "_DIRECT", 0)
+    monkeypatch.setattr(*{"pwrite": (os, "pwrite"), "fdatasync": (durable, "_fdatasync")}[call], refuse)
     with pytest.raises(CheckpointError, match="cannot write .*f: Input/output error"):
         durable.write_file(tmp_path / "f", lambda file: file.write(content_of(5 * BLOCK)))
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 import threading
 
-from deepspeed.comm.members import _named
+from deepspeed.comm.own_group import _named
 from torch.distributed import distributed_c10d
 
 

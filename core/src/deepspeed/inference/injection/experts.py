@@ -14,7 +14,7 @@ from deepspeed.inference.packed_experts import PackedExperts
 from deepspeed.moe.stacked import grouped_linear
 from deepspeed.ops.experts import by_expert
 from deepspeed.ops.quantizer.layers import StoredExperts
-from deepspeed.tensor_parallel.experts import ranks_of_experts
+from deepspeed.tensor_parallel.divide import ranks_of_experts
 from deepspeed.tensor_parallel.ranks import sum_over
 
 _CLASSES = ("MixtralExperts",)
