@@ -38,6 +38,13 @@ def test_the_help_of_ds_ckpt_waits_for_no_torch():
     assert loaded & {"torch", "safetensors"} == set()
 
 
+@pytest.mark.parametrize("module", ["checkpoint.writer", "launcher.runner", "launcher.launch", "cli.report"])
+def test_what_starts_often_or_reports_on_torch_loads_none(module):
+    loaded = modules_loaded_by(f"import deepspeed.{module}")
+    assert f"deepspeed.{module}" in loaded
+    assert "torch" not in loaded
+
+
 @pytest.mark.parametrize("statement", ["from deepspeed.errors import ConfigError", "from deepspeed.log import logger"])
 def test_the_ground_floor_is_light_too(statement):
     assert {name.split(".")[0] for name in modules_loaded_by(statement)} & HEAVY == set()

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.agreement import Gather
 from deepspeed.checkpoint.index import Index, read_index
 from deepspeed.checkpoint.tensor_index import fault_in_table
 from deepspeed.checkpoint.verify import check_content, check_size
 from deepspeed.errors import CheckpointError
+
+if TYPE_CHECKING:  # it imports torch, and the writer process lists tags too
+    from deepspeed.checkpoint.agreement import Gather
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def _look(directory: Path, name: str) -> SavedTag | None:
         return SavedTag(name, folder, None, str(error)) if has_states else None
 
 
-def last_good_tag(gather: Gather, directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]) -> str | None:
+def last_good_tag(
+    gather: "Gather", directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]
+) -> str | None:
     """The newest tag of `directory`, except `damaged`, whose files are all as they were saved; None if there is none.
 
     Each file is read by one rank. Every rank calls it.

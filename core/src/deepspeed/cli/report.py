@@ -36,7 +36,6 @@ from rich.table import Table
 
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.cli.choice_report import show_tracebacks
 from deepspeed.cli.console import make_console, make_parser, make_table
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
@@ -104,6 +103,8 @@ def collect_features() -> list[dict[str, Any]]:
 
 def show_features(rows: Sequence[dict[str, Any]], console: Console, verbose: bool) -> None:
     """Print the rows; `verbose` adds origins and tracebacks."""
+    from deepspeed.cli.choice_report import show_tracebacks
+
     if not rows:
         console.print("Feature plugins: none", markup=False)
         return
@@ -157,7 +158,6 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
     from deepspeed.accelerator.current import explain
     from deepspeed.cli.machine_report import collect_machine, collect_paths, collect_toolkits
     from deepspeed.cli.op_report import build_ops, collect_ops
-    from deepspeed.cli.report import collect_features
 
     choice = None if why["chosen"]["error"] else explain()
     return {
@@ -302,7 +302,6 @@ def _show(report: dict[str, Any], console: Console, options: argparse.Namespace)
 def _show_all(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
     from deepspeed.cli.choice_report import show_choice
     from deepspeed.cli.machine_report import show_machine
-    from deepspeed.cli.report import show_features
 
     verbose = options.verbose and not options.hide_errors_and_warnings
     _show_pasted(report, console, ops=not options.hide_operator_status)
