@@ -24,6 +24,7 @@ _HEAD = """# Config keys
 - Any two of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` give the third
   (train = micro x steps x ranks); the train size or the micro size alone gives all, with one step.
 - `"auto"` is Hugging Face's placeholder, which its Trainer or Accelerate fills; where it is left, the default holds.
+  The `lr` of an optimizer, and parameters of a schedule that have none, must be given a value then.
   `null` means "not said" for every key.
 - An unknown key that is a slip of a known one is an error that names it: some letters off, a word left out or cut
   short (`train_micro_batch_per_gpu`, `grad_accum_steps`), or in another section than its own. What resembles none is

@@ -32,6 +32,8 @@ _NAMES = {
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.comm.start:DEFAULT_PORT",
     "ZeROOptimizer": "deepspeed.zero.optimizer:ZeroOptimizer",
+    "__git_branch__": "deepspeed.git_version_info:git_branch",
+    "__git_hash__": "deepspeed.git_version_info:git_hash",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed.engine.build:add_config_arguments",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments:add_tuning_arguments",

@@ -38,7 +38,9 @@ from deepspeed.engine.optimizers import DeepSpeedOptimizerCallable as DeepSpeedO
 from deepspeed.engine.optimizers import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
 from deepspeed.engine.pipeline import PipelineEngine as PipelineEngine
 from deepspeed.errors import ConfigError as DeepSpeedConfigError
+from deepspeed.git_version_info import git_branch as __git_branch__
 from deepspeed.git_version_info import git_branch as git_branch
+from deepspeed.git_version_info import git_hash as __git_hash__
 from deepspeed.git_version_info import git_hash as git_hash
 from deepspeed.inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine as InferenceEngine

@@ -165,7 +165,7 @@ def refusals_job():
         "found 'nvme' with zero_optimization.stage 0": (0, {}),
         "nvme_path: found none": (2, {"nvme_path": None}),
         "nvme_path: found none with": (2, {"nvme_path": ""}),
-        "/nowhere does not exist": (2, {"nvme_path": "/nowhere"}),
+        "no folder can be made in /proc/nowhere": (2, {"nvme_path": "/proc/nowhere"}),
     }
     for text, (stage, offload) in refused.items():
         with pytest.raises(ConfigError, match=text):

@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-d", "--debug", action="store_true", help="name every weight, and show tracebacks")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if args.debug else logging.INFO, format="%(message)s")
+    if args.output_dir.endswith((".bin", ".pt", ".safetensors")):
+        log.info("%s is a folder, in which the files of weights are written", args.output_dir)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(
             args.checkpoint_dir,

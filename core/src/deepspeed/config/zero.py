@@ -36,7 +36,7 @@ class OffloadParamConfig(LaxSection):
         "Where stage 3 keeps the shards of parameters between uses. cpu moves nothing where the accelerator's memory "
         "is the host's; nvme keeps them in files on any accelerator.",
     )
-    nvme_path: Text | None = key(None, "Folder on a local disk; needed for nvme.")
+    nvme_path: Text | None = key(None, "Folder on a local disk, needed for nvme; made if it is missing.")
     buffer_count: Int = key(5, "nvme: shards that are in memory at a time, read ahead or being written.", ge=1)
     buffer_size: Int = key(100_000_000, "nvme: elements of the largest shard, at most.", unit="elements", ge=0)
     max_in_cpu: Int = key(1_000_000_000, "nvme: elements of shards that stay in host memory.", unit="elements", ge=0)
@@ -59,7 +59,9 @@ class OffloadOptimizerConfig(LaxSection):
         "Where master weights, optimizer states and reduced gradients rest; they are updated in host memory. Needs "
         "stage 1, 2 or 3. cpu moves nothing where the accelerator's memory is the host's.",
     )
-    nvme_path: Text | None = key(None, "An existing folder on a local disk, for nvme. Files in it go with the run.")
+    nvme_path: Text | None = key(
+        None, "Folder on a local disk, for nvme; made if it is missing. Files in it go with the run."
+    )
     buffer_count: Int = key(
         4,
         "nvme: tensors of sub-groups that stay in memory; at least what the pipelines need. A sub-group of Adam has 4: "

@@ -101,8 +101,8 @@ def choose_optimizer(
         log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
         return None  # a frozen reference model, with the configuration of the trained one
     _refuse_nothing_to_train(section.type, params, module)
-    if own := [name for name in unresolved if name.startswith("optimizer.")]:
-        raise ConfigError(f'{own[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
+    if "optimizer.type" in unresolved:
+        raise ConfigError('optimizer.type: found "auto", which Hugging Face\'s Trainer fills in; give a value')
     if section.type.lower() == "muon":
         from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
 

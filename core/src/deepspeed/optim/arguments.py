@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.config.base import AUTO
 from deepspeed.errors import ConfigError, counted
 
 #: what other libraries call a parameter, without regard to case and underscores: its names here, the likeliest first
@@ -43,10 +44,31 @@ def suggestion(name: str, known: Collection[str]) -> str:
     return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
+def without_auto(arguments: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """`arguments` but for those that still say "auto", whose defaults hold; a learning rate has none that fits all.
+
+    Raises:
+        ConfigError: for "auto" as `lr`.
+    """
+    if _is_auto(arguments.get("lr")):
+        raise _not_filled_in(f"{path}.lr")
+    return {key: value for key, value in arguments.items() if not _is_auto(value)}
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _not_filled_in(path: str) -> ConfigError:
+    return ConfigError(f'{path}: found "auto", which Hugging Face fills in; without it give a value')
+
+
 def construct(
     cls: type, first: Any, arguments: Mapping[str, Any], path: str, name: str, documented: Collection[str] = ()
 ) -> Any:
     """`cls(first, **arguments)`; for every fault in `arguments` a ConfigError that starts with its key.
+
+    "auto" stands for the default of the parameter, where it has one and is no learning rate.
 
     `path` is the section of the arguments in the config ("optimizer.params"), and `name` the name there that `cls` was
     chosen for. Lists for tuples become tuples. `documented`: keys which chose `cls` and are no longer in `arguments`,
@@ -61,7 +83,10 @@ def construct(
             names = sorted({*accepted, *documented})
             raise ConfigError(f"{path}.{key}: {label} has no such parameter.{suggestion(key, names)} "
                               f"It accepts {', '.join(names)}")  # fmt: skip
-        checked[key] = _checked_value(value, accepted[key], f"{path}.{key}")
+        if not _is_auto(value):
+            checked[key] = _checked_value(value, accepted[key], f"{path}.{key}")
+        elif key == "lr" or accepted[key].default is inspect.Parameter.empty:
+            raise _not_filled_in(f"{path}.{key}")
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ConfigError(f"{path}.{missing[0]}: found nothing, but {label} needs it; give it a value")
@@ -75,8 +100,6 @@ def construct(
 
 def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
     """`value` if it fits what the parameter's default and annotation tell; what they do not tell is not checked."""
-    if isinstance(value, str) and value == "auto":
-        raise ConfigError(f'{path}: found "auto", which Hugging Face fills in; without it give a value')
     default, words = parameter.default, set(re.findall(r"\w+", str(parameter.annotation)))
     if isinstance(default, tuple) and default and all(_is_number(item) for item in default):
         fits = isinstance(value, (list, tuple)) and len(value) == len(default) and all(map(_is_number, value))

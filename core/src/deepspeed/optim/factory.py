@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.base import AUTO
 from deepspeed.config.optim import OptimizerConfig
 from deepspeed.errors import ConfigError
-from deepspeed.optim.arguments import construct, suggestion
+from deepspeed.optim.arguments import construct, suggestion, without_auto
 from deepspeed.plugins.manager import plugin_manager
 
 _OPTIMIZER_PATH = "optimizer.params"
@@ -46,7 +47,7 @@ def create_optimizer(
     `params` is the section `optimizer.params`. `offload`: its state lives in host memory, so the CPU fronts are taken.
     Raises ConfigError, which names the key, for an unknown name or key, and for a wrong type or value.
     """
-    given = _from_plugin(str(type), params, param_groups)
+    given = _from_plugin(str(type), without_auto(params, _OPTIMIZER_PATH), param_groups)
     if given is not None:
         return given
     arguments = dict(params)
@@ -117,6 +118,8 @@ _NATIVE_NAMES = list(_CHOICES)
 
 def _take_flag(arguments: dict[str, Any], key: str, default: bool) -> bool:
     value = arguments.pop(key, default)
+    if value == AUTO:
+        return default
     if not isinstance(value, bool):
         raise ConfigError(f"{_OPTIMIZER_PATH}.{key}: found {value!r}, but it must be true or false")
     return value

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from deepspeed.checkpoint import Checkpointer
-from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint, main
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, validate_tag, write_latest
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
@@ -59,6 +59,13 @@ def test_zero_to_fp32_refuses_a_foreign_latest(content, tmp_path):
     (tmp_path / "latest").write_text(content)
     with pytest.raises(CheckpointError, match="which is no tag"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["out.bin", "out.pt", "out.safetensors", "out"])
+def test_zero_to_fp32_says_that_its_output_is_a_folder_where_the_name_is_of_a_file(name, tmp_path, caplog):
+    with caplog.at_level(logging.INFO), pytest.raises(SystemExit):  # there is no checkpoint
+        main([str(tmp_path), str(tmp_path / name)])
+    assert (f"{name} is a folder, in which the files of weights are written" in caplog.text) is (name != "out")
 
 
 def test_numbers_are_tags():

@@ -57,6 +57,26 @@ def test_adam_is_decoupled_unless_told_otherwise():
     assert trained("Adam", adam_w_mode=False) == pytest.approx(coupled)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "Lamb", "RMSprop"])
+def test_auto_stands_for_the_default_of_what_has_one(name):
+    """Hugging Face's placeholder; where neither its Trainer nor Accelerate fills it in, `lr` alone is asked for."""
+    given = {"AdamW": ("betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"), "Lion": ("betas", "weight_decay")}
+    left = dict.fromkeys(given.get(name, ("eps", "weight_decay")), "auto")
+    found, expected = (create_optimizer(name, {"lr": 0.1, **params}, _params()) for params in (left, {}))
+    for one, other in zip(found.param_groups, expected.param_groups, strict=True):
+        assert {**one, "params": None} == {**other, "params": None}
+
+
+def test_auto_stands_for_the_default_in_a_schedule_too():
+    left = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"), "auto")
+    found, expected = (
+        create_scheduler("WarmupLR", params, create_optimizer("SGD", {"lr": 0.25}, _params())) for params in (left, {})
+    )
+    for _ in range(3):
+        found.step(), expected.step()
+        assert found.get_last_lr() == expected.get_last_lr()
+
+
 def test_groups_and_json_lists():
     a, b = _params()
     groups = [{"params": [a], "weight_decay": 0.3}, {"params": [b], "name": "bias"}]
@@ -195,7 +215,8 @@ def test_a_warmup_to_null_leads_to_the_optimizers_own_rate(name, params):
         ("WarmupLR", {"warmup_steps": 3}, r'^scheduler\.params\.warmup_steps.*Did you mean "warmup_num_steps"\?'),
         ("WarmupLR", {"learning_rate": 3}, r'params\.learning_rate: WarmupLR .* Did you mean "warmup_max_lr"\?'),
         ("WarmupDecayLR", {"num_training_steps": 3}, r'num_training_steps: .* Did you mean "total_num_steps"\?'),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, r'^scheduler\.params\.warmup_num_steps: found "auto"'),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, r'^scheduler\.params\.total_num_steps: found "auto"'),
+        ("WarmupLR", {"warmup_nm_steps": "auto"}, r"^scheduler\.params\.warmup_nm_steps: .* no such parameter"),
         ("WarmupLR", {"warmup_num_steps": 0}, r"^scheduler\.params\.warmup_num_steps: found 0"),
         ("WarmupLR", {"warmup_num_steps": [1]}, r"^scheduler\.params\.warmup_num_steps: found \[1\].* a number"),
         ("WarmupLR", {"warmup_max_lr": "x"}, r"^scheduler\.params\.warmup_max_lr: found 'x'.*one per group"),

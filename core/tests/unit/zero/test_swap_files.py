@@ -163,11 +163,21 @@ def test_another_host_s_folders_are_left(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"^section.nvme_path: .*gone does not exist; create it"):
-        SwapFolder(tmp_path / "gone", rank=0, key="section.nvme_path")
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^section.nvme_path: .*file is not a folder; create it"):
+    for name, reason in (("x" * 300, "File name too long"), ("file/below", "Not a directory"), ("a\0b", "null byte")):
+        (tmp_path / "file").touch()
+        with pytest.raises(
+            ConfigError, match=rf"^section.nvme_path: no folder can be made in .*: .*{reason}; check its"
+        ):
+            SwapFolder(tmp_path / name, rank=0, key="section.nvme_path")
+    with pytest.raises(ConfigError, match=r"^section.nvme_path: .*file is not a folder; name a folder"):
         SwapFolder(tmp_path / "file", rank=0, key="section.nvme_path")
+
+
+def test_a_missing_folder_is_made_for_this_user_alone_and_stays(tmp_path):
+    parent = tmp_path / "disk" / "swap"
+    SwapFolder(parent, rank=0, key="nvme_path").remove()
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (parent, parent.parent)] == [0o700, 0o700]
+    assert list(parent.iterdir()) == []
 
 
 def test_regions_are_aligned_and_have_space_on_the_disk(file):

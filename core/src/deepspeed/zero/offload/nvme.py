@@ -69,7 +69,7 @@ class NvmePlacement(HostPlacement):
 
     Args:
         accelerator: the one that holds the weights.
-        nvme_path: an existing folder on a local disk.
+        nvme_path: a folder on a local disk; made if it is missing.
         rank: of this process, for the name of its folder there.
         aio: how files are read and written.
         pins: whether staging buffers and slots are page-locked.

@@ -113,8 +113,8 @@ def _in_part(offloaded: Placement, ratio: float, home: ShardHome | None) -> Plac
 def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Placement:
     if not offload.nvme_path:
         raise ConfigError(
-            'zero_optimization.offload_optimizer.nvme_path: found none with device "nvme"; name an existing folder on '
-            "a local disk"
+            'zero_optimization.offload_optimizer.nvme_path: found none with device "nvme"; name a folder on a '
+            "local disk"
         )
     return NvmePlacement(
         get_accelerator(),

@@ -38,7 +38,8 @@ class SwapFolder:
     """A new folder below `nvme_path`; leftovers of dead processes of this host are removed first.
 
     Args:
-        nvme_path: an existing folder that this user may write.
+        nvme_path: a folder that this user may write. Where it is missing it is made, with those above it, for this
+            user alone; it outlives the run.
         rank: of this process, for the name.
         key: of the configuration, by which it was asked for.
 
@@ -51,15 +52,16 @@ class SwapFolder:
 
     def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int, key: str) -> None:
         parent = Path(nvme_path).absolute()
-        if not os.path.isdir(parent):  # False too for a name that no file can have
-            problem = "is not a folder" if os.path.exists(parent) else "does not exist"
-            raise ConfigError(f"{key}: {parent} {problem}; create it on a local disk, or name another folder")
+        if os.path.exists(parent) and not os.path.isdir(parent):
+            raise ConfigError(f"{key}: {parent} is not a folder; name a folder on a local disk")
         try:
+            _make_private(parent)
             sweep(parent)
             self.path, self._lock = _make(parent, rank)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: of a name that no file can have
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"{key}: no folder can be made in {parent}: {error.strerror}; check its permissions and mount, or "
+                f"{key}: no folder can be made in {parent}: {reason}; check its permissions and mount, or "
                 "name another folder"
             ) from error
         self._remove = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
@@ -67,6 +69,14 @@ class SwapFolder:
     def remove(self) -> None:
         """Remove the folder and everything in it. Also called when the object is garbage, and at exit. Idempotent."""
         self._remove()
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder, and those above it, where they are missing; other ranks may make them at the same time."""
+    for each in reversed([folder, *folder.parents]):
+        if not each.is_dir():
+            with suppress(FileExistsError):  # of a file, the next one is refused
+                each.mkdir(mode=0o700)
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -163,6 +163,8 @@ def test_the_facts_of_the_installation():
     assert torch.__version__.startswith(info["version"] + ".")
     assert info["cuda_version"] == (torch.version.cuda or "0.0")
     assert {"hip_version", "bf16_support"} <= set(info)
+    assert deepspeed.__git_hash__ == git_version_info.git_hash
+    assert deepspeed.__git_branch__ == git_version_info.git_branch
     assert isinstance(git_version_info.git_hash, (str, type(None)))
     assert isinstance(git_version_info.git_branch, (str, type(None)))
     with pytest.raises(AttributeError, match="has no attribute 'git_author'"):
