@@ -13,7 +13,7 @@ import asyncio
 import codecs
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 
@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.errors import ConfigError
-from deepspeed.inference.v2 import InferenceEngineV2, NewToken, Sampling, Scheduler, build_hf_engine
+from deepspeed.inference.v2 import InferenceEngineV2, NewToken, RequestError, Sampling, Scheduler, build_hf_engine
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
@@ -33,7 +33,7 @@ class Driver:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._thread = ThreadPoolExecutor(1, "scheduler")
-        self._streams: dict[int, asyncio.Queue[NewToken | None]] = {}
+        self._streams: dict[int, asyncio.Queue[NewToken | RequestError | None]] = {}
         self._has_work = asyncio.Event()
         self._steps: asyncio.Task[None] | None = None
 
@@ -50,7 +50,7 @@ class Driver:
         try:
             while True:
                 await self._has_work.wait()
-                for new in await loop.run_in_executor(self._thread, self.scheduler.step):
+                for new in await loop.run_in_executor(self._thread, self._step):
                     if (stream := self._streams.get(new.uid)) is not None:  # else it was cancelled meanwhile
                         stream.put_nowait(new)
                 if not self.scheduler.has_work:
@@ -58,6 +58,13 @@ class Driver:
         finally:  # a step failed, or the server ends: then so do all requests
             for stream in self._streams.values():
                 stream.put_nowait(None)
+
+    def _step(self) -> Sequence[NewToken | RequestError]:
+        """The error of a request is the answer to its client alone."""
+        try:
+            return self.scheduler.step()
+        except RequestError as error:
+            return [error]
 
     async def stream(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> AsyncGenerator[NewToken]:
         """The tokens of a request, which is in the scheduler when this returns.
@@ -68,7 +75,7 @@ class Driver:
         """
         if self._steps is None or self._steps.done():
             raise HTTPException(503, "a step of the scheduler failed; see the server's log")
-        arrived: asyncio.Queue[NewToken | None] = asyncio.Queue()
+        arrived: asyncio.Queue[NewToken | RequestError | None] = asyncio.Queue()
 
         def submit() -> int:
             uid = self.scheduler.submit(prompt, max_new_tokens, sampling=sampling)
@@ -79,9 +86,13 @@ class Driver:
         self._has_work.set()
         return self._tokens(uid, arrived)
 
-    async def _tokens(self, uid: int, arrived: asyncio.Queue[NewToken | None]) -> AsyncGenerator[NewToken]:
+    async def _tokens(
+        self, uid: int, arrived: asyncio.Queue[NewToken | RequestError | None]
+    ) -> AsyncGenerator[NewToken]:
         try:
             while (new := await arrived.get()) is not None:
+                if isinstance(new, RequestError):
+                    raise new
                 yield new
                 if new.finish:
                     return
@@ -150,7 +161,7 @@ class Order(BaseModel):
 
 
 def create_app(driver: Driver, text: ByteText | TokenizerText) -> FastAPI:
-    """POST /generate gives a line of JSON for each token; GET /health how many requests there are."""
+    """POST /generate gives a line of JSON for each token, or for the error; GET /health how many requests there are."""
     app = FastAPI(title="examples/serve.py", lifespan=lambda _: driver.running())
 
     @app.get("/health")
@@ -168,12 +179,16 @@ def create_app(driver: Driver, text: ByteText | TokenizerText) -> FastAPI:
 
     async def lines(tokens: AsyncGenerator[NewToken]) -> AsyncIterator[str]:
         decode, finish = text.decoder(), ""
-        async with aclosing(tokens):
-            async for new in tokens:
-                said, finish = decode(new.token, bool(new.finish)), new.finish
-                yield json.dumps({"token": new.token, "text": said, "finish": finish}) + "\n"
+        reason = "the server ended, or a step of the scheduler failed; see its log"
+        try:
+            async with aclosing(tokens):
+                async for new in tokens:
+                    said, finish = decode(new.token, bool(new.finish)), new.finish
+                    yield json.dumps({"token": new.token, "text": said, "finish": finish}) + "\n"
+        except RequestError as error:
+            reason = str(error)
         if not finish:
-            yield json.dumps({"error": "the server ended, or a step of the scheduler failed; see its log"}) + "\n"
+            yield json.dumps({"error": reason}) + "\n"
 
     return app
 

@@ -19,6 +19,7 @@ from deepspeed.testing.models import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
+BROKEN = "\a"  # a character after which all numbers are NaN
 SIZES = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, num_heads=2, width=32)
 
 
@@ -73,6 +74,7 @@ def trained(folder: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms that are not 0 and 1, logits that are far apart
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.tokens.weight[ord(BROKEN)] = float("nan")
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.save_checkpoint(folder)
@@ -108,7 +110,27 @@ def test_wrong_requests_are_answered_with_the_reason(demo: tuple[str, GPT]) -> N
     assert "max_context is 64" in refusal(address, prompt="x" * 60, max_new_tokens=20)
     assert "top_p is above 0" in refusal(address, prompt="a", top_p=0)
     assert "max_tokens" in refusal(address, prompt="x", max_tokens=3)
+    assert "seed is an integer from" in refusal(address, prompt="x", temperature=1.0, seed=2**64)
+    assert "temperature is a number of 0 or more" in refusal(address, prompt="x", temperature=-1)
+    for temperature in (float("nan"), "warm", None):
+        assert "temperature" in refusal(address, prompt="x", temperature=temperature)
     assert health(address) == {"running": 0, "waiting": 0}
+
+
+def test_a_request_that_fails_is_answered_with_the_reason_and_harms_no_other(demo: tuple[str, GPT]) -> None:
+    address, plain = demo
+    prompts = ["def ", f"x{BROKEN}", "a"]
+    orders = [{"prompt": prompt, "max_new_tokens": 20, "temperature": 1e-40} for prompt in prompts]
+    with ThreadPoolExecutor(len(orders)) as clients:
+        answers = list(clients.map(lambda order: answer(address, **order), orders))
+    (failed,) = answers.pop(1)
+    assert "the greatest logit of its next token is nan" in failed["error"]
+    for prompt, lines in zip(("def ", "a"), answers, strict=True):
+        given = list(prompt.encode())
+        wanted = plain.sample(torch.tensor([given]), 20, temperature=0)[0, len(given) :].tolist()
+        assert [line["token"] for line in lines] == wanted
+    assert health(address) == {"running": 0, "waiting": 0}
+    assert len(answer(address, prompt="a", max_new_tokens=3)) == 3
 
 
 def test_a_seed_gives_the_same_text_again(demo: tuple[str, GPT]) -> None:

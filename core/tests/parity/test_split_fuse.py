@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.inference.v2 import InferenceEngineV2, Sampling, Scheduler, generate
+from deepspeed.inference.v2 import InferenceEngineV2, RequestError, Sampling, Scheduler, generate
 from deepspeed.inference.v2.scheduler import NewToken
 from deepspeed.testing.distributed import run_ranks
 
@@ -160,6 +160,98 @@ def test_sampled_tokens_do_not_depend_on_the_other_requests() -> None:
     for index, prompt in enumerate(given):
         own = Sampling(0.8, 20, 0.9, seed=5 + index)
         assert generate(make_engine(), [prompt], 10, sampling=own) == [together[index]]
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324, 1e-8])
+def test_a_tiny_temperature_takes_the_greatest(temperature: float) -> None:
+    given = prompts(0, 9, 2)
+    wanted = [greedy(make_model(), prompt, 8) for prompt in given]
+    for words in ({}, {"top_k": 5}, {"top_p": 0.5}):
+        assert generate(make_engine(), given, 8, sampling=Sampling(temperature, **words)) == wanted
+
+
+# ----- requests that fail --------------------------------------------------------------------------------------------
+
+BROKEN = 7  # a token after which all numbers are NaN
+
+
+def broken_engine(num_blocks: int = 12) -> InferenceEngineV2:
+    """Its embedding of one token is NaN."""
+    engine = make_engine(num_blocks)
+    with torch.no_grad():
+        engine.model.get_input_embeddings().weight[BROKEN] = float("nan")  # type: ignore[operator]
+    return engine
+
+
+def until_done(scheduler: Scheduler) -> tuple[dict[int, list[int]], list[RequestError]]:
+    """By uid the tokens, and what was raised."""
+    tokens: dict[int, list[int]] = {}
+    errors: list[RequestError] = []
+    while scheduler.has_work:
+        try:
+            for new in scheduler.step():
+                tokens.setdefault(new.uid, []).append(new.token)
+        except RequestError as error:
+            errors.append(error)
+    return tokens, errors
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "sampled"])
+def test_a_request_that_fails_is_alone(sampling: Sampling) -> None:
+    given = prompts(2, 5, 4, 6, 9)
+    given[1][2] = given[2][0] = BROKEN
+    assert all(BROKEN not in given[index] for index in (0, 3))
+    wanted = {index: generate(make_engine(), [given[index]], 8, sampling=sampling)[0] for index in (0, 3)}
+    assert all(BROKEN not in tokens[:-1] for tokens in wanted.values())
+    engine = broken_engine()
+    scheduler = Scheduler(engine, max_sequences=3)  # the last one gets the blocks of those that failed
+    for prompt in given:
+        scheduler.submit(prompt, 8, sampling=sampling)
+    tokens, errors = until_done(scheduler)
+    assert tokens == wanted
+    assert sorted(error.uid for error in errors) == [1, 2], "each is raised once"
+    for error in errors:
+        assert str(error).startswith(f"request {error.uid}: the greatest logit of its next token is nan")
+    assert scheduler.step() == []
+    assert engine.tracked_uids == ()
+    assert engine.free_blocks.tolist() == [12]
+
+
+def test_a_request_whose_sampling_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("of this test")
+
+    engine, given = make_engine(), prompts(2, 5, 4)
+    scheduler, sampling = Scheduler(engine), Sampling(temperature=0.5)
+    monkeypatch.setattr(Sampling, "probabilities", fail)
+    uids = [scheduler.submit(given[0], 5), scheduler.submit(given[1], 5, sampling=sampling)]
+    tokens, errors = until_done(scheduler)
+    assert tokens == {uids[0]: greedy(make_model(), given[0], 5)}
+    (error,) = errors
+    assert str(error) == f"request {uids[1]}: of this test"
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert engine.free_blocks.tolist() == [64]
+
+
+def test_a_request_that_failed_and_was_cancelled_raises_no_more() -> None:
+    scheduler = Scheduler(broken_engine())
+    for prompt in ([BROKEN], [5, 6]):
+        scheduler.submit(prompt, 3)
+    assert [new.uid for new in scheduler.step()] == [1]
+    assert scheduler.cancel(0)
+    assert not scheduler.cancel(0)
+    assert [new.uid for new in scheduler.stream()] == [1, 1]
+
+
+def test_generate_raises_what_failed_and_frees_all_blocks() -> None:
+    engine = broken_engine()
+    with pytest.raises(
+        RequestError, match=r"generate: prompts\[1\]: the greatest logit of its next token is nan"
+    ) as raised:
+        generate(engine, [[5, 6], [3, BROKEN], [8] * 9], 8)
+    assert raised.value.uid == 1
+    assert engine.tracked_uids == ()
+    assert engine.free_blocks.tolist() == [12]
 
 
 @pytest.mark.parametrize(

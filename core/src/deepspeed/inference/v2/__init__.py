@@ -12,6 +12,7 @@ _NAMES = {
     "MemoryConfig": "deepspeed.config.inference:MemoryConfig",
     "NewToken": "deepspeed.inference.v2.scheduler:NewToken",
     "RaggedInferenceEngineConfig": "deepspeed.config.inference:RaggedInferenceEngineConfig",
+    "RequestError": "deepspeed.inference.v2.scheduler:RequestError",
     "Sampling": "deepspeed.inference.v2.scheduler:Sampling",
     "Scheduler": "deepspeed.inference.v2.scheduler:Scheduler",
     "SchedulingError": "deepspeed.inference.v2.engine_v2:SchedulingError",

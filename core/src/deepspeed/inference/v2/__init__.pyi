@@ -8,6 +8,7 @@ from deepspeed.inference.v2.engine_v2 import SchedulingResult as SchedulingResul
 from deepspeed.inference.v2.engine_v2 import build_engine_from_ds_checkpoint as build_engine_from_ds_checkpoint
 from deepspeed.inference.v2.engine_v2 import build_hf_engine as build_hf_engine
 from deepspeed.inference.v2.scheduler import NewToken as NewToken
+from deepspeed.inference.v2.scheduler import RequestError as RequestError
 from deepspeed.inference.v2.scheduler import Sampling as Sampling
 from deepspeed.inference.v2.scheduler import Scheduler as Scheduler
 from deepspeed.inference.v2.scheduler import generate as generate

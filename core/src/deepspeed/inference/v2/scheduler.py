@@ -8,6 +8,10 @@ rows to be worth reading the weights.
 Then the newest request gives its own back, and is computed again later, behind its prompt and the tokens that it had:
 the tokens that it goes on with are the same. A request that would not fit into the whole cache is refused, and the
 oldest one never gives its blocks back, so each step comes nearer to the end.
+
+[Note: a request that fails] A forward is of all its requests, the choice of a token of one: where that fails, only this
+request ends. Its blocks are free at once, and the others have advanced. Its error is raised by the call after the one
+that gave their tokens, so that none of them is lost.
 """
 
 import math
@@ -20,7 +24,7 @@ from typing import Any, Literal, SupportsFloat
 import torch
 from torch import Tensor
 
-from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
+from deepspeed.errors import ConfigError, DeepSpeedError, StateError, counted, first_line, whole_number
 from deepspeed.inference.v2.engine_v2 import InferenceEngineV2
 
 Finish = Literal["", "stop", "length"]
@@ -63,12 +67,15 @@ class Sampling:
         )
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[vocabulary] -> fp32, 0 for what is not among the greatest.
+        """[vocabulary] -> fp32, 0 for what is not among the greatest; the logits are finite or -inf, not all of them.
 
         >>> Sampling(temperature=1.0, top_k=2).probabilities(torch.tensor([0.0, 1.0, 0.0, 1.0]))
         tensor([0.0000, 0.5000, 0.0000, 0.5000])
         """
-        scaled = logits.float() / self.temperature
+        below = logits.float()
+        below = below - below.max()
+        # divided by a tiny temperature the greatest would be nan (0 / 0), and not subtracted before inf
+        scaled = (below / self.temperature).masked_fill(below == 0, 0.0)
         if 0 < self.top_k < len(scaled):
             least = scaled.topk(self.top_k).values[-1]
             scaled = scaled.masked_fill(scaled < least, float("-inf"))
@@ -88,6 +95,19 @@ class NewToken:
     uid: int
     token: int
     finish: Finish
+
+
+class RequestError(DeepSpeedError, RuntimeError):
+    """The next token of a request cannot be chosen, and the request has ended; `uid` says which.
+
+    See [Note: a request that fails]. `__cause__` is what failed.
+    """
+
+    uid: int
+
+    def __init__(self, uid: int, reason: str, who: str = "") -> None:
+        self.uid, self.reason = uid, reason
+        super().__init__(f"{who or f'request {uid}'}: {reason}")
 
 
 @dataclass(eq=False)
@@ -142,11 +162,12 @@ class Scheduler:
         self._uids = count(max(engine.tracked_uids, default=-1) + 1)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # the oldest first
+        self._failed: deque[RequestError] = deque()  # that were not raised yet
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished."""
-        return bool(self._waiting or self._running)
+        """Whether a request is not finished, or one has failed and `step` did not raise that yet."""
+        return bool(self._waiting or self._running or self._failed)
 
     @property
     def num_waiting(self) -> int:
@@ -209,14 +230,15 @@ class Scheduler:
             )
 
     def cancel(self, uid: int) -> bool:
-        """Forget a request; whether it was there, since it may have finished meanwhile."""
+        """Forget a request, or that it failed; whether it was there, since it may have finished meanwhile."""
         for request in self._running:
             if request.uid == uid:
                 self._forget(request)
                 return True
-        before = len(self._waiting)
+        before = len(self._waiting) + len(self._failed)
         self._waiting = deque(request for request in self._waiting if request.uid != uid)
-        return len(self._waiting) < before
+        self._failed = deque(error for error in self._failed if error.uid != uid)
+        return len(self._waiting) + len(self._failed) < before
 
     # ----- steps -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +246,11 @@ class Scheduler:
         """One forward: a new token of each sequence that generates or whose prompt ended in it.
 
         Raises:
+            RequestError: a request has failed, once for each; see [Note: a request that fails]. Go on with `step`.
             StateError: nothing can be computed, since somebody else has the engine's blocks.
         """
+        if self._failed:
+            raise self._failed.popleft()
         if not self.has_work:
             return []
         plan = self._plan()
@@ -241,7 +266,10 @@ class Scheduler:
             del request.pending[:number]
             if not request.pending:
                 done.append((row, request))
-        return self._advance(logits, done) if done else []
+        found = self._advance(logits, done) if done else []
+        if self._failed and not found:
+            raise self._failed.popleft()
+        return found
 
     def _plan(self) -> list[tuple[Request, int]]:
         """(request, tokens) of the next step: first those that generate, then prompts, the oldest first."""
@@ -296,13 +324,17 @@ class Scheduler:
 
     def _advance(self, logits: Tensor, done: Sequence[tuple[int, Request]]) -> list[NewToken]:
         """Choose the next token of requests, each from its row of the logits."""
-        greatest = logits.argmax(-1).tolist()
+        best, greatest = logits.argmax(-1).tolist(), logits.amax(-1).tolist()
         found = []
         for row, request in done:
-            token = greatest[row]
-            if request.sampling.temperature > 0:
-                chances = request.sampling.probabilities(logits[row]).cpu()
-                token = int(torch.multinomial(chances, 1, generator=request.random))
+            try:
+                token = _chosen(request, logits[row], best[row], greatest[row])
+            except Exception as error:  # noqa: BLE001 - of whatever kind, it is of this request
+                failed = RequestError(request.uid, first_line(error))
+                failed.__cause__ = error
+                self._failed.append(failed)
+                self._forget(request)
+                continue
             request.generated.append(token)
             request.pending = [token]
             finish = request.finish_after(token)
@@ -314,7 +346,11 @@ class Scheduler:
     # ----- loops -----------------------------------------------------------------------------------------------------
 
     def stream(self) -> Iterator[NewToken]:
-        """Tokens of all requests as they come, until none is left; more may be submitted meanwhile."""
+        """Tokens of all requests as they come, until none is left; more may be submitted meanwhile.
+
+        Raises:
+            RequestError: as `step`; call it again for the other requests.
+        """
         while self.has_work:
             yield from self.step()
 
@@ -336,6 +372,7 @@ def generate(
 
     Raises:
         ConfigError: as `Scheduler` and its `submit`.
+        RequestError: the first prompt that failed; the others end with it.
     """
     scheduler, given = Scheduler(engine, token_budget), list(prompts)
     stops = _integers("generate: stop_tokens", stop_tokens, of_one=True)
@@ -351,9 +388,28 @@ def generate(
         own = Sampling(base.temperature, base.top_k, base.top_p, base.seed + index)
         uids.append(scheduler.submit(prompt, number, stop_tokens=stops, sampling=own))
     found: dict[int, list[int]] = {uid: [] for uid in uids}
-    for new in scheduler.stream():
-        found[new.uid].append(new.token)
+    try:
+        for new in scheduler.stream():
+            found[new.uid].append(new.token)
+    except RequestError as error:
+        raise RequestError(error.uid, error.reason, f"generate: prompts[{uids.index(error.uid)}]") from error
+    finally:
+        for uid in uids:  # the engine is the caller's, and goes on
+            scheduler.cancel(uid)
     return [found[uid] for uid in uids]
+
+
+def _chosen(request: Request, logits: Tensor, best: int, greatest: float) -> int:
+    """best, greatest: where the greatest logit is, and which."""
+    if not math.isfinite(greatest):
+        raise ArithmeticError(
+            f"the greatest logit of its next token is {greatest}, so that none can be chosen; look for weights that "
+            "are not finite, and for activations beyond 65504 if the model is in fp16"
+        )
+    if request.sampling.temperature == 0:
+        return best
+    chances = request.sampling.probabilities(logits).cpu()
+    return int(torch.multinomial(chances, 1, generator=request.random))
 
 
 def _listed(given: Any) -> list[Any] | None:
