@@ -383,6 +383,17 @@ def test_an_engine_of_init_inference_is_taken_as_it_is() -> None:
         InferenceEngineV2(ours, {"quantization": {"quantization_mode": "int8"}})
 
 
+def test_a_second_engine_over_a_model_says_what_there_is() -> None:
+    said = "there is an engine over this LlamaForCausalLM already, .* or build the model again"
+    engine = InferenceEngineV2(make_model(), settings())
+    with pytest.raises(StateError, match=said):
+        InferenceEngineV2(engine.model, settings())
+    ours = deepspeed.init_inference(make_model(), dtype=torch.float, replace_with_kernel_inject=True)
+    with pytest.raises(StateError, match=said):
+        deepspeed.init_inference(ours.module, dtype=torch.half, replace_with_kernel_inject=True)
+    assert ours.module.dtype == torch.float, "the engine that there is stays as it was"
+
+
 def bert() -> Any:
     sizes = {**_SIZES, "is_decoder": False}
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))

@@ -206,6 +206,66 @@ def test_what_the_loop_does_not_serve_is_transformers_own(words: dict[str, Any],
     assert steps == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cache_implementation", "static"), ("cache_implementation", "dynamic"), ("prompt_lookup_num_tokens", 2)],
+)
+def test_what_the_models_own_configuration_asks_for_is_transformers_own(
+    name: str, value: Any, steps: list[int]
+) -> None:
+    from transformers import GenerationConfig
+
+    plain, injected = pair("llama")
+    batch = {"input_ids": padded_batch()["input_ids"][:1]}
+    for model in (plain, injected):
+        setattr(model.generation_config, name, value)
+    for words in ({}, {"generation_config": GenerationConfig(pad_token_id=0, max_new_tokens=6)}):
+        keys = {"do_sample": False, "max_new_tokens": 6, **words}
+        wanted, found = (model.generate(**batch, **keys) for model in (plain, injected))
+        assert torch.equal(found, wanted)
+    assert steps == []
+    again = injected.generate(**batch, max_new_tokens=6, do_sample=False, **{name: None})
+    assert torch.equal(again, wanted)
+    assert steps, "the argument counts"
+
+
+def test_a_cache_that_older_files_name_is_none(steps: list[int]) -> None:
+    plain, injected = pair("llama")
+    for model in (plain, injected):
+        model.generation_config.cache_implementation = "hybrid"
+    wanted, found = (model.generate(**padded_batch(), max_new_tokens=6, do_sample=False) for model in (plain, injected))
+    assert torch.equal(found, wanted)
+    assert steps
+
+
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+@pytest.mark.parametrize("words", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}], ids="-".join)
+def test_loops_that_transformers_loads_from_the_hub_are_left_to_it(
+    words: dict[str, Any], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationMixin
+
+    _, injected = pair("llama")
+    keys: dict[str, Any] = {**padded_batch(), "max_new_tokens": 3, "do_sample": False}
+    if by == "argument":
+        keys |= words
+    else:
+        for name, value in words.items():
+            setattr(injected.generation_config, name, value)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        injected.generate(**keys)
+    asked: list[str] = []
+
+    def load(_: Any, repository: str, **__: Any) -> Callable[..., Any]:
+        asked.append(repository)
+        return lambda model, **given: given
+
+    monkeypatch.setattr(GenerationMixin, "load_custom_generate", load)
+    given = injected.generate(**keys, trust_remote_code=True)
+    assert asked
+    assert given.get("past_key_values") is None
+
+
 def test_beams_of_a_configuration_run_in_transformers_loop(steps: list[int]) -> None:
     from transformers import GenerationConfig
 

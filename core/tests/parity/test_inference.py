@@ -5,10 +5,13 @@ Models are made from tiny configurations with random weights.
 
 import copy
 import json
+from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.config.base import json_keys
+from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.quantized import PackedLinear
 from deepspeed.ops.quantizer.packed import pack_weight, unpack_weight
@@ -307,6 +310,14 @@ class Block(torch.nn.Module):
 
 WRONG = {
     "unknown key": ({"dtyp": "fp32"}, "dtyp: found an unknown key; did you mean 'dtype'"),
+    "no causal mask": ({"triangular_masking": False}, "triangular_masking: found false, but fused blocks attend as"),
+    "no causal mask, by its alias": ({"tm": False}, "tm: found false, but fused blocks"),
+    "groups of one's own": ({"mpu": object()}, "mpu: found .*, but groups of your own are not in this version"),
+    **{
+        name: ({name: object()}, f"^{name}: found .*, but experts are not divided for inference")
+        for name in ("ep_group", "expert_group", "ep_mp_group", "expert_mp_group")
+    },
+    "keys in an object": ({"config": {"config": {"dtype": "fp32"}}}, "config: found .*, but give its keys beside it"),
     "dtype": ({"dtype": "fp12"}, "dtype: found 'fp12'"),
     "groups that do not fit": (
         {"dtype": "int8", "quant": {"weight": {"q_groups": 24}}},
@@ -354,6 +365,31 @@ WRONG = {
     "a policy of another form": ({"injection_policy": ["down"]}, r"injection_policy: found \['down'\]; give a dict"),
     "zero": ({"zero": {"stage": 3}}, "deepspeed.initialize"),
 }
+
+
+NO_EFFECT = {  # DeepSpeed's defaults
+    **{"triangular_masking": True, "tm": True, "transposed_mode": False, "return_tuple": True, "moe": False},
+    **{"mpu": None, "ep_group": None, "expert_group": None, "ep_mp_group": None, "expert_mp_group": None, "args": None},
+    **{"ep_size": 1, "moe_experts": [1], "moe_type": "standard", "training_mp_size": 1, "replace_method": "auto"},
+    **{"use_triton": False, "triton_autotune": False, "min_out_tokens": 1, "set_empty_params": False, "zero": {}},
+}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_keys_without_effect_are_taken_at_their_default(name, single_rank, monkeypatch):
+    said = []
+    monkeypatch.setattr("deepspeed.log.logger.warning", lambda *text: said.append(text))
+    for keys in ({name: NO_EFFECT[name]}, {"config": {name: NO_EFFECT[name]}}):
+        deepspeed.init_inference(torch.nn.Linear(2, 2), **keys)
+    assert said == []
+
+
+def test_every_name_of_deepspeeds_configuration_is_a_key():
+    path = Path(__file__).parents[1] / "compat/deepspeed_names.json"
+    keys = {*json_keys(DeepSpeedInferenceConfig), *DeepSpeedInferenceConfig.moved}
+    for modules in (version["modules"] for version in json.loads(path.read_text()).values()):
+        members = modules["deepspeed.inference.config"]["DeepSpeedInferenceConfig"]
+        assert {name for name, arguments in members.items() if arguments is None} <= keys
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -16,6 +16,9 @@ _BY_WEIGHT_QUANTIZATION = (
     "init_inference quantizes all linear layers, once they are loaded; use weight_quantization, the section of these "
     "keys, with deepspeed.inference.quantization before it"
 )
+_CAUSAL = refused("fused blocks attend as the model's own layers do, causal or not")
+_OWN_GROUPS = refused("groups of your own are not in this version; give tensor_parallel.tp_size")
+_NO_EXPERTS = refused("experts are not divided for inference")
 
 
 # spelling -> dtype with which weights of linear layers are packed
@@ -186,6 +189,21 @@ class DeepSpeedInferenceConfig(LaxSection):
     max_batch_size: Int | None = key(None, "Sequences that it holds.", ge=1, support=_INJECTED)
     transposed_mode: Flag = key(False, "Weights of injected layers are transposed.", support=_INJECTED)
     return_tuple: Flag = key(True, "Injected layers return a tuple.", support=_INJECTED)
+    triangular_masking: Flag = key(True, "Injected layers of decoders are causal.", support=_CAUSAL)
+    tm: Flag = key(True, "As `triangular_masking`.", support=_CAUSAL)
+    mpu: Any = key(None, "Groups of the caller's own.", support=_OWN_GROUPS)
+    ep_group: Any = key(None, "Ranks that share the experts.", support=_NO_EXPERTS)
+    expert_group: Any = key(None, "As `ep_group`.", support=_NO_EXPERTS)
+    ep_mp_group: Any = key(None, "Ranks that share one expert.", support=_NO_EXPERTS)
+    expert_mp_group: Any = key(None, "As `ep_mp_group`.", support=_NO_EXPERTS)
+    config: Any = key(
+        None,
+        "Keys in another object.",
+        support=refused("give its keys beside it, or init_inference(config=...)", ({},)),
+    )
+    args: Any = key(
+        None, "As `config`.", support=refused("give its keys beside it, or init_inference(config=...)", ({},))
+    )
     training_mp_size: Int = key(
         1, "Ranks over which the checkpoint was divided.", ge=1, support=quiet("the checkpoint's files tell")
     )

@@ -17,11 +17,12 @@ from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.supported import check_supported
 from deepspeed.engine.device import check_dtypes, claim_device
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.inference.checkpoint import CheckpointWeights, read_description
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.export import all_ranks, division_of, save_parts
 from deepspeed.inference.injection import inject
+from deepspeed.inference.injection.inject import is_injected
 from deepspeed.inference.load_weights import has_no_values, load_weights, take_values_away
 from deepspeed.inference.quantized import Packing, dtype_of, layer_groups
 from deepspeed.log import announce
@@ -58,11 +59,19 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
     Raises:
         ConfigError: names the key, what was found and what is allowed; also where the model cannot be divided so.
         CheckpointError: a file or a weight of `checkpoint` is missing, damaged or of another model; names it.
+        StateError: fused blocks are asked for, and an engine over the model has put them there before.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"init_inference: model is {type(model).__name__}; pass a torch.nn.Module")
     settings = _settings(config, kwargs)
     check_supported(settings)
+    if settings.replace_with_kernel_inject and is_injected(model):
+        raise StateError(
+            f"init_inference: there is an engine over this {type(model).__name__} already, of init_inference or "
+            "InferenceEngineV2, and its layers compute by fused blocks; go on with that engine (InferenceEngineV2 "
+            "takes that of init_inference), or build the model again, since an engine does not give it back. A model "
+            "that you gave to inject() is whole after restore() of what that returned"
+        )
     loads = _loads(model, settings)
     groups_of = layer_groups(settings)
     dtype = dtype_of(model) if groups_of is not None else torch_dtype(settings.dtype)

@@ -18,6 +18,12 @@ from deepspeed.inference.decode_loop import DecodeLoop
 if TYPE_CHECKING:
     from deepspeed.inference.injection.decoder import Decoder
 
+# What asks for a cache or a loop of transformers' own, where it is not None: as an argument, or in a configuration.
+_OF_THEIR_OWN = (
+    "cache_implementation",
+    "prompt_lookup_num_tokens",
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),  # loops on the hub, which it downloads
+)
 # Arguments of `generate` that only transformers' loops know, or that they are handed and ours would not be.
 _FOR_THEIR_LOOPS = ("custom_generate", "synced_gpus", "tokenizer", "assistant_tokenizer", "negative_prompt_ids")
 
@@ -31,7 +37,8 @@ def can_generate(model: nn.Module) -> bool:
 class StaticGeneration:
     """Takes the place of `model.generate`: passes an empty cache of `max_tokens` where the caller passes none.
 
-    A caller's `past_key_values`, `use_cache=False` and `cache_implementation` are honored. Greedy and sampled
+    A caller's `past_key_values`, `use_cache=False` and `cache_implementation` are honored, also in the model's own
+    `generation_config`, and ways of generation that transformers loads from the hub are left to it. Greedy and sampled
     generation of a model in the table of decoders runs in a loop of our own, all else in transformers' loops; tokens
     and random numbers are those of the plain model.
 
@@ -52,7 +59,7 @@ class StaticGeneration:
             ConfigError: prompt and new tokens are more than max_out_tokens.
         """
         config = args[0] if args else kwargs.get("generation_config")
-        if not _chooses_cache(config, kwargs):
+        if not self._is_theirs(config, kwargs):
             self._check_length(inputs, config, kwargs)
             kwargs["past_key_values"] = static_cache(self.max_tokens)
             if (loop := self._loop(args, config, kwargs)) is not None:
@@ -81,20 +88,29 @@ class StaticGeneration:
                 f"max_out_tokens is {self.max_tokens}; set max_out_tokens to at least {needed}, or generate fewer"
             )
 
+    def _is_theirs(self, config: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether caches and loops of transformers were asked for."""
+        if kwargs.get("past_key_values") is not None or kwargs.get("assistant_model") is not None:
+            return True
+        if any(self._setting(name, config, kwargs) is not None for name in _OF_THEIR_OWN):
+            return True
+        num_groups = self._setting("num_beam_groups", config, kwargs)
+        return (num_groups or 1) > 1 or self._setting("use_cache", config, kwargs) is False
+
+    def _setting(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """As transformers finds it: an argument, else in the caller's configuration, else in the model's own."""
+        if name in kwargs:
+            return kwargs[name]
+        given = getattr(config, name, None)
+        if given is not None:
+            return given
+        found = getattr(self.model.generation_config, name, None)
+        # what files of older models say; transformers 5 takes it for none
+        return None if name == "cache_implementation" and found == "hybrid" else found
+
     def release(self) -> None:
         """Give the model its own `generate` back."""
         del self.model.generate
-
-
-def _chooses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("past_key_values") is not None:
-        return True
-    for name in ("cache_implementation", "prompt_lookup_num_tokens"):
-        if kwargs.get(name, getattr(config, name, None)) is not None:
-            return True
-    if kwargs.get("assistant_model") is not None:
-        return True
-    return kwargs.get("use_cache", getattr(config, "use_cache", True)) is False
 
 
 def static_cache(max_tokens: int) -> Any:

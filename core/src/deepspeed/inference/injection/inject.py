@@ -71,7 +71,7 @@ def inject(
     if max_out_tokens < 1:
         raise ConfigError(f"inject: max_out_tokens is {max_out_tokens}; give the tokens of the longest sequence")
     layers = list(_known_layers(model, policies or {}))
-    if any(isinstance(layer.__dict__.get("forward"), FusedBlock) for _, layer, _, _ in layers):
+    if is_injected(model):
         raise StateError("inject: the model is injected already; call restore() of what inject returned first")
     if dtype is not None:
         cast_floating(model.parameters(), dtype)
@@ -97,6 +97,11 @@ def inject(
     if names and can_generate(model):
         done._generation = StaticGeneration(model, max_out_tokens, _decoder_of(model))
     return done
+
+
+def is_injected(model: nn.Module) -> bool:
+    """Whether a layer computes by a fused block."""
+    return any(isinstance(vars(module).get("forward"), FusedBlock) for module in model.modules())
 
 
 def _decoder_of(model: nn.Module) -> Decoder | None:
