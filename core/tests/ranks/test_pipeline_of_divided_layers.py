@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.testing.distributed import run_ranks
@@ -34,9 +35,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def layers():
+def layers(kinds="BBBB"):
+    """Between the ends: B a block, N a norm, which is not divided."""
     tied = TiedLayerSpec("embed", Embed), TiedLayerSpec("embed", Embed, forward_fn=as_logits)
-    return [tied[0], *(LayerSpec(Block) for _ in range(4)), tied[1]]
+    return [tied[0], *(LayerSpec(Block) if kind == "B" else LayerSpec(nn.LayerNorm, WIDTH) for kind in kinds), tied[1]]
 
 
 def loss_fn(logits, labels):
@@ -50,10 +52,10 @@ def batches(dp_rank):
         yield tokens, tokens.roll(1, 1)
 
 
-def reference(dp, clip):
+def reference(dp, clip, kinds="BBBB"):
     """Losses, and weights by the names of PipelineModule."""
     modules = {}
-    for index, spec in enumerate(layers()[:-1]):
+    for index, spec in enumerate(layers(kinds)[:-1]):
         torch.manual_seed(SEED + index)
         modules["tied_modules.embed" if index == 0 else str(index)] = spec.build()
     params = [param for module in modules.values() for param in module.parameters()]
@@ -79,10 +81,10 @@ def reference(dp, clip):
     }
 
 
-def train_job(sizes, stage, clip, schedule):
+def train_job(sizes, stage, clip, schedule, kinds="BBBB", divided=("up", "down")):
     specs = [
-        {"patterns": [r".*\.up\.weight"], "partition_type": "column"},
-        {"patterns": [r".*\.down\.weight"], "partition_type": "row"},
+        {"patterns": [rf".*\.{divided[0]}\.weight"], "partition_type": "column"},
+        {"patterns": [rf".*\.{divided[1]}\.weight"], "partition_type": "row"},
     ]
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -94,7 +96,14 @@ def train_job(sizes, stage, clip, schedule):
         "tensor_parallel": {"autotp_size": sizes["tp"], "partition_config": {"layer_specs": specs}},
         "pipeline": {"schedule": schedule},
     }
-    model = PipelineModule(layers(), num_stages=sizes["pp"], loss_fn=loss_fn, seed_layers=True, base_seed=SEED)
+    model = PipelineModule(
+        layers(kinds),
+        num_stages=sizes["pp"],
+        loss_fn=loss_fn,
+        seed_layers=True,
+        base_seed=SEED,
+        partition_method="uniform",
+    )
     engine = deepspeed.initialize(model=model, config=config)[0]
     data = batches(engine.mesh.rank("dp"))
     ends = engine.is_first_stage() or engine.is_last_stage()
@@ -118,9 +127,25 @@ def train_job(sizes, stage, clip, schedule):
     ],
 )
 def test_stages_of_divided_layers_learn_what_the_whole_model_learns(world, sizes, stage, clip, schedule):
-    losses, weights = reference(sizes.get("dp", 1), clip)
+    compare(reference(sizes.get("dp", 1), clip), run_ranks(world, train_job, sizes, stage, clip, schedule))
+
+
+@pytest.mark.parametrize("kinds", ["NNBB", "BBNN"])
+def test_a_stage_may_have_no_layer_that_is_divided(kinds):
+    results = run_ranks(4, train_job, {"pp": 2, "tp": 2}, 1, 0.3, "1f1b", kinds)
+    compare(reference(1, 0.3, kinds), results)
+
+
+def test_patterns_that_match_in_no_stage_are_refused():
+    with pytest.raises(ConfigError, match="no pattern matches a weight of any stage of the pipeline; those"):
+        run_ranks(4, train_job, {"pp": 2, "tp": 2}, 0, 0.0, "1f1b", "BBBB", ("left", "right"))
+
+
+def compare(expected, results):
+    """Losses, and each rank's part of the weights; together the ranks have all."""
+    losses, weights = expected
     seen = set()
-    for own_losses, own in run_ranks(world, train_job, sizes, stage, clip, schedule):
+    for own_losses, own in results:
         assert own_losses == pytest.approx(losses, rel=1e-5)
         for name, (part, value) in own.items():
             whole = weights[name] if part is None else part.take(weights[name])

@@ -110,6 +110,7 @@ def divide_model(
     divides_sequence: bool = False,
     stays_whole: Collection[str] = (),
     has_values: bool = True,
+    is_stage: bool = False,
 ) -> None:
     """Divide the model over `ranks`, in place.
 
@@ -121,12 +122,13 @@ def divide_model(
         divides_sequence: also divide the sequence between blocks; see `sequence_norms.py`.
         stays_whole: paths of modules that the plan does not concern.
         has_values: False: parameters may be on the meta device, and get the values of their parts later.
+        is_stage: the model is a stage of a pipeline, and all ranks divide theirs: some stage has layers of the plan.
 
     Raises:
         ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
     """
     _check_dividable(model, ranks, has_values=has_values)
-    divisions = _find(model, ranks, plan, grain, stays_whole)
+    divisions = _find(model, ranks, plan, grain, stays_whole, is_stage=is_stage)
     stack = find_stack(model, plan) if divides_sequence else None
     _copy_from_first(model, ranks)
     ranks.agree_on_random_state()
@@ -191,14 +193,27 @@ def _check_dividable(model: nn.Module, ranks: TensorRanks, *, has_values: bool) 
 
 
 def _find(
-    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, grain: int, stays_whole: Collection[str]
+    model: nn.Module,
+    ranks: TensorRanks,
+    plan: TensorPlan,
+    grain: int,
+    stays_whole: Collection[str],
+    *,
+    is_stage: bool,
 ) -> list[_Division]:
     matched = [
         (path, module, rule)
         for path, module in model.named_modules()
         if path not in stays_whole and (rule := plan.rule_for(path))
     ]
-    if not any(rule.weight != Replicate() for _, _, rule in matched):
+    divides = any(rule.weight != Replicate() for _, _, rule in matched)
+    if not (any(all_gather_values(divides)) if is_stage else divides):
+        if not plan.rules:  # of patterns, for a pipeline
+            names = [name for name, _ in model.named_parameters() if name.endswith("weight")][:3]
+            raise ConfigError(
+                "tensor_parallel.partition_config.layer_specs: no pattern matches a weight of any stage of the "
+                f"pipeline; those of this one have names such as {', '.join(names)}"
+            )
         raise ConfigError(
             f"tensor parallelism: no layer of {type(model).__name__} is named as the plan {plan.name!r} expects "
             f"({', '.join(rule.path for rule in plan.rules[:4])} ...); describe its layers in "

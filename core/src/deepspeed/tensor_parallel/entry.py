@@ -34,9 +34,11 @@ def choose_plan(
     preset_model: str | None = None,
     partition_config: Mapping[str, Any] | None = None,
     policy: Policy | None = None,
+    is_stage: bool = False,
 ) -> TensorPlan:
     """The plan for `model`, first that there is of: `partition_config`, `policy` (see `policy.py`), `preset_model`, the
-    table of its model type, the `tp_plan` that transformers gives it, and what its structure tells.
+    table of its model type, the `tp_plan` that transformers gives it, and what its structure tells. `is_stage`: see
+    `plan_of_config`.
 
     Raises:
         ConfigError: for an unknown preset, a malformed config, or a model whose structure does not tell.
@@ -46,7 +48,7 @@ def choose_plan(
     if partition_config is not None:
         uses_table = bool(partition_config.get("use_default_specs", False))
         default = _table_of(model_type, preset_model, config) if uses_table or preset_model else None
-        return plan_of_config(partition_config, default, model_type, model)
+        return plan_of_config(partition_config, default, model_type, model, is_stage=is_stage)
     if policy is not None:
         return plan_of_policy(model, policy, _table_of(model_type, preset_model, config))
     if preset_model is not None:
@@ -135,7 +137,8 @@ def divide_over(
     policy: Policy | None = None,
     has_values: bool = True,
 ) -> None:
-    """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis.
+    """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis, and of all
+    ranks where the model is a stage of a pipeline.
 
     Args:
         policy: names of its row-parallel layers, see `policy.py`; None: the plan is chosen by the model.
@@ -156,7 +159,11 @@ def divide_over(
     if section.vocab_parallel_lm_head:
         check_loss(model)
     plan = choose_plan(
-        model, preset_model=section.preset_model, partition_config=section.partition_config, policy=policy
+        model,
+        preset_model=section.preset_model,
+        partition_config=section.partition_config,
+        policy=policy,
+        is_stage=mesh.size("pp") > 1,
     )
     divide_model(
         model,
@@ -167,6 +174,7 @@ def divide_over(
         divides_sequence=section.sequence_parallel,
         stays_whole=_layers_of_experts(model),
         has_values=has_values,
+        is_stage=mesh.size("pp") > 1,
     )
 
 

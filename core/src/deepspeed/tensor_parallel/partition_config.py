@@ -29,13 +29,19 @@ _KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types")
 
 
 def plan_of_config(
-    config: Mapping[str, Any], default: TensorPlan | None, model_type: str, model: nn.Module
+    config: Mapping[str, Any],
+    default: TensorPlan | None,
+    model_type: str,
+    model: nn.Module,
+    *,
+    is_stage: bool = False,
 ) -> TensorPlan:
     """The plan that `config` describes for `model`.
 
     Args:
         default: a plan for modules that no pattern names; None: these stay whole.
         model_type: of the model; a spec may be for some types only.
+        is_stage: the model is a stage of a pipeline, of which another may have what the patterns match.
 
     Raises:
         ConfigError: for a malformed spec, a pattern that matches nothing, or no spec at all.
@@ -58,7 +64,7 @@ def plan_of_config(
                 continue
             decided.add(path)
             rules.append(_rule(spec, path, model, f"{_KEY}.layer_specs[{place}]"))
-    if not any(isinstance(rule.weight, Shard) for rule in rules) and default is None:
+    if default is None and not is_stage and not any(isinstance(rule.weight, Shard) for rule in rules):
         raise ConfigError(
             f"{_KEY}.layer_specs: no pattern matches a weight of {type(model).__name__}, whose weights have names such "
             f"as {', '.join([name for name, _ in model.named_parameters() if name.endswith('weight')][:3])}"
