@@ -190,12 +190,15 @@ def distance(weights, others):
 
 
 def test_bf16_is_as_exact_as_plain_bf16():
-    """Beside bf16 on one rank; and no further from fp32 than that, as sums over tokens are made in other orders."""
+    """Beside bf16 on one rank; and no further from fp32 than that, as sums over tokens are made in other orders.
+
+    Each of the two is about as far from fp32 as the other, so they may be twice that from each other.
+    """
     case = Case(sp=2, dp=1, stage=2, bf16=True, clip=0.5)
     losses, weights = plain_bf16(case.reference)
     exact_losses, exact = plain(replace(case.reference, bf16=False))
     noise = max(abs(loss - other) for loss, other in zip(losses, exact_losses, strict=True))
     assert 1e-4 < noise < 1e-3
     for own_losses, own in run_ranks(2, train_job, case):
-        assert own_losses == pytest.approx(losses, abs=noise)
+        assert own_losses == pytest.approx(losses, abs=2 * noise)
         assert distance(own, exact) < 1.25 * distance(weights, exact)
