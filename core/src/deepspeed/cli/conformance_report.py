@@ -1,4 +1,4 @@
-"""The output of `ds_conformance`: its progress, tables for people, a Markdown page to publish.
+"""The output of `ds_conformance`: its progress, tables for people, a Markdown page for a vendor's site.
 
 The tables show the plain values that `deepspeed.testing.recording` wrote. `follow` reads what it writes meanwhile to
 the file descriptor of `--ds-progress`: one JSON object a line, first `{"themes": {theme: number of tests}}`, then
