@@ -19,6 +19,7 @@ _BY_WEIGHT_QUANTIZATION = (
 _CAUSAL = refused("fused blocks attend as the model's own layers do, causal or not")
 _OWN_GROUPS = refused("groups of your own are not in this version; give tensor_parallel.tp_size")
 _NO_EXPERTS = refused("experts are not divided for inference")
+_BESIDE = refused("give its keys beside it, or init_inference(config=...)", ({},))
 
 
 # spelling -> dtype with which weights of linear layers are packed
@@ -196,14 +197,8 @@ class DeepSpeedInferenceConfig(LaxSection):
     expert_group: Any = key(None, "As `ep_group`.", support=_NO_EXPERTS)
     ep_mp_group: Any = key(None, "Ranks that share one expert.", support=_NO_EXPERTS)
     expert_mp_group: Any = key(None, "As `ep_mp_group`.", support=_NO_EXPERTS)
-    config: Any = key(
-        None,
-        "Keys in another object.",
-        support=refused("give its keys beside it, or init_inference(config=...)", ({},)),
-    )
-    args: Any = key(
-        None, "As `config`.", support=refused("give its keys beside it, or init_inference(config=...)", ({},))
-    )
+    config: Any = key(None, "Keys in another object.", support=_BESIDE)
+    args: Any = key(None, "As `config`.", support=_BESIDE)
     training_mp_size: Int = key(
         1, "Ranks over which the checkpoint was divided.", ge=1, support=quiet("the checkpoint's files tell")
     )

@@ -101,15 +101,16 @@ def test_a_file_without_a_counter_is_refused_before_anything_changes(create, tmp
     assert torch.equal(whole_weight(engine), before)
 
 
-def test_a_torch_schedule_takes_numbers_where_it_has_numbers(make_engine, tmp_path):
-    def create():
-        net = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return make_engine(net, arguments={"optimizer": optimizer, "lr_scheduler": schedule}, optimizer=None)
+def engine_with(make_engine, create_schedule):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    arguments = {"optimizer": optimizer, "lr_scheduler": create_schedule(optimizer)}
+    return make_engine(net, arguments=arguments, optimizer=None)
 
-    create().save_checkpoint(tmp_path, "t")
-    engine = create()
+
+def test_a_torch_schedule_takes_numbers_where_it_has_numbers(make_engine, tmp_path):
+    engine_with(make_engine, torch.optim.lr_scheduler.ReduceLROnPlateau).save_checkpoint(tmp_path, "t")
+    engine = engine_with(make_engine, torch.optim.lr_scheduler.ReduceLROnPlateau)
     (path,) = tmp_path.glob(f"t/*{layout.model_file(0)}")
     path.with_name("index.json").unlink()
     state = torch.load(path, weights_only=True)
@@ -154,14 +155,8 @@ def create_schedules(optimizer):
     ],
 )
 def test_a_schedule_is_refused_whose_parts_are_not_in_its_state(make_engine, tmp_path, kind, path_to, change, message):
-    def create():
-        net = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        schedule = create_schedules(optimizer)[kind]
-        return make_engine(net, arguments={"optimizer": optimizer, "lr_scheduler": schedule}, optimizer=None)
-
-    create().save_checkpoint(tmp_path, "t")
-    engine = create()
+    engine_with(make_engine, lambda optimizer: create_schedules(optimizer)[kind]).save_checkpoint(tmp_path, "t")
+    engine = engine_with(make_engine, lambda optimizer: create_schedules(optimizer)[kind])
     (path,) = tmp_path.glob(f"t/*{layout.model_file(0)}")
     path.with_name("index.json").unlink()
     state = torch.load(path, weights_only=True)
