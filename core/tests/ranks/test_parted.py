@@ -307,22 +307,26 @@ def leave_in_the_middle_of_a_message(numel):
     while True:
         output_N, input_N = torch.zeros(numel), torch.ones(numel)
         group.barrier()
-        is_partial, error = torch.zeros(1), None
+        is_cut_off, error = torch.zeros(1), None
         work = group.all_to_all(output_N, input_N)
         try:
             if torch.distributed.get_rank() == 1:
                 while output_N[0] == 0:
                     pass
-                is_partial += output_N[numel // 2 - 1] == 0
+                is_cut_off += output_N[numel // 2 - 1] == 0
                 raise MemoryError("no memory")
             work.wait()
-        except (MemoryError, PeerFailed) as raised:
+        except PeerFailed as raised:
+            group.abandon([work], failed=True)
+            is_cut_off += 1
+            error = raised
+        except MemoryError as raised:
             group.abandon([work], failed=True)
             error = raised
-        else:  # all had come, and nothing fails here
+        else:  # the last of the numbers were sent before the peer left, and nothing fails here
             group.abandon([], failed=True)
-        group.all_reduce(is_partial).wait()
-        if is_partial:
+        group.all_reduce(is_cut_off).wait()
+        if is_cut_off == 2:  # on both ranks
             return f"{type(error).__name__}: {error}"
 
 

@@ -497,6 +497,7 @@ if pid == 0:
     signal.pause()
 print(writer_of(checkpointer), pid, flush=True)
 if sys.argv[2] == "kill":
+    checkpointer.wait_for_copy()  # what was not copied by then is lost with the trainer
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "close":
     checkpointer.close()
