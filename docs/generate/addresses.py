@@ -29,6 +29,13 @@ ALIASES = {
     "runtime.constants": "config.constants",
 }
 
+# Old module of those -> names that the new one does not have: old name -> "new.module:name".
+BESIDE = {
+    "runtime.engine": {
+        name: f"engine.optimizers:{name}" for name in ("DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable")
+    },
+}
+
 # `deepspeed.runtime.config` has the optimizers' names beside its classes.
 _OPTIMIZERS = "adagrad adam adamw lamb lion muon onebit_adam onebit_lamb zero_one_adam muadam muadamw musgd"
 _OPTIMIZER_NAMES = {
@@ -41,6 +48,7 @@ _OPTIMIZER_NAMES = {
 
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
 COLLECTIONS = {
+    "comm.reduce_op": {"ReduceOp": "comm:ReduceOp"},
     "constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
         "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",
@@ -100,6 +108,7 @@ COLLECTIONS = {
     "module_inject.tp_training": {
         "tp_model_init": "tensor_parallel.entry:tp_model_init",
     },
+    "ops.quantizer.quantizer": {"ds_quantizer": "ops.quantizer.fake:ds_quantizer"},
     "profiling.config": {
         "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",
     },
@@ -217,6 +226,13 @@ COLLECTIONS = {
             "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_live"
         ),
     },
+    "utils.z3_leaf_module": {
+        name: f"zero.module_units:{name}"
+        for name in (
+            *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
+            *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"),
+        )
+    },
     "runtime.torch_autocast": {
         name: f"precision.policy:{name}"
         for name in ("autocast_if_enabled", "get_default_autocast_lower_precision_modules")
@@ -245,6 +261,10 @@ COLLECTIONS = {
 
 # Old package -> names it has beside its modules. Packages that only hold modules are not listed.
 PACKAGES = {
+    "runtime": {
+        "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
+        "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",
+    },
     "runtime.pipe": {
         "LayerSpec": "pipe.layer_spec:LayerSpec",
         "PipelineModule": "pipe.module:PipelineModule",

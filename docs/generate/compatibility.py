@@ -83,7 +83,8 @@ _OTHERS = """
 ## Other modules and names
 
 Every other module and public name of DeepSpeed 0.19.6 and 0.19.8, by the feature whose sentence it refuses with. A
-module without names is not here as a whole; of one with names, the others are here.
+module without names is not here as a whole; of one with names, the others are here. What a package takes from another
+module (`deepspeed.comm.mpi_discovery` from `deepspeed.comm.comm`) is listed there: it is here where the other one is.
 
 | feature | instead | modules and names, below `deepspeed` |
 |---|---|---|
@@ -142,7 +143,8 @@ def _others() -> Iterator[str]:
     by_feature: dict[Feature, list[str]] = defaultdict(list)
     for module, names in sorted(upstream_names().items()):
         below, here = module.removeprefix("deepspeed").removeprefix("."), importlib.import_module(module)
-        absent = [name for name in names if is_absent(getattr(here, name))]
+        own = [name for name, kind in names.items() if not kind.startswith("deepspeed")]  # others stand where they are
+        absent = [name for name in own if is_absent(getattr(here, name))]
         if below in MODULES or not (absent or is_absent_module(here)):
             continue
         listed = "" if is_absent_module(here) else f": {', '.join(absent)}"

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from addresses import ALIASES, COLLECTIONS, PACKAGES
+from addresses import ALIASES, BESIDE, COLLECTIONS, PACKAGES
 from deepspeed.compatibility import FEATURES, MODULES
 
 _ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ import {new}
 from deepspeed._absent import complete
 from {new} import *{noqa}
 
-complete(__name__, {new})
+complete({arguments})
 sys.modules[__name__] = {new}
 '''
 
@@ -82,7 +82,7 @@ The old name *is* the new module: `import` gives the same object, and replacing 
 
 def render() -> dict[Path, str]:
     """File -> its whole text."""
-    files = {_module(old): _alias(old, f"deepspeed.{new}") for old, new in ALIASES.items()}
+    files = {_module(old): _alias(old, f"deepspeed.{new}", BESIDE.get(old, {})) for old, new in ALIASES.items()}
     files |= {_module(old): _collection(names) for old, names in COLLECTIONS.items()}
     for old, module in MODULES.items():
         files[_absent_path(old)] = _ABSENT.format(by=_BY, title=FEATURES[module.feature].title)
@@ -118,10 +118,12 @@ def _packages() -> dict[str, set[str]]:
     return {package: modules for package, modules in packages.items() if package not in MODULES}
 
 
-def _alias(old: str, new: str) -> str:
+def _alias(old: str, new: str, beside: dict[str, str]) -> str:
     # lint looks away in runtime/ and utils/ only
     noqa = "" if old.startswith(("runtime.", "utils.")) else "  # noqa: F403"
-    return _ALIAS.format(new=new, by=_BY, noqa=noqa)
+    addresses = _block(f'    "{name}": "deepspeed.{address}"' for name, address in sorted(beside.items()))
+    arguments = _block(["__name__", new, f"{{{addresses}    }}"]) if beside else f"__name__, {new}"
+    return _ALIAS.format(new=new, arguments=arguments, by=_BY, noqa=noqa)
 
 
 def _collection(names: dict[str, str]) -> str:
@@ -133,8 +135,8 @@ def _collection(names: dict[str, str]) -> str:
 
 
 def _package(package: str, modules: set[str], names: dict[str, str]) -> str:
-    addresses = names | {module: f"{package}.{module}" for module in modules}
-    imports = _imports(names | {module: f"{package}:{module}" for module in modules}, reexport=True)
+    addresses = {module: f"{package}.{module}" for module in modules} | names
+    imports = _imports({module: f"{package}:{module}" for module in modules} | names, reexport=True)
     return _PACKAGE.format(
         by=_BY,
         imports="\n".join(f"    {line}" for line in imports),
@@ -176,7 +178,7 @@ def _page() -> str:
     lines = [_HEAD.rstrip("\n")]
     lines += [f"| `deepspeed.{old}` | `deepspeed.{new}` |" for old, new in sorted(ALIASES.items())]
     lines += ["", "## Names", "", "| old | new |", "|---|---|"]
-    for old, names in sorted({**COLLECTIONS, **PACKAGES}.items()):
+    for old, names in sorted({**BESIDE, **COLLECTIONS, **PACKAGES}.items()):
         for name, address in sorted(names.items()):
             lines.append(f"| `deepspeed.{old}.{name}` | `deepspeed.{address.replace(':', '.')}` |")
     lines += ["", "Modules of features that are not here yet are in [compatibility.md](compatibility.md)."]

@@ -6,6 +6,7 @@ subclassed and given to `isinstance`. Making an object of it raises `ConfigError
 import `errors`, `_address`, `_absent_members` and `compatibility`.
 """
 
+import functools
 import importlib
 import sys
 from abc import ABCMeta
@@ -105,22 +106,29 @@ def is_absent_module(module: ModuleType) -> bool:
 def _make(package: str, name: str) -> Any:
     record = MODULES.get(package.removeprefix("deepspeed."))
     kind = upstream_names().get(package, {}).get(name)
+    if kind is not None and kind.startswith("deepspeed"):
+        return resolve(kind)
     if record is not None:
         if name in record.forwards:
             return resolve(f"deepspeed.{record.forwards[name]}")
         own = {"class": record.classes, "error": record.errors, "def": record.functions}
         kind = next((word for word, names in own.items() if name in names), kind)
+    if kind is not None:
+        return _refusing(package, name, kind)
+    inner = f"{package}.{name}"
+    if inner.removeprefix("deepspeed.") in MODULES or inner in upstream_names():
+        return importlib.import_module(inner)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+
+@functools.cache  # one class under all its addresses, so that `is` and `isinstance` compare it with itself
+def _refusing(package: str, name: str, kind: str) -> Any:
     if kind == "error" or (kind == "class" and name.endswith(_ERRORS)):
         error = type(name, (DeepSpeedError,), {"__module__": package})
         return absent_members(f"{package.removeprefix('deepspeed.')}:{name}")(error)
     if kind == "def":
         return _function(package, name)
-    if kind is not None:  # a constant too: whatever is done with it refuses
-        return _AbsentMeta(name, (Absent,), {"__module__": package})
-    inner = f"{package}.{name}"
-    if inner.removeprefix("deepspeed.") in MODULES or inner in upstream_names():
-        return importlib.import_module(inner)
-    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return _AbsentMeta(name, (Absent,), {"__module__": package})  # a constant too: whatever is done with it refuses
 
 
 def _function(package: str, name: str) -> Callable[..., NoReturn]:

@@ -12,10 +12,25 @@ from pathlib import Path
 
 import pytest
 from deepspeed._absent import is_absent
+from deepspeed._address import resolve
 from deepspeed.compatibility import FEATURES, feature_of, upstream_names
 from deepspeed.errors import ConfigError
 
 DETAILS = json.loads((Path(__file__).parent / "deepspeed_names.json").read_text(encoding="utf-8"))
+# DeepSpeed has something else under these names of submodules, which here are the submodules once they are imported.
+HIDDEN_BY_SUBMODULES = {
+    ("deepspeed.comm", "utils"),
+    ("deepspeed.utils", "tensor_fragment"),
+    ("deepspeed.utils", "z3_leaf_module"),
+}
+
+
+def reexports():
+    """Package, name, and the address in DeepSpeed of what the package takes from there."""
+    for package, names in upstream_names().items():
+        for name, kind in names.items():
+            if kind.startswith("deepspeed") and (package, name) not in HIDDEN_BY_SUBMODULES:
+                yield package, name, kind
 
 
 def test_every_module_imports_and_has_every_name():
@@ -36,6 +51,46 @@ def test_what_is_not_here_refuses_with_the_sentence_of_its_feature():
                 checked += 1
     assert checked > 1000
     assert all(feature_of(module) in FEATURES.values() for module in upstream_names())
+
+
+def test_what_a_package_takes_from_elsewhere_is_what_is_there():
+    differing, checked = [], 0
+    for package, name, address in reexports():
+        found, there = getattr(importlib.import_module(package), name), resolve(address)
+        names = upstream_names()[address] if found is not there and ":" not in address else ()
+        same = bool(names) and all(getattr(found, each) is getattr(there, each) for each in names)
+        if found is not there and not same:  # another package may stand for it, which has the same names
+            differing.append(f"{package}.{name}: {found!r}, and {address}: {there!r}")
+        checked += 1
+    assert differing == []
+    assert checked > 1500
+
+
+def test_submodules_that_come_with_a_package_need_no_import_of_their_own():
+    submodules = [(package, name) for package, name, address in reexports() if address == f"{package}.{name}"]
+    program = "import importlib, sys\nfor package, name in {}:\n    getattr(importlib.import_module(package), name)"
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(submodules)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(submodules) > 500
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("comm.mpi_discovery", "runtime.ZeROOptimizer", "runtime.zero.partition_parameters.ZeroParamStatus"),
+        *("utils.get_accelerator", "zero.partition_parameters.Init", "zero.stage3.DeepSpeedZeroOptimizer_Stage3"),
+    ],
+)
+def test_addresses_that_users_write_work_after_importing_deepspeed_alone(address):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import deepspeed\nprint(deepspeed.{address})"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_what_is_not_here_loads_no_torch():

@@ -7,6 +7,7 @@ May import `plugins` and what lies below. Read next: `current.py` (how the choic
 (what an accelerator answers), `plain.py` (the smallest complete one).
 """
 
+from deepspeed._absent import complete
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.current import (
     get_accelerator,
@@ -15,3 +16,5 @@ from deepspeed.accelerator.current import (
 )
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+
+complete(__name__)

@@ -7,6 +7,7 @@ May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py
 
 from torch.distributed import ProcessGroup, ReduceOp
 
+from deepspeed._absent import complete
 from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
 from deepspeed.comm.comm import (
     all_gather,
@@ -117,3 +118,5 @@ __all__ = [
     "send",
     "set_backend",
 ]
+
+complete(__name__)

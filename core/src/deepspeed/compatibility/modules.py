@@ -97,10 +97,7 @@ MODULES = {
     "ops.transformer.transformer": _absent("transformer layer", "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
     "ops.transformer.inference": _absent(
         "inference",
-        forwards={
-            "model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference",
-            "inference.config": "DeepSpeedInferenceConfig",
-        },
+        forwards={"model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference"},
     ),
     "profiling.flops_profiler": _absent(
         "flops profiler",

@@ -72,7 +72,7 @@ _FEATURE_OF = {
 
 @functools.cache
 def upstream_names() -> Mapping[str, Mapping[str, str]]:
-    """Module, with `deepspeed` -> public name -> "class", "def" or "value"."""
+    """Module, with `deepspeed` -> public name -> "class", "def" or "value"; an address, if it is taken from there."""
     text = Path(__file__).with_name("names.json").read_text(encoding="utf-8")
     names: dict[str, dict[str, str]] = json.loads(text)
     return names

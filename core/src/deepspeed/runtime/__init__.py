@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from deepspeed.runtime import utils as utils
     from deepspeed.runtime import weight_quantizer as weight_quantizer
     from deepspeed.runtime import zero as zero
+    from deepspeed.zero.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from deepspeed.zero.optimizer import ZeroOptimizer as ZeROOptimizer
 
 _NAMES: dict[str, str] = {
+    "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
+    "ZeROOptimizer": "deepspeed.zero.optimizer:ZeroOptimizer",
     "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
     "base_optimizer": "deepspeed.runtime.base_optimizer",
     "bf16_optimizer": "deepspeed.runtime.bf16_optimizer",
@@ -68,6 +72,8 @@ _NAMES: dict[str, str] = {
 }
 
 __all__ = [
+    "DeepSpeedOptimizer",
+    "ZeROOptimizer",
     "activation_checkpointing",
     "base_optimizer",
     "bf16_optimizer",

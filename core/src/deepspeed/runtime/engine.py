@@ -6,5 +6,12 @@ import deepspeed.engine.engine
 from deepspeed._absent import complete
 from deepspeed.engine.engine import *
 
-complete(__name__, deepspeed.engine.engine)
+complete(
+    __name__,
+    deepspeed.engine.engine,
+    {
+        "DeepSpeedOptimizerCallable": "deepspeed.engine.optimizers:DeepSpeedOptimizerCallable",
+        "DeepSpeedSchedulerCallable": "deepspeed.engine.optimizers:DeepSpeedSchedulerCallable",
+    },
+)
 sys.modules[__name__] = deepspeed.engine.engine

@@ -8,6 +8,9 @@ Stage 3: `param_gathering.py`, `param_unit.py`, `fetcher.py`, `module_hooks.py`,
 load on first use.
 """
 
+import sys
+
+from deepspeed._absent import complete
 from deepspeed._forward import forward
 
 _NAMES = {
@@ -25,3 +28,5 @@ _NAMES = {
 __all__ = sorted(_NAMES)  # noqa: PLE0605
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
+
+complete("deepspeed.runtime.zero", sys.modules[__name__])  # `deepspeed.zero` is that package in DeepSpeed

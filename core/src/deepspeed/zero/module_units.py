@@ -92,9 +92,9 @@ def z3_leaf_module(model: Module) -> bool:
     return bool(getattr(model, _MARK, False))
 
 
-def z3_leaf_parameter(parameter: Parameter) -> bool:
-    """Whether stage 3 gathers this parameter with a leaf module."""
-    return getattr(parameter, "ds_z3_leaf_module", None) is not None
+def z3_leaf_parameter(model: Parameter) -> bool:
+    """Whether stage 3 gathers this parameter with a leaf module. The argument has DeepSpeed's name."""
+    return getattr(model, "ds_z3_leaf_module", None) is not None
 
 
 def mark_configured(model: Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:

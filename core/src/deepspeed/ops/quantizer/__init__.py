@@ -7,6 +7,7 @@ May import `errors` and `ops.operators`. Read `groups.py` first (formulas and la
 `fake.py`.
 """
 
+from deepspeed._absent import complete
 from deepspeed.ops.quantizer.fake import ds_quantizer, fake_quantize
 from deepspeed.ops.quantizer.groups import dequantize, dequantize_reduce, quantize
 from deepspeed.ops.quantizer.packed import (
@@ -29,3 +30,5 @@ __all__ = [
     "quantize",
     "unpack_weight",
 ]
+
+complete(__name__)

@@ -36,7 +36,6 @@ __all__ = [
 __getattr__, __dir__ = forward(
     __name__,
     {
-        "DeepSpeedInferenceConfig": "deepspeed.inference.config:DeepSpeedInferenceConfig",
         "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerConfig",
         "DeepSpeedTransformerInference": "deepspeed.ops.transformer.inference:DeepSpeedTransformerInference",
         "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerLayer",
