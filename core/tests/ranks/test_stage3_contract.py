@@ -1,6 +1,7 @@
 """Stage 3 as libraries and users meet it: engines that share a module, contexts around forwards, `zero.Init`."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -10,6 +11,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero import GatheredParameters
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -158,14 +160,54 @@ class Parent(nn.Module):
         self.late.bias.detach().view(2, 4).T[1].normal_()
 
 
-def build_under_init(dtype: torch.dtype) -> list[bool]:
+class Combining(nn.Module):
+    """Calls functions of several weights of its children at once; rounding does not change what they select."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        first, second, third = (each.weight for each in self.body)
+        self.both = nn.Parameter(torch.cat([first, second.detach()]))
+        self.selected = nn.Parameter(torch.where(first > 0, third, other=second))
+        with torch.no_grad():
+            third.copy_(torch.min(first, -third))
+            torch.abs(second, out=first)
+
+
+class Symmetric(nn.Module):
+    def forward(self, upper: Tensor) -> Tensor:
+        return upper.triu() + upper.triu(1).T
+
+    def right_inverse(self, whole: Tensor) -> Tensor:
+        return whole.triu()
+
+
+class Half(nn.Module):
+    def forward(self, whole: Tensor) -> Tensor:
+        return whole / 2
+
+
+class Parametrized(nn.Module):
+    """Lets torch compare the dtypes of weights and of what its parametrizations make of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for layer in self.body[:2]:
+            parametrize.register_parametrization(layer, "weight", Symmetric())
+        nn.utils.parametrizations.weight_norm(self.body[2], dim=None)
+        for layer in self.body[1:]:
+            parametrize.register_parametrization(layer, "weight", Half())
+
+
+def build_under_init(build: Callable[[], nn.Module], dtype: torch.dtype) -> list[bool]:
     torch.manual_seed(1 + deepspeed.comm.get_rank())  # the first rank's seed counts
     with deepspeed.zero.Init(config_dict_or_path=CONFIG, dtype=dtype):
-        net = Parent()
+        net = build()
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
-    plain = Parent()
-    facts = [net.numel == plain.numel, all(param.numel() == 0 for param in net.parameters())]
+    plain = build()
+    facts = [vars(net).get("numel") == vars(plain).get("numel"), all(param.numel() == 0 for param in net.parameters())]
     if deepspeed.comm.get_rank() == 0:
         facts.append(torch.equal(state, torch.random.get_rng_state()))
     with GatheredParameters(net.parameters()):
@@ -175,8 +217,11 @@ def build_under_init(dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_an_init_of_a_parent_does_to_weights_of_its_children_stays(dtype: torch.dtype) -> None:
-    for facts in run_ranks(2, build_under_init, dtype):
+@pytest.mark.parametrize("build", [Parent, Combining, Parametrized])
+def test_what_an_init_of_a_parent_does_to_weights_of_its_children_stays(
+    build: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    for facts in run_ranks(2, build_under_init, build, dtype):
         assert all(facts), facts
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from deepspeed import comm
 from deepspeed._absent_members import absent_members
@@ -211,6 +212,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 init(module, *args, **kwargs)
                 return
             module.__dict__[_UNDER_CONSTRUCTION] = True
+            if isinstance(module, ParametrizationList):  # it compares the dtype of its argument with that of the values
+                self._access.gather(*args, *kwargs.values())
             try:
                 init(module, *args, **kwargs)
             finally:

@@ -9,10 +9,10 @@ shards: `p.mul_(3)` starts from rounded values.
 [Note: until it is not referenced] What a function returns may share memory with the parameter, and may be written to
 later: `row = p.data[0]; row.zero_()`. So a gathered parameter is sharded again only when nothing refers to its memory
 any more, on any rank: the number of references to the storage is what it was after the gather. The ranks compare that
-whenever another parameter is gathered or a module is complete.
+whenever another parameter is gathered or a module is complete. All arguments of one function stay whole until it ends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -65,11 +65,11 @@ class WholeOnAccess(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _SET_DATA and (args[0] in self._whole or _is_set_by_user(*args)):
-            self._gather(args[0]).set(args[1])
+            self.gather(args[0])
+            self._whole[args[0]].set(args[1])
             return None
         if _reads_values(func):
-            for param in list(_sharded((*args, *kwargs.values()))):
-                self._gather(param)
+            self.gather(*args, *kwargs.values())
         elif func in _OF_SHAPE and _is_sharded(args[0]):
             args = (torch.empty(shape_of(args[0]), device="meta"), *args[1:])
         return func(*args, **kwargs)
@@ -78,22 +78,30 @@ class WholeOnAccess(TorchFunctionMode):
         super().__exit__(kind, *exc)
         self._shard(list(self._whole.values()), kind, *exc)
 
-    def shard_unreferenced(self) -> None:
-        """Shard the parameters again whose memory nothing refers to; see [Note: until it is not referenced]."""
+    def shard_unreferenced(self, kept: Collection[Parameter] = ()) -> None:
+        """Shard the parameters again whose memory nothing refers to; see [Note: until it is not referenced].
+
+        Args:
+            kept: stay whole, as they are arguments of a function that is about to be called.
+        """
         if not self._whole:
             return
         with torch._C.DisableTorchFunction():
             by_rank = all_gather_values([each.is_referenced() for each in self._whole.values()], self._group)
             referenced = map(any, zip(*by_rank, strict=True))
-            held = list(self._whole.values())
-            self._shard([each for each, is_referenced in zip(held, referenced, strict=True) if not is_referenced])
+            held = list(zip(self._whole.values(), referenced, strict=True))
+            self._shard([each for each, is_referenced in held if not is_referenced and each.param not in kept])
 
-    def _gather(self, param: Parameter) -> "_Whole":
-        if param not in self._whole:
-            self.shard_unreferenced()
-            with in_call("zero.Init"):
+    def gather(self, *values: Any) -> None:
+        """Make the parameters among arguments whole, in the dtype in which they were constructed: all at once."""
+        params = dict.fromkeys(_parameters(values))
+        wanted = [param for param in params if _is_sharded(param) and param not in self._whole]
+        if not wanted:
+            return
+        self.shard_unreferenced(kept=params)
+        with in_call("zero.Init"):
+            for param in wanted:
                 self._whole[param] = _Whole(param, self._first_rank)
-        return self._whole[param]
 
     def _shard(self, done: "list[_Whole]", *exc: Any) -> None:
         with in_call("zero.Init"):
@@ -152,12 +160,12 @@ def _reads_values(func: Callable[..., Any]) -> bool:
     return func not in _OF_SHAPE and func not in _OF_NO_VALUES
 
 
-def _sharded(values: Any) -> Iterator[Parameter]:
-    """The sharded parameters among arguments, also in lists of them."""
+def _parameters(values: Any) -> Iterator[Parameter]:
+    """The parameters among arguments, also in lists of them."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _sharded(value)
-        elif _is_sharded(value):
+            yield from _parameters(value)
+        elif isinstance(value, Parameter):
             yield value
 
 
