@@ -169,8 +169,8 @@ class DataTypesConfig(Section):
     )
     buffer_dtype: DType | None = key(
         None,
-        "Type that floating-point buffers get; null: they stay as the model came. Running statistics of a batch norm "
-        "have the type of its weights, since torch takes no other.",
+        "Type that floating-point buffers get; null: they stay as the model came. Running statistics of a batch norm, "
+        "and what torch's spectral_norm and orthogonal keep, have the type of the weights, since torch takes no other.",
     )
     keep_in_fp32_modules: Patterns = key(
         AUTO,

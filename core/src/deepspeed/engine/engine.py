@@ -140,7 +140,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
                 if isinstance(error, RuntimeError | ValueError):
                     self.sharding.refuse_converted()
-                    add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
+                    add_dtype_hint(error, self.precision.model_dtype, self.module, inputs, kwargs)
                     add_released_hint(error, self.module.parameters())
                 raise
         if torch.is_grad_enabled():

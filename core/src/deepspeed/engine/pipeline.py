@@ -370,7 +370,7 @@ class _Compute:
             try:
                 return self._module(inputs, chunk)
             except (RuntimeError, ValueError) as error:
-                add_dtype_hint(error, training.precision.model_dtype, self._module.parameters(), (inputs,), {})
+                add_dtype_hint(error, training.precision.model_dtype, self._module, (inputs,), {})
                 raise
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:

@@ -24,10 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.config.base import AUTO
 from deepspeed.config.precision import TorchAutocastConfig, dtype_name
+from deepspeed.errors import counted
 from deepspeed.log import warn_once
 from deepspeed.precision.loss_scaler import LossScaler
 
@@ -199,31 +203,43 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
     return list(TorchAutocastConfig().lower_precision_safe_modules)
 
 
-def add_dtype_hint(
-    error: Exception, configured: torch.dtype | None, params: Iterable[Tensor], args: Any, kwargs: Any
-) -> None:
-    """Append a hint to the message of `error` if a forward failed over the dtype of its floating inputs.
+def add_dtype_hint(error: Exception, configured: torch.dtype | None, module: Module, args: Any, kwargs: Any) -> None:
+    """Append a hint to the message of `error` if a forward failed over the dtype of its floating inputs or buffers.
 
     Called by the engine with what the module's forward raised; the error keeps its type and traceback.
 
     Args:
         configured: the dtype that the configuration gave the parameters; None: their own.
-        params: the module's parameters.
+        module: whose forward it is.
         args, kwargs: what the forward was called with.
     """
-    dtype = configured or _dtype_of(params)
+    dtype = configured or _dtype_of(module.parameters())
     if dtype is None or "type" not in str(error):
         return
     floating = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    others = sorted({dtype_name(leaf.dtype) for leaf in floating if leaf.dtype != dtype})
+    if others := sorted({dtype_name(leaf.dtype) for leaf in floating if leaf.dtype != dtype}):
+        hint = (
+            f"{_origin(configured, dtype)}, and this forward got inputs of {', '.join(others)}; "
+            f"cast them before the call (x.to({dtype}))"
+        )
+        hint += ', or set "fp16": {"auto_cast": true}' if configured is torch.float16 else ""
+    elif configured is not None and "dtype" in str(error):
+        hint = _hint_of_buffers(module, configured)
+    else:
+        hint = ""
+    if hint:
+        error.args = (f"{error}; {hint}", *error.args[1:])
+
+
+def _hint_of_buffers(module: Module, dtype: torch.dtype) -> str:
+    others = [name for name, each in module.named_buffers() if each.is_floating_point() and each.dtype != dtype]
     if not others:
-        return
-    hint = (
-        f"{_origin(configured, dtype)}, and this forward got inputs of {', '.join(others)}; "
-        f"cast them before the call (x.to({dtype}))"
+        return ""
+    return (
+        f"{_origin(dtype, dtype)}, and found {counted(len(others), 'buffer')} of another type, such as {others[0]!r}: "
+        "buffers stay as the model came. If the error is about one, cast it where it is used, or all of them with "
+        f'"data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
     )
-    auto_cast = ', or set "fp16": {"auto_cast": true}' if configured is torch.float16 else ""
-    error.args = (f"{error}; {hint}{auto_cast}", *error.args[1:])
 
 
 def _dtype_of(params: Iterable[Tensor]) -> torch.dtype | None:
@@ -255,8 +271,8 @@ def cast_buffers(
         named = module.named_buffers()
         cast_floating((buffer for name, buffer in named if stays is None or not stays.search(name)), dtype)
     for part in module.modules():
-        if isinstance(part, _NormBase):
-            _follow_weights(part)
+        for weight, buffers in _computed_with(part):
+            cast_floating(buffers, weight.dtype)
 
 
 def _patterns_of(module: Module, model_dtype: torch.dtype | None) -> list[str]:
@@ -269,8 +285,14 @@ def _declared(part: Module, name: str) -> Iterator[str]:
     yield from getattr(part, name, None) or ()
 
 
-def _follow_weights(norm: _NormBase) -> None:
-    """torch computes a batch norm only where weights and running statistics have one dtype."""
-    weight: Tensor | None = norm.weight
-    if weight is not None:
-        cast_floating(norm.buffers(recurse=False), weight.dtype)
+def _computed_with(part: Module) -> Iterator[tuple[Tensor, Iterable[Tensor]]]:
+    """Weights, each with the buffers that torch's own code computes with it, and only where both have one dtype."""
+    if isinstance(part, _NormBase) and part.weight is not None:
+        yield part.weight, part.buffers(recurse=False)
+    if isinstance(part, ParametrizationList):
+        for each in part:
+            if isinstance(each, _SpectralNorm | _Orthogonal):
+                yield next(part.parameters()), each.buffers()
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield getattr(part, f"{hook.name}_orig"), [getattr(part, f"{hook.name}_{which}") for which in "uv"]

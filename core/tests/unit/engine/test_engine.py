@@ -736,8 +736,33 @@ def test_an_input_of_another_dtype_gets_a_hint_without_a_dtype_in_the_config(mak
     )
 
 
+class Gained(nn.Linear):
+    """Computes with a buffer, which stays as it came."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("gain", torch.ones(4, 1))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.gain)
+
+
+def test_a_buffer_of_another_dtype_gets_a_hint(make_engine):
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="the same dtype") as caught:
+        make_engine(Gained(), bf16={"enabled": True})(x)
+    assert str(caught.value).endswith(
+        "; the config's bf16 made the model's parameters bfloat16, and found 1 buffer of another type, such as 'gain': "
+        "buffers stay as the model came. If the error is about one, cast it where it is used, or all of them with "
+        '"data_types": {"buffer_dtype": "bfloat16"}'
+    )
+    make_engine(Gained(), bf16={"enabled": True}, data_types={"buffer_dtype": "bfloat16"})(x)
+
+
 def test_other_errors_of_a_forward_stay_as_they_are(make_engine):
-    engine = make_engine(nn.Linear(4, 1), bf16={"enabled": True})
+    layer = nn.Linear(4, 1)
+    layer.register_buffer("angles", torch.ones(1))
+    engine = make_engine(layer, bf16={"enabled": True})
     with pytest.raises(RuntimeError) as caught:
         engine(torch.randn(2, 7, dtype=torch.bfloat16))
     assert "config" not in str(caught.value)

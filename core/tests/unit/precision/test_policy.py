@@ -189,6 +189,22 @@ def test_statistics_of_a_batch_norm_follow_its_weights():
     assert model(torch.randn(4, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+def orthogonal(layer):
+    return nn.utils.parametrizations.orthogonal(layer, orthogonal_map="matrix_exp")
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm, orthogonal])
+def test_what_torch_computes_weights_with_follows_them(wrap):
+    model = nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0].register_buffer("angles", torch.ones(3))
+    BF16().cast_params(model)
+    cast_buffers(model, None, "auto", torch.bfloat16)
+    stays = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+    assert stays == ["0.angles"]
+    model(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert all(param.grad.dtype is torch.bfloat16 for param in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(dtype):
     layer = nn.Linear(2, 2)
