@@ -255,3 +255,30 @@ def twice_job(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_that_would_be_scaled_twice_is_refused(stage):
     run_ranks(1, twice_job, stage)
+
+
+def set_by_hand_job(stage):
+    expected = train_plain()
+    told = r"loss scale is 256 and found gradients that came with no backward .*; call engine\.scale\(loss\)\.backward"
+    engine = create_engine(stage)
+    for scaled in (engine.scale, lambda loss: 256 * loss):
+        params = list(engine.module.parameters())
+        for param, grad in zip(params, torch.autograd.grad(scaled(both(engine)), params), strict=True):
+            param.grad = grad
+        with pytest.raises(StateError, match=told):
+            engine.step()
+        engine.zero_grad()
+    with pytest.raises(
+        StateError, match=r"got an unscaled loss, or one that was scaled by hand; call engine\.backward"
+    ):
+        (256 * both(engine)).backward()
+    engine.zero_grad()
+    engine.scale(both(engine)).backward()
+    engine.step()
+    for one, other in zip(weights(engine), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_were_set_and_losses_that_were_scaled_by_hand_are_refused_as_such(stage):
+    run_ranks(1, set_by_hand_job, stage)

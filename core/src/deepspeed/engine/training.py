@@ -17,6 +17,7 @@ from deepspeed.log import warn_once
 from deepspeed.precision import Precision
 from deepspeed.zero.backward import BackwardPlan
 from deepspeed.zero.backward_calls import runs_unscaled
+from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.strategy import Sharding
 
 
@@ -168,7 +169,17 @@ class Training:
         if begun_by is None and scale == 1.0:
             return None
         if begun_by is None or runs_unscaled(self.sharding.window):
-            found = "an unscaled loss" if begun_by is None else "a sum of scaled and unscaled losses"
+            if not is_in_backward():  # found when they are looked for: by a step, for example
+                return StateError(
+                    f"param.grad: the loss scale is {scale:g} and found gradients that came with no backward which the "
+                    "engine has seen, so by what they are scaled is not known (torch.autograd.grad, or set by hand); "
+                    "call engine.scale(loss).backward() or engine.backward(loss), and change the gradients afterwards"
+                )
+            found = (
+                "an unscaled loss, or one that was scaled by hand"
+                if begun_by is None
+                else "a sum of scaled and unscaled losses"
+            )
             return StateError(
                 f"backward: the loss scale is {scale:g} and loss.backward() got {found}; call "
                 "engine.backward(loss) or engine.scale(loss).backward()"
