@@ -141,7 +141,7 @@ def check_saved_state(
 def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
     """Refuse a state that lacks what each one of its kind has, after `check_saved_state`, which looks at them together.
 
-    A state of nothing but counters is of a parameter that was never updated.
+    A state of nothing, or of a count of no steps, is of a parameter that was never updated.
 
     Raises:
         CheckpointError: names what is missing.
@@ -149,13 +149,22 @@ def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[
     kind = _kind_of(_unwrapped(optimizer))
     for state in states:
         names = state_names([state])
-        missing = kind.states - names if kind is not None and names else frozenset()
+        missing = kind.states - names if kind is not None and (names or _counts(state)) else frozenset()
         if missing:
             raise CheckpointError(
-                f"optimizer state: found states ({', '.join(sorted(names))}) without {', '.join(sorted(missing))}, "
-                f"which {type(_unwrapped(optimizer)).__name__} needs; load another tag, or with "
-                "load_optimizer_states=False"
+                f"optimizer state: found states ({', '.join(sorted(names or _COUNTERS))}) without "
+                f"{', '.join(sorted(missing))}, which {type(_unwrapped(optimizer)).__name__} needs; load another tag, "
+                "or with load_optimizer_states=False"
             )
+
+
+def _counts(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter, or of a parameter of a flat group, says that it was updated."""
+    by_param = state.get("parameter_scalars", {})
+    values = [value for name in _COUNTERS for value in (state.get(name), *by_param.get(name, {}).values())]
+    return any(
+        bool((value != 0).any()) if isinstance(value, torch.Tensor) else value not in (None, 0) for value in values
+    )
 
 
 def _kind_of(optimizer: Any) -> Kind | None:

@@ -91,6 +91,30 @@ def test_a_state_of_torch_s_optimizer(single_rank, make_engine, stage):
 
 
 @pytest.mark.parametrize("stage", range(4))
+def test_a_saved_state_of_steps_alone(single_rank, make_engine, tmp_path, stage):
+    def build():
+        torch.manual_seed(0)
+        return make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, zero_optimization={"stage": stage})
+
+    engine = build()
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    for state in engine.optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            del state[name]
+    engine.save_checkpoint(tmp_path)
+    loading = build()
+    before = loading.module.weight.detach().clone()
+    told = r"^optimizer state: found states \(step\) without exp_avg, exp_avg_sq, which"
+    with pytest.raises(CheckpointError, match=told):
+        loading.load_checkpoint(tmp_path)
+    assert torch.equal(loading.module.weight, before)
+    if stage > 0:  # else it is torch's own optimizer
+        with pytest.raises(CheckpointError, match=told):
+            loading.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_a_group_that_was_taken_out_of_the_optimizer(single_rank, make_engine, stage):
     net = torch.nn.Linear(2, 1)
     groups = [{"params": [net.weight]}, {"params": [net.bias]}]

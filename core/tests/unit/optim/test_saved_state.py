@@ -114,6 +114,17 @@ def test_each_state_has_what_the_kind_needs():
         check_each_state(loading, [saved["state"][0], {"exp_avg": torch.zeros(2)}])
 
 
+@pytest.mark.parametrize(
+    "state", [{"step": torch.tensor(3.0)}, {"step": 3}, {"parameter_scalars": {"step": {0: 0.0, 2: 3.0}}}]
+)
+def test_a_count_of_steps_alone_is_no_state(state):
+    with pytest.raises(
+        CheckpointError, match=r"found states \(step\) without exp_avg, exp_avg_sq, which AdamW.*load_optimizer_states"
+    ):
+        check_each_state(create(torch.optim.AdamW), [{}, state])
+    check_each_state(create(torch.optim.SGD), [state])
+
+
 def test_lamb_keeps_adams_states():
     check(create(FusedLamb, steps=1), create(torch.optim.AdamW))
 
