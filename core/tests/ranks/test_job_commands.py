@@ -119,6 +119,16 @@ def test_the_command_starts_its_ranks(tmp_path):
     assert (tmp_path / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(["1"], "found 1 rank, which has nobody to exchange with"), (["2", "--size", "4"], "found a message of 4 bytes")],
+)
+def test_a_job_that_cannot_be_measured_says_why_once(words, found):
+    done = run_module(MODULE, "--num_gpus", *words)
+    assert done.returncode == 1
+    assert done.stderr.count(found) == 1, done.stderr
+
+
 def test_the_table_has_a_heading_per_operation(capsys):
     show = collectives._printer(options("--bw-unit", "GBps"))
     for op in ("all-reduce", "pt2pt"):

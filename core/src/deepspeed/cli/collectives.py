@@ -56,14 +56,18 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0; 1 where the job cannot measure; 2 for a wrong command line."""
+    """The command. Returns the exit code: 0; 1 where the job cannot measure; 2 for a wrong command line.
+
+    Raises:
+        ConfigError: on a rank, for `uncaught`, by which the launcher says once what all ranks say.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        if options.plot is not None:
-            _pyplot()  # before minutes are measured
         if not is_rank(os.environ):
+            if options.plot is not None:
+                _pyplot()  # before minutes are measured
             _start(options.num_gpus, arguments)
         if options.num_gpus is not None:
             parser.error(
@@ -72,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return _run(options)
     except DeepSpeedError as error:
+        if isinstance(error, ConfigError) and is_rank(os.environ):
+            raise
         sys.stderr.write(f"ds_bench: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
 
@@ -196,6 +202,8 @@ def _run(options: argparse.Namespace) -> int:
     dist.init_distributed(options.backend)
     num_ranks, backend, is_first = dist.get_world_size(), torch_dist.get_backend(), dist.get_rank() == 0
     try:
+        if options.plot is not None:
+            _pyplot()  # a job that `ds_bench` did not start has not been asked yet
         show = _printer(options) if is_first and not options.json else lambda _: None
         if is_first and not options.json:
             sys.stdout.write(f"{num_ranks} ranks, {backend}, {options.dtype}, {options.trials} trials\n")
