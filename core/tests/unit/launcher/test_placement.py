@@ -102,6 +102,7 @@ def test_no_device_at_all():
 def test_on_the_host_any_number_of_ranks_runs():
     assert place_ranks(LaunchPlan(num_ranks=4), Devices(1, on_host=True)) == Placement(4, {})
     assert place_ranks(LaunchPlan(include=[0, 1]), Devices(1, on_host=True)) == Placement(2, {})
+    assert place_ranks(LaunchPlan(include=[7]), Devices(1, on_host=True)) == Placement(1, {})
 
 
 def commands(plan, num_ranks=2):
