@@ -162,7 +162,6 @@ def test_training_takes_no_space_that_was_not_taken_before(precision):
 
 def refusals_job():
     refused = {
-        "found 'nvme' with zero_optimization.stage 0": (0, {}),
         "nvme_path: found none": (2, {"nvme_path": None}),
         "nvme_path: found none with": (2, {"nvme_path": ""}),
         "no folder can be made in /proc/nowhere": (2, {"nvme_path": "/proc/nowhere"}),

@@ -1,7 +1,10 @@
 """`offload_optimizer` on devices with memory of their own: batches of the update that hold several groups and units."""
 
+import functools
+
 import pytest
 import torch
+from deepspeed.ops import adam
 from deepspeed.testing.engines import make_engine
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -35,6 +38,29 @@ def train(shapes, rates, stage, precision, section):
         losses.append(loss.item())
     engine.destroy()
     return losses
+
+
+def train_at_stage_0(kind, section):
+    """Losses of an optimizer of `deepspeed.ops.adam`, as DeepSpeed-Chat's scripts give it."""
+    torch.manual_seed(0)
+    arguments = {"optimizer": functools.partial(getattr(adam, kind), lr=0.01)}
+    engine = make_engine(torch.nn.Linear(4, 3), optimizer=None, zero_optimization=section, arguments=arguments)
+    x = torch.ones(4, 4, device=engine.device)
+    losses = []
+    for _ in range(3):
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["DeepSpeedCPUAdam", "FusedAdam"])
+def test_at_stage_0_the_section_changes_nothing(sim, kind):
+    losses = sim(train_at_stage_0, kind, OFFLOAD)
+    assert losses == sim(train_at_stage_0, kind, {})
+    assert losses[0] == sorted(losses)[-1]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -243,7 +243,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "nodes and one between them. `zeropp_loco_param` is refused.",
         ),
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
-        ("offload of optimizer states to host memory", W, "Stages 1, 2 and 3. `ratio` is met in whole buckets."),
+        (
+            "offload of optimizer states to host memory",
+            W,
+            "Stages 1, 2 and 3. At stage 0 the section has no effect, and a warning says so. `ratio` is met in whole "
+            "buckets.",
+        ),
         ("sparse_gradients", D, "Right, with `SparseAdam` too; gradients are reduced as dense tensors."),
         (
             "offload of optimizer states to NVMe",

@@ -56,8 +56,8 @@ class OffloadOptimizerConfig(LaxSection):
 
     device: Device = key(
         "none",
-        "Where master weights, optimizer states and reduced gradients rest; they are updated in host memory. Needs "
-        "stage 1, 2 or 3. cpu moves nothing where the accelerator's memory is the host's.",
+        "Where master weights, optimizer states and reduced gradients rest; they are updated in host memory. No "
+        "effect at stage 0. cpu moves nothing where the accelerator's memory is the host's.",
     )
     nvme_path: Text | None = key(
         None, "Folder on a local disk, for nvme; made if it is missing. Files in it go with the run."
@@ -131,7 +131,9 @@ class ZeroConfig(LaxSection):
     ignore_unused_parameters: Flag = key(
         True, "Accept parameters that got no gradient, which stay as they are; false: raise and name them."
     )
-    offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
+    offload_optimizer: OffloadOptimizerConfig | None = key(
+        None, "Keep and update optimizer states elsewhere; no effect at stage 0."
+    )
     offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere; no effect below stage 3.")
 
     allgather_partitions: Flag = key(

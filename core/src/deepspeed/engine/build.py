@@ -221,7 +221,7 @@ def _initialize(
         optimizer,
         params,
         module,
-        on_host=asks_for_host(zero.offload_optimizer),
+        on_host=asks_for_host(zero.offload_optimizer, zero.stage),
         forces_host=settings.zero_force_ds_cpu_optimizer,
         unresolved=settings.unresolved_auto(),
     )

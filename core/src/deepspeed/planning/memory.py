@@ -155,7 +155,7 @@ class _Base:
         if stage == 0:
             self.weights = size * sum(param.numel for param in model.params)
         masters = training.master_bytes * owned
-        if training.offloads_optimizer and not masters:  # the host updates a copy
+        if training.updates_on_host and not masters:  # the host updates a copy
             masters = _FP32 * owned
         states = training.state_bytes * owned
         self.host = 0
@@ -164,7 +164,7 @@ class _Base:
         self.pooled = [unit for unit in units if is_pooled(unit, training)]
         alone = [unit for unit in units if not is_pooled(unit, training)]
         self.lasting = training.accumulated_bytes * sum(unit.numel for unit in alone)
-        if training.offloads_optimizer:
+        if training.updates_on_host:
             self.host += masters + states + training.accumulated_bytes * owned
             masters = states = 0
         if training.offloads_parameters:
@@ -196,9 +196,9 @@ class _Base:
     def update(self) -> Memory:
         """The step: reduced gradients, and fp32 copies of a part of them."""
         training = self.training
-        shards = 0 if training.offloads_optimizer else sum(unit.shard for unit in self.pooled)
+        shards = 0 if training.updates_on_host else sum(unit.shard for unit in self.pooled)
         largest = max((unit.shard for unit in self.units), default=0)
-        on_device = self.library.waits_on_device and not training.offloads_optimizer
+        on_device = self.library.waits_on_device and not training.updates_on_host
         widened = DEVICE_WIDENED_NUMEL if on_device else WIDENED_NUMEL
         wide = _FP32 * (largest if training.has_kernel else min(largest, widened)) if training.master_bytes else 0
         return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide)
@@ -302,7 +302,7 @@ class _Gradients:
         self._params, self._units, self._base = params, units, base
         self._unit_of = {place: at for at, unit in enumerate(units) for place in unit.params}
         self._size, self._accumulated = training.weight_bytes, training.accumulated_bytes
-        self._keeps_shards = not training.offloads_optimizer
+        self._keeps_shards = not training.updates_on_host
         self._library = library
         self._missing = [len(unit.params) for unit in units]
         self._loose: list[int] = [0] * len(units)  # elements in `param.grad`

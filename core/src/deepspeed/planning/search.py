@@ -58,7 +58,7 @@ class Choice:
         for field, key in keys.items():
             if getattr(training, field) != getattr(defaults, field):
                 zero[key] = getattr(training, field)
-        if training.offloads_optimizer:
+        if training.updates_on_host:
             zero["offload_optimizer"] = {"device": "cpu"}
         if training.offloads_parameters and training.stage == 3:
             zero["offload_param"] = {"device": "cpu"}

@@ -60,7 +60,7 @@ class Training:
     optimizer: a name of `OPTIMIZER_STATES`.
     has_kernel: whether the optimizer reads low-precision gradients as they are.
     checkpoints_activations: each layer keeps its input only, and is computed again in the backward.
-    offloads_optimizer, offloads_parameters: to host memory.
+    offloads_optimizer, offloads_parameters: to host memory, at the stages that shard them; see `updates_on_host`.
     gradient_bytes: of an accumulated gradient; 0: of the weights.
     schedule: of the pipeline.
     """
@@ -90,6 +90,11 @@ class Training:
         for name in ("micro_batch", "accumulation", "sequence"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}; give an integer >= 1")
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether states of the optimizer are in host memory, where they are updated."""
+        return self.offloads_optimizer and self.stage > 0
 
     @property
     def weight_bytes(self) -> int:

@@ -57,6 +57,7 @@ def test_what_saves_memory_does():
     assert total(Mesh(dp=4), stage=1, micro_batch=4, checkpoints_activations=True) < whole
     assert total(Mesh(dp=4), stage=1, micro_batch=2) < whole
     assert total(Mesh(dp=4), stage=1, micro_batch=4, offloads_optimizer=True) < whole
+    assert total(Mesh(dp=4), stage=0, offloads_optimizer=True) == total(Mesh(dp=4), stage=0)  # which offloads nothing
     assert total(Mesh(dp=4), stage=1, micro_batch=4, precision="fp32") > whole
     assert total(Mesh(pp=4), accumulation=8) > total(Mesh(pp=4), accumulation=1)
     assert total(Mesh(dp=2, sp=2), micro_batch=4) < total(Mesh(dp=4), micro_batch=4)

@@ -8,7 +8,6 @@ from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import OffloadOptimizerConfig
-from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import is_host_front
@@ -246,9 +245,30 @@ def test_the_placement_follows_section_and_device():
     assert type(choose_placement(offload(), stage=1, device=other)) is HostPlacement
 
 
-def test_without_sharded_states_there_is_nothing_to_offload():
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.device: found 'cpu' with zero_optimization\.stage 0"):
-        choose_placement(offload(), stage=0, device=torch.device("cpu"))
+@pytest.mark.parametrize("section", [{"device": "cpu"}, {"device": "nvme"}], ids=["cpu", "nvme"])
+def test_at_stage_0_offload_of_the_optimizer_has_no_effect_and_says_so(make_engine, lines, section):
+    """DeepSpeed-Chat's configurations have the section at each stage."""
+    warn_once.cache_clear()
+    kinds = []
+    for offload_optimizer in (section, section, None):
+        zero = {"stage": 0, "offload_optimizer": offload_optimizer}
+        engine = make_engine(torch.nn.Linear(4, 2), zero_optimization=zero)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        assert not engine.sharding.placement.is_offloaded
+        kinds.append(type(engine.basic_optimizer))
+        engine.destroy()
+    assert len(set(kinds)) == 1  # the device's, not the one for the host
+    (line,) = [text for level, text in lines if level == "WARNING"]
+    assert line.startswith("zero_optimization.offload_optimizer: has no effect at stage 0")
+    assert "set stage to 1, 2 or 3" in line
+
+
+def test_at_stage_0_an_optimizer_that_is_slow_on_the_host_is_taken(make_engine):
+    zero = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make_engine(model, optimizer=None, zero_optimization=zero, arguments={"optimizer": optimizer})
 
 
 @pytest.mark.parametrize("section", [{"device": "cpu"}, {"device": "nvme"}], ids=["cpu", "nvme"])

@@ -21,9 +21,9 @@ from deepspeed.zero.placement import Placement
 from deepspeed.zero.shard_home import ShardHome
 
 
-def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
-    """Whether the section asks for an optimizer that updates in host memory."""
-    return offload is not None and offload.device in ("cpu", "nvme") and offload.ratio > 0
+def asks_for_host(offload: OffloadOptimizerConfig | None, stage: int) -> bool:
+    """Whether the section asks for an optimizer that updates in host memory, at a stage that can do so."""
+    return stage > 0 and offload is not None and offload.device in ("cpu", "nvme") and offload.ratio > 0
 
 
 def choose_shard_home(
@@ -81,21 +81,23 @@ def choose_placement(
 ) -> Placement:
     """The placement for an engine on `device`, whose parameters have their shards at `home`.
 
+    At stage 0 the section has no effect, as in DeepSpeed: scripts write it at every stage.
+
     Args:
         aio: how swap files are read and written.
         rank: of this process, for the name of its swap folder.
 
     Raises:
-        ConfigError: offload without a stage that shards the optimizer's states, or to a folder that cannot be used.
+        ConfigError: offload to a folder that cannot be used.
         OpUnavailable: offload to NVMe without an extension that reads and writes files.
     """
-    if offload is None or not asks_for_host(offload):
-        return Placement() if home is None else UpdateOnDevice()
-    if stage == 0:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device: found {offload.device!r} with zero_optimization.stage 0, "
-            'which shards no optimizer states; set stage to 1, 2 or 3, or device to "none"'
+    if offload is not None and offload.device != "none" and stage == 0:
+        warn_once(
+            "zero_optimization.offload_optimizer: has no effect at stage 0, which shards no optimizer states; they "
+            "stay on the device and are updated there. To offload them set stage to 1, 2 or 3"
         )
+    if offload is None or not asks_for_host(offload, stage):
+        return Placement() if home is None else UpdateOnDevice()
     if offload.device == "nvme":
         return _in_part(_on_nvme(offload, aio or AioConfig(), rank), offload.ratio, home)
     if not HostPlacement.is_needed(device):
