@@ -39,8 +39,6 @@ UNIT = (TESTS / "unit", TESTS / "house", TESTS / "compat")
 RECIPES, PAGES, TEMPLATE = Path("downstream/recipes"), Path("docs/tests"), Path("template/tests")
 # Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
 EVERYTHING = ("-m", "")
-# Asks torch whether its products of matrices have bf16 on this processor; on others it computes them one by one.
-HAS_BF16 = "import torch; print(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())"
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
 QUICK_LANGUAGE = ("--language", "cpp")  # the others take minutes each
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
@@ -331,14 +329,7 @@ def sycl(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """A small GPT, two ranks, ZeRO-2, on the text of Python's standard library."""
     _prepare(session, TOOLS_OF_DEMO)
-    config = ROOT / "examples/ds_config.json"
-    supported = session.run(PYTHON, "-c", HAS_BF16, external=True, silent=True)
-    if supported is not None and "True" not in str(supported):
-        session.log("this processor has no instructions for bf16, which would take many times as long: fp32")
-        in_fp32 = {**json.loads(config.read_text()), "bf16": {"enabled": False}}
-        config = Path(session.create_tmp()) / "fp32.json"
-        config.write_text(json.dumps(in_fp32))
-    train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", str(config))
+    train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", "examples/ds_config.json")
     launch = (str(BIN / "deepspeed"), "--num_accelerators", "2", "--bind_cores_to_rank", *train)
     session.run(*launch, *session.posargs, external=True)
 

@@ -515,14 +515,29 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused():
 # ----- bf16 ----------------------------------------------------------------------------------------------------------
 
 BF16_CLIP = 0.5
-#: losses are of about 3.5; one rounding of a logit of 1 in bf16 is 0.004
-FLOOR = 2e-3
+#: the layers whose products tensor-parallel ranks add up
+ADDED_UP = {"llama, tied": ("o_proj", "down_proj"), "gpt2": ("c_proj",), "t5": (".o", ".wo")}
+
+
+def add_up_parts(model, name, num_parts):
+    """Products of the layers that ranks add up are rounded once per part, as on that many ranks."""
+    for path, layer in model.named_modules():
+        if path.endswith(ADDED_UP[name]):
+            layer.forward = functools.partial(sum_of_parts, layer, type(layer) is torch.nn.Linear, num_parts)
+    return model
+
+
+def sum_of_parts(layer, is_transposed, num_parts, x):
+    weight = layer.weight.t() if is_transposed else layer.weight
+    parts = zip(x.tensor_split(num_parts, -1), weight.tensor_split(num_parts, 0), strict=True)
+    total = sum(part @ rows for part, rows in parts)
+    return total if layer.bias is None else total + layer.bias
 
 
 @functools.cache
-def reference_bf16(name):
-    """Losses and fp32 master weights of the whole model."""
-    model = create(name).bfloat16()
+def reference_bf16(name, num_parts):
+    """Losses and fp32 master weights of the whole model, with products in that many parts."""
+    model = add_up_parts(create(name).bfloat16(), name, num_parts)
     params = list(model.parameters())
     torch.manual_seed(0)
     masters = [param.detach().float() for param in create(name).parameters()]
@@ -554,7 +569,8 @@ def mean_distance(weights, others):
 
 def bf16_job(name, tp, stage):
     exact_losses, _, exact = reference(name, clip=BF16_CLIP)
-    losses, masters = reference_bf16(name)
+    # one run's largest error varies by a factor of three with the order of its sums: that of several is the measure
+    plain = [reference_bf16(name, num_parts) for num_parts in (1, 2, 3, 4)]
     config = {**config_of(tp, stage, clip=BF16_CLIP), "bf16": {"enabled": True}}
     engine = deepspeed.initialize(model=create(name), config=config)[0]
     assert {param.dtype for param in engine.module.parameters()} == {torch.bfloat16}
@@ -563,8 +579,8 @@ def bf16_job(name, tp, stage):
     divided = sum(part_held(param) is not None for param in engine.module.parameters())
     engine.destroy()
     assert divided >= 9
-    assert distance(found_losses, exact_losses) <= 2 * distance(losses, exact_losses) + FLOOR
-    assert mean_distance(found, exact) <= 2 * mean_distance(masters, exact)
+    assert distance(found_losses, exact_losses) <= 1.5 * max(distance(losses, exact_losses) for losses, _ in plain)
+    assert mean_distance(found, exact) <= 1.5 * max(mean_distance(masters, exact) for _, masters in plain)
     assert exact_losses[-1] < exact_losses[0] - 0.3  # it learned
     return found_losses
 

@@ -23,6 +23,14 @@ class DtypeFace(TorchModule):
             dtypes.append(torch.bfloat16)
         return dtypes
 
+    def prepare_dtype(self, dtype: torch.dtype) -> None:
+        """Get ready to compute in `dtype`, which is one of `supported_dtypes`.
+
+        `deepspeed.initialize` and `init_inference` call it for what the configuration asks for, before they build
+        anything; again for each engine. A device on which torch computes slowly in it may load kernels of its own.
+        Default: nothing.
+        """
+
     def is_bf16_supported(self) -> bool:
         """True when bfloat16 arithmetic works. Default: what torch says of the device, else True."""
         return bool(self._ask("is_bf16_supported")) if self._has("is_bf16_supported") else True

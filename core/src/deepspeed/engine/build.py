@@ -24,7 +24,7 @@ from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
 from deepspeed.data.loader import check_data
 from deepspeed.engine.accessors import read_answers
-from deepspeed.engine.device import check_dtypes, claim_device, local_rank
+from deepspeed.engine.device import claim_device, claim_dtypes, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed.engine.observers import Observers, notify, ranks_of_table
@@ -191,7 +191,7 @@ def _initialize(
     if settings.expert_parallel.enabled:
         divide_experts(model, mesh, settings.expert_parallel)
     device = claim_device(args)
-    check_dtypes(asked_dtypes(settings))
+    claim_dtypes(asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
     slow_ranks = _create_slow_ranks(settings.watch, mesh)  # before the backends of groups, whose waits it counts

@@ -42,8 +42,8 @@ def claim_device(args: Any) -> torch.device:
     return torch.device(accelerator.device_name(index))
 
 
-def check_dtypes(asked: Mapping[str, torch.dtype]) -> None:
-    """Refuse a precision that the accelerator does not train in (`supported_dtypes`).
+def claim_dtypes(asked: Mapping[str, torch.dtype]) -> None:
+    """Refuse a precision that the accelerator does not train in (`supported_dtypes`), and prepare it for the others.
 
     Args:
         asked: the dtypes that the configuration asks for, by the key that does.
@@ -60,6 +60,8 @@ def check_dtypes(asked: Mapping[str, torch.dtype]) -> None:
                 f"{key}: asks for {dtype_name(dtype)}, which the accelerator {accelerator.device_name()!r} does not "
                 f"train in; it has {names}"
             )
+    for dtype in dict.fromkeys(asked.values()):
+        accelerator.prepare_dtype(dtype)
 
 
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:

@@ -16,7 +16,7 @@ from deepspeed.config.intake import parse_section
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.supported import check_supported
-from deepspeed.engine.device import check_dtypes, claim_device
+from deepspeed.engine.device import claim_device, claim_dtypes
 from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.inference.checkpoint import CheckpointWeights, read_description
 from deepspeed.inference.engine import InferenceEngine
@@ -75,7 +75,7 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
     loads = _loads(model, settings)
     groups_of = layer_groups(settings)
     dtype = dtype_of(model) if groups_of is not None else torch_dtype(settings.dtype)
-    check_dtypes({"dtype": dtype})
+    claim_dtypes({"dtype": dtype})
     if settings.injection_policy is not None:
         check_policy(model, settings.injection_policy)
     mesh = None

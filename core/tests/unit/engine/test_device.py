@@ -99,7 +99,7 @@ def test_a_precision_that_the_device_lacks_is_refused(claim, section, key):
     set_accelerator(Half_Accelerator())
 
     def check(**keys):
-        device.check_dtypes(sharding.asked_dtypes(DeepSpeedConfig({"train_batch_size": 1, **keys})))
+        device.claim_dtypes(sharding.asked_dtypes(DeepSpeedConfig({"train_batch_size": 1, **keys})))
 
     message = rf"{key}: asks for float16, which the accelerator 'cpu' does not train in; it has bfloat16, float32"
     with pytest.raises(ConfigError, match=message):

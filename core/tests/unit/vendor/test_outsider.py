@@ -31,7 +31,7 @@ use_host_timers resolves_data_dependency handles_memory_backpressure communicati
 supported_dtypes is_triton_supported is_pinned create_graph capture_to_graph replay_graph export_envs
 visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend return_freed_memory
 is_fp64_supported prefer_triton_grouped_mm is_current_stream_capturing pin_empty pin_empty_like pin_memory_alignment
-register_host_memory unregister_host_memory unpin_memory is_graph_supported is_grouped_mm_supported
+register_host_memory unregister_host_memory unpin_memory is_graph_supported is_grouped_mm_supported prepare_dtype
 """.split()  # noqa: SIM905
 )
 

@@ -8,8 +8,10 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
+import torch
 from deepspeed.accelerator.plain import PlainAccelerator
 
+from ds_ext_cpu import half_matmul
 from ds_ext_cpu.malloc import keep_freed_blocks, return_large_blocks
 from ds_ext_cpu.numa import usable_nodes
 
@@ -31,6 +33,10 @@ class CPU_Accelerator(PlainAccelerator):
     def communication_backend_version(self) -> Any:
         """The version of the oneCCL bindings; None for gloo, which is part of torch."""
         return importlib.metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
+
+    def prepare_dtype(self, dtype: torch.dtype) -> None:
+        """bf16 and fp16 on a processor without instructions for them are multiplied in fp32, in the whole process."""
+        half_matmul.prepare(dtype)
 
     def return_freed_memory(self, min_bytes: int | None = 2**20) -> None:
         """Blocks of `min_bytes` or more are not kept by glibc's malloc; None: they are kept again."""

@@ -33,6 +33,7 @@ def test_a_layer_computes_as_on_the_host(
     accelerator: DeepSpeedAccelerator, device: torch.device, dtype: torch.dtype
 ) -> None:
     requirements.dtype(dtype).check()
+    accelerator.prepare_dtype(dtype)
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
     found = _gradients(layer.to(device), x.to(device))

@@ -26,6 +26,7 @@ _MODULES = {
     "RaggedOpsBuilder": "ragged",
     "AsyncIOBuilder": "async_io",
     "CCLCommBuilder": "comm",
+    "HalfMatmulBuilder": "half_matmul",
 }
 
 
