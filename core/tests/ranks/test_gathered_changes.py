@@ -13,7 +13,7 @@ from deepspeed.comm.group_backend import forget
 from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import GatheredParameters
+from deepspeed.zero import GatheredParameters, gathered_changes
 from torch import nn
 
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -106,6 +106,36 @@ def test_a_change_without_modifier_rank_is_refused_on_every_rank(checks, zero, o
         assert all("found the parameter large.weight changed on rank" in each for each in said[:half])
         assert all("found the parameter small changed on rank" in each for each in said[half:])
         assert all("modifier_rank=0" in each for each in said)
+
+
+def undo(checks: bool) -> list[str]:
+    """What was said of values that were changed and changed back, as adapters are merged for a generation: peft's DoRA,
+    OFT and IA3 assign `param.data`."""
+    engine = create_engine(enable_sanity_checks=checks)
+    params, said = list(engine.module.parameters()), []
+    before = values(params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathered_changes, "warn_once", said.append)
+        for name in ("large.weight", "small"):
+            param = engine.module.get_parameter(name)
+            with GatheredParameters(params):
+                for sign in (1.0, -1.0):
+                    param.data = param.data + sign * torch.linspace(0.3, 0.4, param.numel()).view(param.shape)
+                assert not torch.equal(torch.cat([each.detach().view(-1) for each in params]), before)
+            assert torch.equal(values(params), before)
+            with pytest.raises(StateError, match=f"{name} changed on rank"), GatheredParameters(params):
+                param.data = param.data * (1 + 1e-5)
+    step(engine)
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_change_that_was_undone_up_to_rounding_is_dropped_with_a_warning(checks):
+    for said in run_ranks(2, undo, checks):
+        first, second = said
+        assert "found the parameter large.weight changed by no more than rounding on ranks 0, 1 in a context" in first
+        assert "found the parameter small changed by no more than rounding on ranks 0, 1 in a context" in second
 
 
 def nested_job() -> None:

@@ -13,7 +13,7 @@ user's: then the parameter is not looked at.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,10 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted
+from deepspeed.log import warn_once
 from deepspeed.zero.managed import num_writes
 from deepspeed.zero.param_marks import KEPT
-from deepspeed.zero.param_unit import ParamUnit, is_same
+from deepspeed.zero.param_unit import ParamUnit, is_rounded, is_same
 
 
 class GatheredChanges:
@@ -47,27 +48,37 @@ class GatheredChanges:
         Raises:
             StateError: names them; on every rank of a group that has gathered some.
         """
-        found: dict[str, list[int]] = {}
+        found: dict[str, list[_Change]] = {}
         units = [(unit, num_changes) for unit, num_changes in self._units if unit.params]
         all_ranks = [unit.unit_ranks.everyone for unit, _ in units] + [kept.ranks for kept in self._small]
         for everyone in dict.fromkeys(all_ranks):  # also where this rank has nothing to look at: its peers may have
             its_units = {unit: num for unit, num in units if unit.unit_ranks.everyone is everyone}
             its_small = [kept for kept in self._small if kept.ranks is everyone]
-            for name, ranks in _changed(everyone, its_units, its_small, self._gathered).items():
-                found.setdefault(name, []).extend(ranks)
-        if found:
-            name, ranks = next(iter(found.items()))
-            more = f" and {counted(len(found) - 1, 'other')}" if len(found) > 1 else ""
+            for change in _changed(everyone, its_units, its_small, self._gathered):
+                found.setdefault(change.name, []).append(change)
+        real = {name: its for name, its in found.items() if not all(each.is_rounded for each in its)}
+        if real:
             raise StateError(
-                f"GatheredParameters: found the parameter {name}{more} changed on {named_ranks(sorted(set(ranks)))} "
-                "in a context without modifier_rank. The change was dropped, since ranks would differ; give "
-                "modifier_rank=0, or the rank whose changes count"
+                f"GatheredParameters: found {_listed(real, 'changed')} in a context without modifier_rank. The change "
+                "was dropped, since ranks would differ; give modifier_rank=0, or the rank whose changes count"
+            )
+        if found:
+            warn_once(
+                f"GatheredParameters: found {_listed(found, 'changed by no more than rounding')} in a context without "
+                "modifier_rank, as after adapters were merged and unmerged; the former values stay. If the change "
+                "counts, give modifier_rank=0"
             )
 
     def close(self, *, keeps: bool) -> None:
         """The context ends. `keeps`: what was changed was kept, else it is dropped."""
         for kept in self._small:
             kept.close(keeps=keeps)
+
+
+class _Change(NamedTuple):
+    name: str
+    rank: int  # global, that changed it
+    is_rounded: bool  # see [Note: up to rounding]
 
 
 class _KeptValue:
@@ -95,6 +106,9 @@ class _KeptValue:
     def is_changed(self) -> bool:
         return not is_same(self.param.data, self._value)
 
+    def is_rounded(self) -> bool:
+        return is_rounded(self.param.data, self._value)
+
     def close(self, *, keeps: bool) -> None:
         vars(self.param).pop(KEPT, None)
         if not keeps and not self.was_written():
@@ -104,31 +118,38 @@ class _KeptValue:
 
 def _changed(
     everyone: GroupBackend, units: Mapping[ParamUnit, int], small: Sequence[_KeptValue], gathered: set[ParamUnit]
-) -> dict[str, list[int]]:
-    """By name of a changed parameter of `everyone`, the global ranks that changed it. `units`: with how many writes of
-    engines each had when the context began."""
+) -> list[_Change]:
+    """The changes of parameters of `everyone`. `units`: with how many writes of engines each had when the context
+    began."""
     compares = any(unit.checks_values for unit in units) or any(kept.checks_values for kept in small)
     has_gathered = any(unit in gathered for unit in units)
     written = [unit.names[0] for unit, num_changes in units.items() if unit.num_changes != num_changes]
     written += [kept.name for kept in small if kept.was_written()]
     own = [unit for unit in units if unit.names[0] not in written]
-    seen = [name for unit in own for name in unit.seen_changes()]
-    seen += [kept.name for kept in small if kept.name not in written and kept.is_seen() and kept.is_changed()]
+    seen = {name: False for unit in own for name in unit.seen_changes()}
+    of_small = [kept for kept in small if kept.name not in written and kept.is_seen() and kept.is_changed()]
+    seen |= {kept.name: kept.is_rounded() for kept in of_small}
     if not compares and not has_gathered:  # peers may not be in this context
-        return {name: [torch.distributed.get_rank()] for name in seen}
+        return [_Change(name, torch.distributed.get_rank(), its) for name, its in seen.items()]
     has_seen, has_written = _on_any_rank([bool(seen), bool(written)], everyone)
     if not compares and not has_seen:
-        return {}
+        return []
     if has_written:  # by one rank alone, perhaps: then nobody looks at them
         written = [name for theirs in all_gather_values(written, backend=everyone) for name in theirs]
-    names = [name for unit in units if unit.names[0] not in written for name in unit.changed_names()]
-    names += [kept.name for kept in small if kept.name not in written and kept.is_changed()]
-    found: dict[str, list[int]] = {}
+    changes: dict[str, bool] = {}
+    for unit in units:
+        if unit.names[0] not in written:
+            changes |= unit.changes()
+    changes |= {kept.name: kept.is_rounded() for kept in small if kept.name not in written and kept.is_changed()}
     members = torch.distributed.get_process_group_ranks(everyone.group)
-    for rank, theirs in zip(members, all_gather_values(names, backend=everyone), strict=True):
-        for name in theirs:
-            found.setdefault(name, []).append(rank)
-    return found
+    by_rank = zip(members, all_gather_values(changes, backend=everyone), strict=True)
+    return [_Change(name, rank, its) for rank, theirs in by_rank for name, its in theirs.items()]
+
+
+def _listed(changes: Mapping[str, Sequence[_Change]], how: str) -> str:
+    name, its = next(iter(changes.items()))
+    more = f" and {counted(len(changes) - 1, 'other')}" if len(changes) > 1 else ""
+    return f"the parameter {name}{more} {how} on {named_ranks(sorted({each.rank for each in its}))}"
 
 
 def _on_any_rank(values: Sequence[bool], ranks: GroupBackend) -> list[bool]:

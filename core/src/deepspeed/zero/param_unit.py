@@ -427,9 +427,9 @@ class ParamUnit:
         each = zip(self.names, self.params, self._versions, self._views, strict=False)
         return [name for name, param, version, view in each if param._version != version or not param.is_set_to(view)]
 
-    def changed_names(self) -> list[str]:
-        """The names of the whole parameters that are not what the shards hold. A collective of the ranks that hold
-        them, with memory for the unit a second time."""
+    def changes(self) -> dict[str, bool]:
+        """By name of a whole parameter that is not what the shards hold, whether it differs by no more than rounding. A
+        collective of the ranks that hold them, with memory for the unit a second time."""
         shards_N = self.nothing.new_empty(self.layout.padded_numel)
         if self.offloaded is not None:
             self.offloaded.prepare()
@@ -437,7 +437,7 @@ class ParamUnit:
         if self.offloaded is not None:
             self.offloaded.arrived()
         both = zip(self.names, self.params, self._cut(shards_N), strict=True)
-        return [name for name, param, value in both if not is_same(param.data, value)]
+        return {name: is_rounded(param.data, value) for name, param, value in both if not is_same(param.data, value)}
 
     def refuse_changes(self, *, compares: bool = False) -> None:
         """Called where what was changed outside of `GatheredParameters` would be lost: before the parameters are
@@ -579,6 +579,15 @@ def is_same(value: Tensor, other: Tensor) -> bool:
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(value, other) or torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def is_rounded(value: Tensor, other: Tensor) -> bool:
+    """Whether `value` is `other` but for some rounding, as after `w + d - d`, relative to the largest element."""
+    if (value.shape, value.dtype) != (other.shape, other.dtype) or not other.is_floating_point():
+        return False
+    exact = torch.promote_types(other.dtype, torch.float32)
+    largest = 4 * torch.finfo(other.dtype).eps * other.to(exact).abs().max()
+    return bool((value.to(exact) - other.to(exact)).abs().max() <= largest)
 
 
 def num_references(tensor: Tensor) -> int:

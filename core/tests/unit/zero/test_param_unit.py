@@ -332,9 +332,9 @@ def test_a_change_inside_of_a_context_is_the_contexts(unit, monkeypatch):
     assert told == [True, False]
     unit.gather()
     unit.refuse_changes()
-    assert unit.changed_names() == []
+    assert unit.changes() == {}
     unit.params[1].data.add_(1)
-    assert unit.changed_names() == ["net.gain"]
+    assert unit.changes() == {"net.gain": False}
     unit.params[0].partition()
     in_place(unit.params[0])
     with pytest.raises(StateError), GatheredParameters(unit.params):
