@@ -519,6 +519,33 @@ def test_a_given_optimizer_is_clipped_where_the_configuration_says_so(stage, key
     assert (engine.gradient_clipping(), round(moved, 4)) == (norm, norm or 4.0)
 
 
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_of_the_configuration_is_clipped_to_norm_1_by_default(stage):
+    plain, net = nn.Linear(4, 2), nn.Linear(4, 2)
+    net.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(10 * X).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
+        optimizer.step()
+        engine.backward(engine(10 * X).square().sum())
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-5)
+    assert min(norms) > 1.0  # every step is clipped
+    engine.destroy()
+    for param, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checks", [None, False])
 def test_bf16_skips_a_step_whose_gradients_are_not_finite(make_engine, lines, stage, checks):
