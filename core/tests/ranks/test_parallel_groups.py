@@ -1,11 +1,18 @@
 """`deepspeed.parallel.groups` on real ranks."""
 
+import logging
+from unittest import mock
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed import log
+from deepspeed.engine.start_line import start_line
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel import groups
+from deepspeed.parallel.model_part import part_held
+from deepspeed.tensor_parallel.divide import ranks_of
 from deepspeed.testing.distributed import run_ranks
 
 
@@ -79,6 +86,140 @@ def experts_job():
         groups._get_expert_data_parallel_rank("ep_size_2"),
         x.item(),
     )
+
+
+# ---- what `tp_model_init` leaves for later engines ------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.act, self.down = torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+def start(model, **keys):
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, **keys}
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+
+
+def equals_torch(**keys):
+    """Two steps of a whole model, each rank with data of its own, beside torch with the data of all ranks."""
+    model, whole = Block(), Block()
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    engine = start(model, **keys)
+    data = [torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())]
+    for _ in range(2):
+        engine.backward(engine(data[dist.get_rank()]).square().mean())
+        engine.step()
+        whole(torch.cat(data)).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-7)
+    found = engine.dp_world_size, start_line(engine).partition(", device")[0].partition(": ")[2]
+    engine.destroy()
+    return found
+
+
+def divided_trains(model, **keys):
+    """A step of a divided model equals one of the whole model: the ranks share its data."""
+    whole = Block()
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    engine = start(model, **keys)
+    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
+    engine.backward(engine(data).square().mean())
+    engine.step()
+    whole(data).square().mean().backward()
+    theirs.step()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        part = part_held(param)
+        torch.testing.assert_close(param, expected if part is None else part.take(expected), rtol=1e-5, atol=1e-7)
+    found = engine.dp_world_size, start_line(engine).partition(", device")[0].partition(": ")[2]
+    engine.destroy()
+    return found
+
+
+def after_division_job(kind):
+    log.warn_once.cache_clear()
+    first = deepspeed.tp_model_init(Block(), 2)
+    if kind == "dropped":
+        del first
+    if kind == "engine destroyed":
+        assert divided_trains(first) == (1, "2 ranks (tp 2)")
+    with mock.patch.object(log.logger, "log") as lines:
+        found = equals_torch()
+        equals_torch(train_batch_size=8)  # was refused: 4 x 2 x 1
+    warnings = [call.args[1] for call in lines.mock_calls if call.args[0] == logging.WARNING]
+    return found, warnings
+
+
+def divided_again_job(kind):
+    """What a divided model gets after an engine of a whole one was built, and after its own one was destroyed."""
+    first = Block()
+    if kind == "tp_model_init":
+        deepspeed.tp_model_init(first, 2)
+    else:
+        engine = start(first, tensor_parallel={"autotp_size": 2})
+        engine.destroy()
+    assert equals_torch() == (2, "2 ranks")
+    keys = {"tensor_parallel": {"autotp_size": 2}} if kind == "asked again" else {}
+    wrapped = torch.nn.Sequential(first) if kind == "wrapped" else first
+    engine = start(wrapped, **keys)
+    assert engine.mesh.group("tp") is ranks_of(first).group
+    found = engine.dp_world_size
+    engine.destroy()
+    return found
+
+
+def marked_job():
+    """Layers of the user's own, divided by the groups that `tp_model_init` made, have Megatron's mark."""
+    deepspeed.tp_model_init(Block(), 2)
+    own = Block()
+    own.up.weight.tensor_model_parallel = True
+    engine = start(own)
+    found = engine.dp_world_size, engine.mesh.size("tp")
+    engine.destroy()
+    return found
+
+
+def other_size_job():
+    deepspeed.tp_model_init(Block(), 2)
+    engine = start(Block(), tensor_parallel={"autotp_size": 4})
+    found = engine.mesh.size("tp"), engine.dp_world_size
+    engine.destroy()
+    with pytest.raises(ConfigError, match="mesh.tp is 4; both are the size of the axis tp"):
+        start(deepspeed.tp_model_init(Block(), 2), mesh={"tp": 4})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["alive", "dropped", "engine destroyed"])
+def test_a_whole_model_after_a_divided_one_is_data_parallel(kind):
+    (found, warnings), (found_of_1, warnings_of_1) = run_ranks(2, after_division_job, kind)
+    assert found == found_of_1 == (2, "2 ranks")
+    assert warnings_of_1 == []
+    (warning,) = warnings
+    assert "tp_model_init has laid the ranks out with tp 2, and this model is whole" in warning
+    assert "tensor_model_parallel" in warning
+
+
+@pytest.mark.parametrize("kind", ["tp_model_init", "autotp_size", "asked again", "wrapped"])
+def test_a_divided_model_keeps_its_ranks(kind):
+    assert run_ranks(2, divided_again_job, kind) == [1, 1]
+
+
+def test_marked_layers_get_the_ranks_of_tp_model_init():
+    assert run_ranks(2, marked_job) == [(1, 2)] * 2
+
+
+def test_another_model_may_be_divided_over_more_ranks():
+    assert run_ranks(4, other_size_job) == [(4, 1)] * 4
+
+
+# ---- the groups -----------------------------------------------------------------------------------------------------
 
 
 def test_all_data_parallel_by_default():

@@ -64,13 +64,13 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import parts_held
+from deepspeed.parallel.model_part import is_tensor_parallel, parts_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
-from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params
+from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params, ranks_asked_by
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.managed import (
     refuse_managed,
@@ -179,7 +179,9 @@ def _initialize(
     if isinstance(model, PipelineModule):
         mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
     else:
-        mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
+        needed = ranks_asked_by(model) if mpu is None else None
+        is_divided = any(map(is_tensor_parallel, model.parameters()))
+        mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings, needed), is_divided=is_divided)
     _count_samples_once(settings, mesh)
     settings.resolve_batch(mesh.size("dp"))
     _check_same(settings, mesh)
@@ -363,14 +365,20 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
     comm.init_distributed(distributed_port=port)
 
 
-def _asked_sizes(config: DeepSpeedConfig) -> dict[str, tuple[int, str]]:
-    """By axis of the mesh the size that the configuration asks for, and its key. 1 asks for nothing but in `mesh`."""
+def _asked_sizes(
+    config: DeepSpeedConfig, needed: tuple[str, str, int | None] | None = None
+) -> dict[str, tuple[int, str]]:
+    """By axis of the mesh the size that the configuration asks for, and its key. 1 asks for nothing but in `mesh`.
+
+    Args:
+        needed: what the model asks for, as `merge_sizes` takes it.
+    """
     tp_size = config.tensor_parallel.size
     given = [(f"mesh.{axis}", axis, getattr(config.mesh, axis)) for axis in ("pp", "dp", "sp", "tp")]
     given.append(("tensor_parallel.autotp_size", "tp", tp_size if tp_size > 1 else None))
     for name, axis in (("sequence_parallel_size", "sp"), ("data_parallel_size", "dp")):
         given.append((name, axis, getattr(config, name)))
-    return merge_sizes(given)
+    return merge_sizes(given if needed is None else [*given, needed])
 
 
 def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:

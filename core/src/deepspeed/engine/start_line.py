@@ -13,6 +13,7 @@ from deepspeed.errors import counted
 from deepspeed.ops import registry
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import part_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import Autocast, Precision
@@ -29,7 +30,7 @@ def start_line(engine: "DeepSpeedEngine") -> str:
     whether to use it. With several pipeline stages a collective of them.
     """
     facts = [
-        counted(comm.get_world_size(), "rank"),
+        _ranks(engine.mesh),
         f"device {get_accelerator().device_name()}",
         f"backend {torch.distributed.get_backend()}",
         f"ZeRO stage {engine.sharding.stage}",
@@ -40,6 +41,11 @@ def start_line(engine: "DeepSpeedEngine") -> str:
     if engine.basic_optimizer is not None:
         facts.append(_clipping(engine.precision))
     return f"deepspeed {__version__}: {', '.join(facts)}"
+
+
+def _ranks(mesh: Mesh) -> str:
+    sizes = ", ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "tp", "sp") if mesh.size(axis) > 1)
+    return counted(comm.get_world_size(), "rank") + (f" ({sizes})" if sizes else "")
 
 
 def _dtype(precision: Precision) -> str:

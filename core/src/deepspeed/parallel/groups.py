@@ -2,7 +2,8 @@
 
 A view of one mesh: that of the engine built last, or the one that the user made here (`set_mesh`, `set_mpu`,
 `initialize`), or else all ranks data parallel. An engine's own parts use `engine.mesh`, and so should a program with
-several engines. Engines that are given neither `mpu` nor `mesh_param` use the mesh that the user made here.
+several engines. Engines that are given neither `mpu` nor `mesh_param` use the mesh that the user made here. That of
+`tp_model_init` serves engines of divided models alone.
 
 Every function raises `CommError` before `init_distributed`.
 """
@@ -17,6 +18,7 @@ import deepspeed.comm as dist
 from deepspeed.comm.own_group import group_of_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, ConfigError
+from deepspeed.log import warn_once
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.layout import grid, read_layout
 from deepspeed.parallel.mesh import Mesh, RankGrid
@@ -24,6 +26,7 @@ from deepspeed.parallel.mpu import mesh_of_mpu
 
 _viewed: Mesh | None = None  # what the functions below answer from
 _default: Mesh | None = None  # of engines that are given no other: the user's own, or all ranks data parallel
+_divided: Mesh | None = None  # of `tp_model_init`: for engines of divided models that are given no other
 _world_clones: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -66,13 +69,20 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     _create_expert_and_data_parallel(ep_size)
 
 
-def create_mesh(mpu: Any = None, mesh_param: object = None, asked: Mapping[str, tuple[int, str]] | None = None) -> Mesh:
+def create_mesh(
+    mpu: Any = None,
+    mesh_param: object = None,
+    asked: Mapping[str, tuple[int, str]] | None = None,
+    *,
+    is_divided: bool = False,
+) -> Mesh:
     """The mesh of a new engine, called by `deepspeed.initialize`. A collective.
 
     Args:
         mpu: of the caller; or
         mesh_param: of the caller; or else the mesh that the user made here, or one of the sizes in `asked`.
-        asked: by axis the size that the configuration asks for, and its key.
+        asked: by axis the size that the configuration or the model asks for, and its key.
+        is_divided: ranks have parts of the model's parameters, so that the mesh of `tp_model_init` may be its own.
 
     Raises:
         ConfigError: the sizes do not fit the world, differ from rank to rank, or the mesh that the caller made has
@@ -81,22 +91,33 @@ def create_mesh(mpu: Any = None, mesh_param: object = None, asked: Mapping[str, 
     asked = asked or {}
     if mpu is not None:
         return _checked(mesh_of_mpu(mpu), asked, f"mpu ({type(mpu).__name__})")
-    _check_same(mesh_param, asked)
+    kept = _of_this_world(_divided)
+    _check_same(mesh_param, asked, is_divided=is_divided and kept is not None)
     world_size = dist.get_world_group().size()
     if mesh_param is not None:
         return _checked(Mesh(read_layout(mesh_param, world_size)), asked, "initialize(mesh_param=...)")
     own = _of_this_world(_default)
     if own is not None and own.size("dp") < world_size:
         return _checked(own, asked, "the mesh made through deepspeed.utils.groups")
+    if kept is not None and (is_divided or "tp" in asked):
+        if all(kept.size(axis) == size for axis, (size, _) in asked.items()):
+            return kept
+    elif kept is not None and not asked:
+        warn_once(
+            f"initialize: tp_model_init has laid the ranks out with tp {kept.size('tp')}, and this model is whole, so "
+            f"all {world_size} ranks average its gradients. If its layers divide themselves over tensor-parallel "
+            "ranks, set tensor_model_parallel = True on their parameters, or give initialize mesh_param or mpu"
+        )
     if not asked:
         return _default_mesh()
     sizes = {axis: size for axis, (size, _) in asked.items()}
     return Mesh(read_layout(sizes, world_size, asked_by=", ".join(key for _, key in asked.values())))
 
 
-def _check_same(mesh_param: object, asked: Mapping[str, tuple[int, str]]) -> None:
+def _check_same(mesh_param: object, asked: Mapping[str, tuple[int, str]], *, is_divided: bool) -> None:
     """Ranks that ask for different meshes would wait for each other while they make the groups. A collective."""
     own = {} if mesh_param is None else {"mesh_param": str(mesh_param)}
+    own |= {"the mesh of tp_model_init": "parameters are marked tensor_model_parallel"} if is_divided else {}
     own |= {f"{key} ({axis})": str(size) for axis, (size, key) in asked.items()}
     found = all_gather_values(own)
     for rank, theirs in enumerate(found):
@@ -115,9 +136,11 @@ def _checked(mesh: Mesh, asked: Mapping[str, tuple[int, str]], made_by: str) -> 
     return mesh
 
 
-def keep(mesh: Mesh) -> None:
-    """Use `mesh` for engines built later that are given no other, as `set_mesh` does for the one that it makes."""
-    _choose(mesh)
+def keep_for_divided(mesh: Mesh) -> None:
+    """Use `mesh` for engines of divided models that are built later and given no other."""
+    global _divided
+    _divided = mesh
+    view(mesh)
 
 
 def view(mesh: Mesh) -> None:
@@ -133,8 +156,8 @@ def viewed_mesh() -> Mesh:
 
 def reset() -> None:
     """Forget the mesh; for tests."""
-    global _viewed, _default
-    _viewed, _default = None, None
+    global _viewed, _default, _divided
+    _viewed, _default, _divided = None, None, None
 
 
 # ---- the world -----------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def tp_model_init(
 ) -> nn.Module:
     """Divide a model's layers over tensor-parallel ranks, in place. A collective of all ranks.
 
-    Engines that are built later, and are given no other mesh, use the same ranks.
+    Engines that are built later use the same ranks for this model. So they do, if they are given no other mesh, for a
+    model with parameters that are marked `tensor_model_parallel`; for a whole model all ranks are data parallel.
 
     Args:
         model: whole, on every rank; the weights of the first rank of each group count.
@@ -91,9 +92,17 @@ def tp_model_init(
     section = config.get("tensor_parallel") if isinstance(config, Mapping) else None
     mesh = groups.create_mesh(asked={"tp": (tp_size, "tp_model_init: tp_size")})
     if tp_size > 1:
-        groups.keep(mesh)
         divide_over(model, mesh, TensorParallelConfig(**(section or {})))
+        groups.keep_for_divided(mesh)
     return _cast(model, dtype, mesh) if dtype is not None else model
+
+
+def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
+    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it. The division may be that of a
+    module inside, as where PEFT has wrapped the model."""
+    divided = (ranks_of(module) for module in model.modules())
+    ranks = next((each for each in divided if each is not None), None)
+    return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
