@@ -29,8 +29,13 @@ from deepspeed._absent import complete
 from {new} import *{noqa}
 
 complete({arguments})
-sys.modules[__name__] = {new}
+sys.modules[__name__] = {new}{program}
 '''
+
+_PROGRAM = """
+
+if __name__ == "__main__":
+    sys.exit({new}.main())"""
 
 _COLLECTION = '''"""Old address of names that live elsewhere. {by}"""
 
@@ -123,7 +128,14 @@ def _alias(old: str, new: str, beside: dict[str, str]) -> str:
     noqa = "" if old.startswith(("runtime.", "utils.")) else "  # noqa: F403"
     addresses = _block(f'    "{name}": "deepspeed.{address}"' for name, address in sorted(beside.items()))
     arguments = _block(["__name__", new, f"{{{addresses}    }}"]) if beside else f"__name__, {new}"
-    return _ALIAS.format(new=new, arguments=arguments, by=_BY, noqa=noqa)
+    program = _PROGRAM.format(new=new) if _is_program(new) else ""
+    return _ALIAS.format(new=new, arguments=arguments, by=_BY, noqa=noqa, program=program)
+
+
+def _is_program(module: str) -> bool:
+    """Whether `python -m` runs it, and so its old address too."""
+    path = _SOURCE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    return path.exists() and 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
 
 
 def _collection(names: dict[str, str]) -> str:

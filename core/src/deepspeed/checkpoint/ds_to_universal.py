@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed._absent import complete
+from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import check_files
 from deepspeed.checkpoint.saved_run import open_run
+from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
 
@@ -34,9 +36,23 @@ def ds_to_universal(input_folder: str | Path, output_folder: str | Path, *, num_
     source, target = Path(input_folder).absolute(), Path(output_folder).absolute()
     if not source.is_dir():
         raise CheckpointError(f"--input_folder: found no folder {source}; give that of a tag, such as global_step100")
+    _refuse_root(source)
     check_files(source)
     write_universal(open_run(source.parent, source.name), target, num_workers=num_workers)
     write_latest_universal(target)
+
+
+def _refuse_root(source: Path) -> None:
+    """The folder of all tags has no files of weights itself."""
+    tags = layout.tags_in(source)
+    if not tags or source.name in layout.tags_in(source.parent):
+        return
+    latest = read_latest(source)
+    named = f", and {layout.LATEST_FILE!r} there names {latest!r}" if latest in tags else ""
+    raise CheckpointError(
+        f"--input_folder: found {source}, the folder of {', '.join(tags)}{named}; give the folder of one tag, "
+        f"{source / (latest if latest in tags else tags[-1])}"
+    )
 
 
 def main(arguments: Sequence[str] | argparse.Namespace | None = None) -> int:

@@ -8,3 +8,6 @@ from deepspeed.checkpoint.consolidate import *
 
 complete(__name__, deepspeed.checkpoint.consolidate)
 sys.modules[__name__] = deepspeed.checkpoint.consolidate
+
+if __name__ == "__main__":
+    sys.exit(deepspeed.checkpoint.consolidate.main())

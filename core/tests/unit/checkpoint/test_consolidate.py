@@ -388,6 +388,16 @@ def run_script(directory, *arguments):
     )
 
 
+def test_deepspeeds_module_is_a_program(saved, tmp_path):
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(tmp_path / "ckpt"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
+    done = subprocess.run([*command, "--tag", "none"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "zero_to_fp32: " in done.stderr
+
+
 def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     script = tmp_path / "ckpt" / "zero_to_fp32.py"
     assert script.read_bytes() == standalone.script()

@@ -143,6 +143,14 @@ def test_what_cannot_be_done_is_named(saved, tmp_path, capsys):
     assert "is there and not empty" in capsys.readouterr().err
     assert main(["--input_folder", str(tmp_path / "no"), "--output_folder", str(tmp_path / "out")]) == 1
     assert f"found no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    root, out = tmp_path / "ckpt", str(tmp_path / "out")
+    assert main(["--input_folder", str(root), "--output_folder", out]) == 1
+    told = capsys.readouterr().err
+    assert f"found {root}, the folder of global_step1, and 'latest' there names 'global_step1'" in told
+    assert f"give the folder of one tag, {root / 'global_step1'}" in told
+    (root / "latest").unlink()
+    assert main(["--input_folder", str(root), "--output_folder", out]) == 1
+    assert f"the folder of global_step1; give the folder of one tag, {root / 'global_step1'}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(tmp_path, "--num_merge_workers", 0)
     assert "expected an integer >= 1" in capsys.readouterr().err
