@@ -15,6 +15,7 @@ from deepspeed.config.bounds import brief
 from deepspeed.config.optim import OptimizerConfig, SchedulerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_host_front
+from deepspeed.optim.factory import scheduler_class
 
 Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -183,7 +184,10 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
                 f"config's {section.type}"
             )
         return _checked(scheduler, given)
-    if section is None or section.type is None or optimizer is None:
+    if section is None or section.type is None:
+        return None
+    if optimizer is None:
+        scheduler_class(section.type)  # a name that is none is wrong all the same
         return None
     return create_scheduler(section.type, section.params, optimizer)
 

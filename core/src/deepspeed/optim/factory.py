@@ -66,18 +66,22 @@ def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> An
 
     `params` is the section `scheduler.params`. Raises ConfigError, which names the key, as `create_optimizer` does.
     """
-    from deepspeed.optim import lr_schedules  # late: a run without a schedule does not load them
-
-    own = {name.lower(): name for name in lr_schedules.VALID_LR_SCHEDULES}
-    if str(type).lower() in own:
-        cls = getattr(lr_schedules, own[str(type).lower()])
-        return construct(cls, optimizer, params, _SCHEDULER_PATH, str(type))
-    base = torch.optim.lr_scheduler.LRScheduler
-    names = lr_schedules.VALID_LR_SCHEDULES
-    cls = _class_of_torch(type, torch.optim.lr_scheduler, base, "scheduler.type", names)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    cls = scheduler_class(type)
+    if issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # torch's schedules insist on the class
     return construct(cls, optimizer, params, _SCHEDULER_PATH, str(type))
+
+
+def scheduler_class(name: str) -> type[Any]:
+    """The schedule of that name, in any case of letters. Raises ConfigError for an unknown one."""
+    from deepspeed.optim import lr_schedules  # late: a run without a schedule does not load them
+
+    names = lr_schedules.VALID_LR_SCHEDULES
+    own = {each.lower(): each for each in names}
+    if str(name).lower() in own:
+        return getattr(lr_schedules, own[str(name).lower()])  # type: ignore[no-any-return]
+    base = torch.optim.lr_scheduler.LRScheduler
+    return _class_of_torch(name, torch.optim.lr_scheduler, base, "scheduler.type", names)
 
 
 def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:

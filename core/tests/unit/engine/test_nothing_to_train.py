@@ -61,6 +61,12 @@ def test_a_schedule_without_an_optimizer_is_told(lines, given):
     engine.destroy()
 
 
+def test_a_schedule_that_is_none_is_refused_without_an_optimizer_too():
+    config = {"train_batch_size": 4, "scheduler": {"type": "Warmup"}}
+    with pytest.raises(ConfigError, match="found 'Warmup', which is not known. Did you mean .WarmupLR"):
+        deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+
+
 def given_data(model):
     return {"training_data": TensorDataset(torch.zeros(4, 4))}
 
