@@ -337,6 +337,7 @@ class AcrossRanks(SavedStates):
                     held.setdefault(here.get(whole, whole), []).append((rank, name))
         self._held = held
         self._states = [rank.states for rank in ranks if rank.states is not None]
+        self.are_by_group = any(states.are_by_group for states in self._states)
         self.shapes = {name: self._shape(name) for name in held}
         self.trained = frozenset(
             name

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_values import master_dtype
+from deepspeed.optim.saved_values import check_numbers, master_dtype
 from deepspeed.zero.layout import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
@@ -39,6 +39,7 @@ class DividedStates(SavedStates):
         CheckpointError: the parts have not as many elements as the parameters.
     """
 
+    are_by_group = True
     are_mapped = True
 
     def __init__(
@@ -190,6 +191,7 @@ class TorchStates(SavedStates):
         ]
         self.trained = frozenset(name for group in names for name in group)
         self.names = names
+        check_numbers(state["param_groups"])
         self._states: dict[str, Mapping[str, Any]] = {}
         self._by_element: dict[str, frozenset[str]] = {}
         for group, its_names in zip(state["param_groups"], names, strict=True):

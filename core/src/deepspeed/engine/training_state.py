@@ -15,8 +15,8 @@ from deepspeed.config import redacted
 from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
-from deepspeed.optim.saved_state import check_each_state, check_saved_state
-from deepspeed.optim.saved_values import check_options, check_schedule, check_state
+from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
+from deepspeed.optim.saved_values import check_numbers, check_options, check_schedule, check_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.redistribute import saved_part
 from deepspeed.zero.strategy import Sharding
@@ -192,11 +192,13 @@ class TrainingState:
                 f"load {path}: found an optimizer state of groups of {found} parameters, this run has {wanted}; "
                 "build the optimizer with the same groups, or load_optimizer_states=False"
             )
-        check_options(optimizer.param_groups, saved["param_groups"])
+        check_options(optimizer, saved["param_groups"])
+        check_numbers(saved["param_groups"])
         for there, here in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             for number, param in zip(there["params"], here["params"], strict=True):
                 state = saved["state"].get(number, {})
                 check_state(state, f"parameter {number}", numel=param.numel(), dtype=param.dtype)
+                check_needed(optimizer, there, [state])
 
     def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
         """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
@@ -206,9 +208,10 @@ class TrainingState:
             return
         if loaded.shard_state is None:
             assert self.training.optimizer is not None
-            own = map_tensors(
-                loaded.model_state["optimizer"], torch.Tensor.clone
-            )  # torch's optimizer keeps what it gets
+            # torch's optimizer keeps what it gets
+            own = map_tensors(loaded.model_state["optimizer"], torch.Tensor.clone)
+            for group in own["param_groups"]:
+                group.pop(PARAM_NAMES, None)  # this run's stay
             self.training.optimizer.load_state_dict(own)
             return
         saved = loaded.shard_state["optimizer_state_dict"]

@@ -16,6 +16,7 @@ from deepspeed.optim.traits import _is_a, _loaded, _unwrapped
 
 _BY_PARAMETER = ("parameter_scalars", "parameter_states")  # dicts of states within a flat group's
 _COUNTERS = frozenset({"step"})  # some keep it in the state, some in the group, some not at all
+_SWITCHES = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 # written into groups by schedules and by optimizers that count there: they tell nothing of the kind
 _ADDED_LATER = frozenset({"step", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
@@ -97,9 +98,8 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
     kind = _kind_of(_unwrapped(optimizer))
     if kind is None:
         return 2
-    switches = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
     groups = optimizer.param_groups
-    chosen = [name for name in kind.optional if any(group.get(switches.get(name, "")) for group in groups)]
+    chosen = [name for name in kind.optional if any(group.get(_SWITCHES.get(name, "")) for group in groups)]
     by_group = kind.optional & {"exp_avg", "exp_avg_sq"}  # Muon: of the groups that it leaves to Adam
     return max(len(kind.states - {"mu_product"}) + len(chosen), len(by_group))
 
@@ -167,6 +167,33 @@ def _counts(state: Mapping[str, Any]) -> bool:
     )
 
 
+def check_needed(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], states: Iterable[Mapping[str, Any]]
+) -> None:
+    """Refuse states of a saved group that lack what its options ask for, or the count of steps, after `check_options`.
+
+    Args:
+        states: of parameters or flat groups; those that are empty or have no moments are let pass.
+
+    Raises:
+        CheckpointError: names what is missing.
+    """
+    kind = _kind_of(_unwrapped(optimizer))
+    if kind is None:
+        return
+    needed = {"step"} | {name for name in kind.optional if kind.states and group.get(_SWITCHES.get(name, ""))}
+    for state in states:
+        present = {name for name, value in state.items() if value is not None}
+        present.update(name for nested in _BY_PARAMETER for name in state.get(nested, {}))
+        if (kind.states or _names("exp_avg")) & present and (missing := sorted(needed - present)):
+            because = f", as {_SWITCHES[missing[0]]} is on" if missing[0] in _SWITCHES else ""
+            raise CheckpointError(
+                f"optimizer state: found no {missing[0]} beside {', '.join(sorted(kind.states & present))}, which "
+                f"{type(_unwrapped(optimizer)).__name__} needs{because}; load another tag, or with "
+                "load_optimizer_states=False"
+            )
+
+
 def _kind_of(optimizer: Any) -> Kind | None:
     for kind in _KINDS:
         if any(_is_a(optimizer, known) for known in (*kind.classes, *_loaded(kind.ours))):
@@ -180,9 +207,13 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
         name
         for group in groups
         for name, value in group.items()
-        if isinstance(value, int | float | tuple | list) and not isinstance(value, bool)
+        if _is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value)))
         if name != "params" and name not in _ADDED_LATER
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _label(saved: frozenset[str], options: frozenset[str]) -> str:

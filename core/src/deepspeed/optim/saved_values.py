@@ -6,6 +6,7 @@ count fails in its next step, and one that takes nan trains to nan.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.errors import CheckpointError, counted
+from deepspeed.optim.traits import _unwrapped
 
 #: states with one number per element, and those of them that are sums of squares, or largest values
 _MOMENTS = frozenset(
@@ -27,6 +29,15 @@ _NUMBERS = frozenset({"step", "mu_product"})
 #: options that are at least 0, and those that are also below 1
 _AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})
 _BELOW_1 = frozenset({"betas", "alpha", "rho"})
+_NEVER_NONE = frozenset({*_AT_LEAST_0, *_BELOW_1, "momentum", "dampening"})
+_SWITCHES = frozenset(
+    {
+        *("amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable", "foreach", "fused"),
+        *("maximize", "nesterov"),
+    }
+)
+#: what a group says of its parameters, of which a load takes none: this run's stay
+OF_PARAMETERS = ("params", "param_names")
 #: keys that schedules of torch ask for in a state: those of callables, of schedules in one, and of a callable
 _PARTS_OF_SCHEDULES = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _CHUNK_NUMEL = 1 << 22
@@ -38,32 +49,63 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32
 
 
-def check_options(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+def check_options(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Compare the options of saved groups with those of this run's groups, which they replace.
 
     Raises:
         CheckpointError: one has another type than here, or a value that it cannot have.
     """
-    for index, (here, there) in enumerate(zip(own, saved, strict=False)):
+    defaults = _unwrapped(optimizer).defaults
+    for index, (here, there) in enumerate(zip(optimizer.param_groups, saved, strict=False)):
         for name, value in there.items():
-            if name != "params" and not _is_option(name, value, here.get(name)):
+            own = here.get(name)
+            if name not in OF_PARAMETERS and not _is_option(name, value, own, defaults.get(name)):
                 raise CheckpointError(
                     f"optimizer state: found {name}={value!r:.60} in group {index}, where this run has "
-                    f"{here.get(name)!r:.60}; load another tag, or with load_optimizer_states=False"
+                    f"{own!r:.60}; load another tag, or with load_optimizer_states=False"
                 )
 
 
-def _is_option(name: str, value: Any, own: Any) -> bool:
+def check_numbers(saved: Sequence[Mapping[str, Any]]) -> None:
+    """Look at the numbers by which groups of a torch state dict know their parameters.
+
+    Raises:
+        CheckpointError: two parameters have one number: one would take the other's state.
+    """
+    counts = Counter(number for group in saved for number in group["params"])
+    if twice := [number for number, count in counts.items() if count > 1]:
+        raise CheckpointError(
+            f"optimizer state: found the number {twice[0]} in the groups {counts[twice[0]]} times, where each "
+            "parameter has a number of its own; load another tag, or with load_optimizer_states=False"
+        )
+
+
+def _is_option(name: str, value: Any, own: Any, default: Any) -> bool:
+    if isinstance(value, bool | int | str) and type(value) is type(own) and value == own:
+        return True
+    if name in _SWITCHES:
+        # the optimizers that an engine can have take no other than this run's
+        is_possible = name != "differentiable" or not value or bool(own)
+        return (value is None or isinstance(value, bool)) and isinstance(own, bool | None) and is_possible
     if isinstance(value, tuple | list):
+        if own is None:
+            return all(_is_option(name, each, None, None) for each in value)
+        if isinstance(own, list) and len(own) != len(value) and name not in _NEVER_NONE:  # a list that grows
+            return all(_is_option(name, each, None, None) for each in value)
         same = isinstance(own, tuple | list) and len(own) == len(value)
-        return (same or own is None) and all(_is_option(name, each, 0.0 if same else None) for each in value)
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return own is None or value is None or isinstance(own, bool if isinstance(value, bool) else type(value))
+        return same and all(_is_option(name, *each, each[1]) for each in zip(value, own, strict=True))
+    if value is None:  # where it is a choice, and not a number that was lost
+        can_be = own is None or isinstance(own, bool | str)
+        return can_be or (default is None and name not in _NEVER_NONE)
+    if isinstance(value, bool | str):
+        return own is None or isinstance(own, type(value))
     number = number_in(value)
     if number is None:
-        return own is None or type(own) is type(value)
-    if isinstance(own, bool | str | tuple | list) or not math.isfinite(number):
+        return own is None or (type(own) is type(value) and number_in(own) is None)
+    if isinstance(own, bool | str | tuple | list):
         return False
+    if not math.isfinite(number):
+        return not math.isnan(number) and number == number_in(own)
     return not (name in _AT_LEAST_0 | _BELOW_1 and number < 0) and not (name in _BELOW_1 and number >= 1)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_each_state, check_saved_state
+from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
 from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.param_unit import shape_of
@@ -36,6 +36,7 @@ class SavedStates(ABC):
     trained: frozenset[str]
     param_groups: Sequence[Mapping[str, Any]]  # without their parameters
     names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
+    are_by_group = False  # so that parameters that were never updated have states too, but for the numbers
     are_mapped = False  # the files, so that values are read once, however often they are asked for
 
     @abstractmethod
@@ -93,7 +94,8 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]
     check_saved_state(optimizer, states, saved.param_groups)
     check_each_state(optimizer, states)
-    check_options(optimizer.param_groups, saved.param_groups)
+    check_options(optimizer, saved.param_groups)
+    _check_needed(sharding, saved, names)
     for index, name in names.items():
         master = master_dtype(sharding.params[index].dtype)
         for key, dtype in saved.dtypes(name).items():
@@ -107,6 +109,21 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
             f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "
             f"{sharding.stage} divides parameters; load it with the stage of the save"
         )
+
+
+def _check_needed(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:
+    """States of groups have a parameter without a count that was never updated, where others have one:
+    `_restore_state`."""
+    optimizer = sharding.optimizer
+    assert optimizer is not None
+    for group in sharding.saved_groups:
+        owner = next(each.param_group for each in sharding.groups if each.first_index in group)
+        states = [
+            {**saved.dtypes(name), **saved.scalars(name), **saved.others(name)}
+            for name in (names[index] for index in group)
+        ]
+        count = {"step": True} if saved.are_by_group and any("step" in state for state in states) else {}
+        check_needed(optimizer, saved.param_groups[owner], [{**count, **state} for state in states])
 
 
 def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:

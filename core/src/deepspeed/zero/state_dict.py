@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_each_state, check_saved_state
-from deepspeed.optim.saved_values import check_options, check_state, master_dtype
+from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
+from deepspeed.optim.saved_values import OF_PARAMETERS, check_options, check_state, master_dtype
 from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
@@ -307,7 +307,7 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
     if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
         check_each_state(optimizer, base["state"].values())
-        check_options(optimizer.param_groups, param_groups)
+        check_options(optimizer, param_groups)
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
             f"optimizer state: found {counted(len(masters), 'parameter group')}, this run has "
@@ -322,7 +322,9 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
                 f"run has {group.numel_in_file}; build the model of the save, or load with load_optimizer_states=False"
             )
         if with_states and optimizer is not None:
-            _check_values(base["state"].get(index, {}), index, master)
+            flat = base["state"].get(index, {})
+            _check_values(flat, index, master)
+            check_needed(optimizer, param_groups[group.param_group], [flat])
 
 
 def _check_values(flat: Mapping[str, Any], index: int, master: Tensor) -> None:
@@ -360,7 +362,7 @@ def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states:
 def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Give the optimizer's groups the values of saved ones, but for their parameters."""
     for param_group, values in zip(optimizer.param_groups, saved, strict=True):
-        param_group.update({name: value for name, value in values.items() if name != "params"})
+        param_group.update({name: value for name, value in values.items() if name not in OF_PARAMETERS})
 
 
 def _restore_states(

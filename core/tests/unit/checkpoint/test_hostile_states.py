@@ -62,6 +62,15 @@ WRONG = {
     "a learning rate that is text": ("SGD", (*GROUP, "lr"), lambda _: "fast"),
     "a learning rate below 0": ("SGD", (*GROUP, "lr"), lambda _: -0.1),
     "an eps that is a list": ("AdamW", (*GROUP, "eps"), lambda _: [1e-8]),
+    "states without a count": ("AdamW", STATE, without("step")),
+    "a count of null": ("AdamW", (*STATE, "step"), lambda _: None),
+    "amsgrad without its state": ("AdamW", (*GROUP, "amsgrad"), lambda _: True),
+    "a differentiable step": ("AdamW", (*GROUP, "differentiable"), lambda _: True),
+    "a switch of two numbers": ("AdamW", (*GROUP, "foreach"), lambda _: torch.ones(2)),
+    "a switch that is text": ("AdamW", (*GROUP, "fused"), lambda _: "x"),
+    "a weight decay of null": ("AdamW", (*GROUP, "weight_decay"), lambda _: None),
+    "a learning rate of two numbers": ("SGD", (*GROUP, "lr"), lambda _: torch.ones(2)),
+    "a momentum of null": ("SGD", (*GROUP, "momentum"), lambda _: None),
     "states that are a list": ("AdamW", ("state",), lambda _: [1, 2]),
     "states of a parameter that are text": ("AdamW", STATE, lambda _: "abc"),
     "groups that are a number": ("AdamW", ("param_groups",), lambda _: 3),
@@ -69,7 +78,9 @@ WRONG = {
 }
 IN_EVERY_RUN = {
     *((0, "a moment of another size"), (0, "states without a moment")),
-    *((1, "a moment that is nan"), (3, "betas that are one number")),
+    *((1, "a moment that is nan"), (3, "betas that are one number"), (0, "a switch of two numbers")),
+    *((stage, case) for stage in (0, 1, 2, 3) for case in ("a count of null", "amsgrad without its state")),
+    *((0, "states without a count"), (2, "a weight decay of null"), (1, "a differentiable step")),
 }
 
 
@@ -95,6 +106,93 @@ def test_states_that_cannot_be_are_refused_before_anything_changes(tmp_path, sta
         assert all(map(torch.equal, before, engine.module.parameters()))
     train_step(engine)
     engine.destroy()
+
+
+@pytest.mark.parametrize("numbers", [[0, 0, 2, 3], [0, 1, 2, 2], [0, 1, 3, 3]])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_no_parameter_takes_the_state_of_another(tmp_path, stage, numbers):
+    """Parameters of one shape would train on with the moments of one of them."""
+    saved = create_engine(0)
+    train_step(saved)
+    saved.save_checkpoint(str(tmp_path), "t")
+    saved.destroy()
+    os.remove(tmp_path / "t" / "index.json")
+    path = tmp_path / "t" / MODEL
+    where = ("optimizer", *GROUP, "params")
+    torch.save(put(torch.load(path, weights_only=True), where, lambda _: numbers), path)
+    engine = create_engine(stage)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    with pytest.raises(CheckpointError, match=r"the number \d in the groups 2 times"):
+        engine.load_checkpoint(str(tmp_path), "t")
+    assert all(map(torch.equal, before, engine.module.parameters()))
+    train_step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("saved_stage", "stage"), [(0, 2), (2, 0), (1, 3), (3, 1)])
+@pytest.mark.parametrize("case", ["a count of null", "amsgrad without its state", "states without a count"])
+def test_what_the_next_step_asks_for_is_looked_for_by_name(tmp_path, saved_stage, stage, case):
+    _, where, make = WRONG[case]
+    saved = create_engine(saved_stage)
+    train_step(saved)
+    saved.save_checkpoint(str(tmp_path), "t")
+    saved.destroy()
+    os.remove(tmp_path / "t" / "index.json")
+    path = tmp_path / "t" / (MODEL if saved_stage == 0 else SHARD)
+    base = ("optimizer",) if saved_stage == 0 else ("optimizer_state_dict", "base_optimizer_state")
+    torch.save(put(torch.load(path, weights_only=True), (*base, *where), make), path)
+    engine = create_engine(stage)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    with pytest.raises(CheckpointError, match="max_exp_avg_sq" if "amsgrad" in case else "step"):
+        engine.load_checkpoint(str(tmp_path), "t")
+    if stage < 3:
+        assert all(map(torch.equal, before, engine.module.parameters()))
+    train_step(engine)
+    engine.destroy()
+
+
+OWN_OPTIONS = {
+    "texts": ["a", "b"],
+    "nested": [["a", None], ("b", True)],
+    "a choice": None,
+    "a tuple of switches": (True, False, None),
+    "numbers and null": (None, 1e-3),
+    "no bound": float("inf"),
+}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(
+    ("saved_stage", "stage"),
+    swept(
+        [*((stage, stage) for stage in (0, 1, 2, 3)), (0, 3), (2, 0), (3, 1)],
+        lambda *each: each in {(0, 0), (1, 1), (3, 3), (2, 0)},
+    ),
+)
+def test_a_run_takes_the_options_that_it_saved(tmp_path, saved_stage, stage, is_named):
+    def create(stage):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        named = list(model.named_parameters())
+        params = [{"params": named if is_named else [param for _, param in named], **OWN_OPTIONS}]
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+        return make_engine(model, stage, optimizer=None, arguments={"optimizer": optimizer})
+
+    saved = create(saved_stage)
+    train_step(saved)
+    saved.save_checkpoint(str(tmp_path), "t")
+    train_step(saved)
+    wanted = saved.module_state_dict()
+    saved.destroy()
+    engine = create(stage)
+    engine.load_checkpoint(str(tmp_path), "t")
+    train_step(engine)
+    found = engine.module_state_dict()
+    group = engine.basic_optimizer.param_groups[0]
+    assert {name: group[name] for name in OWN_OPTIONS} == OWN_OPTIONS
+    assert ("param_names" in group) == is_named
+    engine.destroy()
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
 @pytest.mark.parametrize("make", [first, lambda each: torch.full_like(each, float("nan"))])
