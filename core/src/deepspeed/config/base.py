@@ -99,6 +99,16 @@ def default_of(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of a user are equal; arrays and tensors, which cannot be in a config, are equal to nothing."""
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 class Says:
     """Annotated metadata: the words for a type which a converter accepts in many spellings."""
 
@@ -106,7 +116,8 @@ class Says:
         self.text = text
 
 
-def _flag(value: Any) -> Any:
+def flag(value: Any) -> Any:
+    """Validator of every switch: raises ValueError for what is neither true or false nor 1 or 0."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError("not a boolean")
@@ -132,7 +143,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Flag = Annotated[bool, BeforeValidator(_flag)]
+Flag = Annotated[bool, BeforeValidator(flag)]
 Int = Annotated[int, BeforeValidator(number)]
 Float = Annotated[float, BeforeValidator(number)]
 Finite = Annotated[float, BeforeValidator(_finite), Says("a finite number")]

@@ -5,13 +5,14 @@ alone; never changes the user's dict.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.base import AUTO, Section, default_of, json_keys, section_of
+from deepspeed.config.base import AUTO, Section, default_of, flag, is_same, json_keys, section_of
 from deepspeed.config.bounds import brief, check_bounds, shown_key
 from deepspeed.config.redact import redacted
 from deepspeed.config.unknown import unknown_key
@@ -21,20 +22,23 @@ from deepspeed.log import warn_once
 
 S = TypeVar("S", bound=Section)
 
-MOVES: dict[str, Callable[[Any], Any]] = {
-    "same": lambda old: old,
-    "true means cpu": lambda old: "cpu" if old is True else ("none" if old is False else old),
-    "true means fp32": lambda old: "fp32" if old is True else None,
+MOVES: dict[str, dict[bool, str | None]] = {
+    "same": {},
+    "true means cpu": {True: "cpu", False: "none"},
+    "true means fp32": {True: "fp32", False: None},
 }
-"""How the value of a deprecated key becomes the value of its replacement."""
+"""How the value of a deprecated key becomes the value of its replacement: that of a switch by a table, with None for
+one that says nothing."""
 
 
 @dataclass
 class Intake:
-    """values: by attribute name, ready for the model.  auto: dotted keys that still say "auto"."""
+    """values: by attribute name, ready for the model.  auto: dotted keys that still say "auto".  old: by dotted key the
+    deprecated one that the user wrote."""
 
     values: dict[str, Any] = field(default_factory=dict)
     auto: list[str] = field(default_factory=list)
+    old: dict[str, str] = field(default_factory=dict)
 
 
 def parse_section(model: type[S], value: Any, path: str = "") -> S:
@@ -44,7 +48,21 @@ def parse_section(model: type[S], value: Any, path: str = "") -> S:
     """
     check_bounds(value, path)
     intake = take_in(model, value, path)
-    return validated(path, model, lambda: model.model_validate(intake.values))
+    with naming_old_keys(intake.old):
+        return validated(path, model, lambda: model.model_validate(intake.values))
+
+
+@contextmanager
+def naming_old_keys(old: Mapping[str, str]) -> Iterator[None]:
+    """Let a ConfigError for a key that replaces a deprecated one begin with the one that the user's file has."""
+    try:
+        yield
+    except ConfigError as error:
+        where, colon, rest = str(error).partition(":")
+        for new, written in old.items():
+            if where == new or where.startswith((f"{new}.", f"{new}[")):
+                raise ConfigError(f"{written}{where[len(new) :]} (now {where}){colon}{rest}") from None
+        raise
 
 
 def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section] | None = None) -> Intake:
@@ -59,9 +77,17 @@ def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section
             example = f'{{"enabled": {switch}}}' if "enabled" in json_keys(model) else "{...}"
             raise ConfigError(f"{path or 'config'}: found {switch}; allowed: an object, such as {example}")
         raise ConfigError(f"{path or 'config'}: found {brief(redacted(data, path))}; allowed: an object, as in {{...}}")
-    data = _moved(model, data, path)
-    names = json_keys(model)
     intake = Intake()
+    data = _moved(model, data, path, intake.old)
+    with naming_old_keys(intake.old):
+        _take_values(intake, model, data, path, whole)
+    return intake
+
+
+def _take_values(
+    intake: Intake, model: type[Section], data: Mapping[Any, Any], path: str, whole: type[Section] | None
+) -> None:
+    names = json_keys(model)
     for written, value in data.items():
         where = f"{path}.{shown_key(written)}" if path else shown_key(written)
         name = names.get(written)
@@ -75,11 +101,10 @@ def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section
                 tolerated=model.tolerates_unknown,
                 closed=model.closed,
             )
-        elif name in intake.values and intake.values[name] != value:
+        elif name in intake.values and not is_same(intake.values[name], value):
             raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
         else:
             _take_value(intake, model.model_fields[name], name, value, where, whole if path else model)
-    return intake
 
 
 def _take_value(
@@ -103,6 +128,7 @@ def _take_value(
     inner = take_in(section, value, where, whole)
     intake.values[name] = inner.values
     intake.auto += inner.auto
+    intake.old |= inner.old
 
 
 @functools.cache
@@ -126,17 +152,29 @@ def _means_auto(info: FieldInfo) -> bool:
     return default_of(info) == AUTO
 
 
-def _moved(model: type[Section], data: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-    """A copy of `data` with deprecated keys under their new names; each is reported once."""
+def _moved(model: type[Section], data: Mapping[Any, Any], path: str, said: dict[str, str]) -> dict[Any, Any]:
+    """A copy of `data` with deprecated keys under their new names; each is reported once, and put into `said`."""
     result = {written: value for written, value in data.items() if written not in model.moved}
     for old in (written for written in data if written in model.moved):
         new, rule = model.moved[old]
         here = f"{path}." if path else ""
         warn_once(f"{here}{old} is deprecated; write {here}{new}")
-        value = MOVES[rule](data[old])
+        said[f"{here}{new}"] = f"{here}{old}"
+        value = _as_new(data[old], rule, f"{here}{old}")
         if value is not None:
             _put(result, new.split("."), value, f"{here}{old}")
     return result
+
+
+def _as_new(value: Any, rule: str, old: str) -> Any:
+    """The value of a deprecated key as its replacement has it; None where it says nothing."""
+    table = MOVES[rule]
+    if not table or value is None or (isinstance(value, str) and value in (AUTO, *table.values())):
+        return value
+    try:
+        return table[flag(value)]
+    except ValueError:
+        raise ConfigError(f"{old}: found {brief(redacted(value, old))}; allowed: true or false") from None
 
 
 def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None:
@@ -147,7 +185,7 @@ def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None
         result[name] = dict(inner)
         result = result[name]
     present = result.get(names[-1], value)
-    if present != value:
+    if not is_same(present, value):
         raise ConfigError(f"{old}: found {brief(value)}, but its replacement {'.'.join(names)} says {brief(present)}; "
                           "keep the new key only")  # fmt: skip
     result[names[-1]] = value

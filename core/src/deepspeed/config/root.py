@@ -28,7 +28,7 @@ from deepspeed.config.data import (
     ElasticityConfig,
 )
 from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
-from deepspeed.config.intake import take_in
+from deepspeed.config.intake import naming_old_keys, take_in
 from deepspeed.config.monitor import (
     CometConfig,
     CommsLoggerConfig,
@@ -236,7 +236,8 @@ class DeepSpeedConfig(Section):
         path = file_of(config)
         with naming_file(path):
             intake = take_in(DeepSpeedConfig, raw)
-            validated("", DeepSpeedConfig, lambda: fill(**intake.values))
+            with naming_old_keys(intake.old):
+                validated("", DeepSpeedConfig, lambda: fill(**intake.values))
         self._file = path
         self._raw = raw
         self._auto = intake.auto

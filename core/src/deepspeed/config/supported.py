@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.config.base import Section, Support, declared, default_of
+from deepspeed.config.base import Section, Support, declared, default_of, is_same
 from deepspeed.config.bounds import cut
 from deepspeed.config.data import switched_on
 from deepspeed.config.optim import OptimizerConfig
@@ -64,7 +64,7 @@ def objections(section: Section, path: str = "") -> Iterator[Objection]:
 
 
 def _asks(value: Any, default: Any, support: Support) -> bool:
-    if value == default or value in support.off:
+    if any(is_same(value, silent) for silent in (default, *support.off)):
         return False
     return switched_on(value) if isinstance(value, dict) else True
 

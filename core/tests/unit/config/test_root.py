@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.config import DeepSpeedConfig, unknown
 from deepspeed.config.base import json_keys, section_of
 from deepspeed.config.inference import DeepSpeedInferenceConfig
@@ -433,6 +434,60 @@ def test_deprecated_keys_move_and_say_so_once(said):
         "zero_optimization.stage3_gather_fp16_weights_on_model_save is deprecated; "
         "write zero_optimization.stage3_gather_16bit_weights_on_model_save",
     ]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(True, "fp32"), (1, "fp32"), (False, None), (0, None), (None, None)])
+def test_fp32_allreduce_is_a_switch(value, dtype):
+    assert parse(fp32_allreduce=value).communication_data_type == dtype
+
+
+@pytest.mark.parametrize("value", ["true", "yes", 2, 0.5, [1], {"enabled": True}, torch.ones(2)])
+@pytest.mark.parametrize("key", ["fp32_allreduce", "zero_optimization.cpu_offload"])
+def test_a_deprecated_switch_takes_nothing_else(key, value):
+    section, _, name = key.rpartition(".")
+    with pytest.raises(ConfigError, match=f"^{key}: found .*; allowed: true or false"):
+        parse(**({section: {name: value}} if section else {name: value}))
+
+
+def test_1_is_true_for_a_deprecated_switch():
+    zero = parse(zero_optimization={"cpu_offload": 1, "cpu_offload_params": 0}).zero_optimization
+    assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "none")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"bfloat16": 3}, r"^bfloat16 \(now bf16\): found 3; allowed: an object"),
+        ({"bfloat16": torch.ones(2)}, r"^bfloat16 \(now bf16\): found tensor"),
+        (
+            {"bfloat16": {"enabled": "x"}},
+            r"^bfloat16\.enabled \(now bf16\.enabled\): found 'x'; allowed: true or false",
+        ),
+        ({"bf16": 3}, "^bf16: found 3"),
+        (
+            {"zero_optimization": {"cpu_offload_use_pin_memory": "x"}},
+            r"^zero_optimization\.cpu_offload_use_pin_memory \(now zero_optimization\.offload_optimizer\.pin_memory\): "
+            "found 'x'",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload_use_pin_memory": torch.ones(2), "offload_optimizer": {}}},
+            r"^zero_optimization\.cpu_offload_use_pin_memory \(now",
+        ),
+        (
+            {"bfloat16": {"enabled": True}, "bf16": torch.ones(2)},
+            "bfloat16: found .*, but its replacement bf16 says",
+        ),
+    ],
+)
+def test_a_wrong_value_names_the_key_of_the_users_file(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**keys)
+
+
+def test_an_array_for_what_is_not_here_is_refused_by_its_key():
+    config = parse(tensor_parallel={"autotp_size": 1, "injection_policy_tuple": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"^tensor_parallel\.injection_policy_tuple: found tensor"):
+        config.check_supported()
 
 
 def test_old_and_new_spelling_that_disagree():
