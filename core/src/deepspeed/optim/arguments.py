@@ -5,6 +5,7 @@ Used by `factory.py` for `optimizer.params` and `scheduler.params`.
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from deepspeed.config.base import AUTO
 from deepspeed.errors import ConfigError, counted
+
+#: parameters that say "no bound" by infinity, and those of torch's schedules by which a step divides
+_MAY_BE_INFINITE = frozenset({"max_grad_norm", "min_coeff", "max_coeff"})
+_DIVISORS = frozenset({"step_size", "T_max"})
 
 #: what other libraries call a parameter, without regard to case and underscores: its names here, the likeliest first
 _OTHER_NAMES = {
@@ -101,15 +106,30 @@ def construct(
 def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
     """`value` if it fits what the parameter's default and annotation tell; what they do not tell is not checked."""
     default, words = parameter.default, set(re.findall(r"\w+", str(parameter.annotation)))
-    if isinstance(default, tuple) and default and all(_is_number(item) for item in default):
-        fits = isinstance(value, (list, tuple)) and len(value) == len(default) and all(map(_is_number, value))
-        if not fits:
-            raise ConfigError(f"{path}: found {value!r}, but it must be a list of {counted(len(default), 'number')}")
+    if isinstance(default, tuple) and default and all(_is_number(item) or item is None for item in default):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(default)
+        pairs = zip(value, default, strict=True) if fits else ()
+        if not fits or not all(_is_number(each) or each is own is None for each, own in pairs):
+            lax = " (the first may be null)" if default[0] is None else ""
+            wanted = f"a list of {counted(len(default), 'number')}{lax}"
+            raise ConfigError(f"{path}: found {value!r}, but it must be {wanted}")
+        _check_finite(value, parameter.name, path)
         return tuple(value)
     allowed = _allowed(default, words)
     if allowed and not any(_FITS[kind](value) for kind in allowed):
         raise ConfigError(f"{path}: found {value!r}, but it must be {' or '.join(allowed)}")
+    _check_finite(value, parameter.name, path)
+    if parameter.name in _DIVISORS and _is_number(value) and not value > 0:
+        raise ConfigError(f"{path}: found {value!r}, but it must be more than 0")
     return value
+
+
+def _check_finite(value: Any, name: str, path: str) -> None:
+    """Refuse numbers that are none: they train to nan, some steps later."""
+    for each in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(each, float) and not math.isfinite(each) and not (name in _MAY_BE_INFINITE and each > 0):
+            wanted = "a finite number" if each is value else "finite numbers"
+            raise ConfigError(f"{path}: found {value!r}, but it must be {wanted}")
 
 
 def _is_number(value: Any) -> bool:

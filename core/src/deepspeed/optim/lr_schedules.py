@@ -345,7 +345,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = _checked_count("total_num_steps", total_num_steps)
         _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
         self._begin()
 
@@ -387,7 +387,7 @@ class WarmupCosineLR(Schedule):
         for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
             if not 0.0 <= ratio <= 1.0:
                 raise ConfigError(f"{name}: found {ratio!r}, but it must be in [0, 1]")
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = _checked_count("total_num_steps", total_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
@@ -415,15 +415,18 @@ def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
 
 def _checked_warmup(num_steps: int, warmup_type: str) -> int:
     """The warm-up's length as it is used: at least 2, because log(1) = 0 would divide."""
-    count = number_in(num_steps)
-    if count is None or count < 1 or not count.is_integer():
-        raise ConfigError(
-            f"warmup_num_steps: found {num_steps!r}, but it must be a whole number of 1 or more; give 1 for the "
-            "shortest warm-up, or leave out a WarmupLR that is to have none"
-        )
+    remedy = "; give 1 for the shortest warm-up, or leave out a WarmupLR that is to have none"
+    count = _checked_count("warmup_num_steps", num_steps, remedy)
     if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         raise ConfigError(f'warmup_type: found {warmup_type!r}, but it must be "log" or "linear"')
-    return max(2, int(count))
+    return max(2, count)
+
+
+def _checked_count(name: str, value: Any, remedy: str = "") -> int:
+    count = number_in(value)
+    if count is None or not count >= 1 or not count.is_integer():
+        raise ConfigError(f"{name}: found {value!r}, but it must be a whole number of 1 or more{remedy}")
+    return int(count)
 
 
 def _check_positive(name: str, value: float) -> None:

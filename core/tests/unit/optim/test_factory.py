@@ -1,5 +1,7 @@
 """Names to objects, and a one-line error that names the key for everything that is wrong."""
 
+import math
+
 import pytest
 import torch
 from deepspeed.errors import ConfigError
@@ -11,6 +13,8 @@ from deepspeed.ops.muon import Muon
 from deepspeed.optim import create_optimizer, create_scheduler
 from deepspeed.plugins import hookimpl
 from deepspeed.plugins.manager import plugin_manager
+
+NEEDED = {"OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}, "WarmupDecayLR": {"total_num_steps": 9}}
 
 
 def _params():
@@ -138,6 +142,15 @@ def test_groups_and_json_lists():
         ("Lamb", {"max_grad_norm": 1.0}, r"^optimizer\.params\.max_grad_norm: found 1\.0.*gradient_clipping"),
         ("Muon", {"muon_lr": "x"}, r"^optimizer\.params\.muon_lr: found 'x', but it must be a number or null"),
         ("RMSprop", {"foreach": 1}, r"^optimizer\.params\.foreach: found 1, but it must be true or false or null"),
+        ("Adafactor", {"eps": 1e-3}, r"^optimizer\.params\.eps: found 0\.001, .*2 numbers \(the first may be null\)"),
+        ("Adafactor", {"eps": ["x", 1e-3]}, r"^optimizer\.params\.eps: found \['x', 0\.001\]"),
+        ("Adafactor", {"eps": [None, None]}, r"^optimizer\.params\.eps: found \[None, None\]"),
+        *(
+            (name, {key: value}, rf"^optimizer\.params\.{key}: found -?(nan|inf), but it must be a finite number")
+            for name, key in (("SGD", "lr"), ("SGD", "momentum"), ("SGD", "weight_decay"), ("AdamW", "lr"))
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        ("AdamW", {"betas": [0.9, math.nan]}, r"^optimizer\.params\.betas: found \[0\.9, nan\].* finite numbers"),
         ("Muon", {"ns_method": 3}, r"^optimizer\.params\.ns_method: found 3, but it must be a string"),
     ],
 )
@@ -227,6 +240,26 @@ def test_a_warmup_to_null_leads_to_the_optimizers_own_rate(name, params):
             r"^scheduler\.params\.cycle_min_lr: found 'x'.*per group",
         ),
         ("StepLR", {"step_size": "x"}, r"^scheduler\.params\.step_size: found 'x', but it must be a number"),
+        ("StepLR", {"step_size": 0}, r"^scheduler\.params\.step_size: found 0, but it must be more than 0"),
+        ("CosineAnnealingLR", {"T_max": 0}, r"^scheduler\.params\.T_max: found 0, but it must be more than 0"),
+        *(
+            (name, {**NEEDED.get(name, {}), key: value}, rf"^scheduler\.params\.{key}: found .*finite number")
+            for name, key in (
+                *(("WarmupLR", "warmup_min_lr"), ("WarmupLR", "warmup_max_lr"), ("OneCycle", "cycle_min_lr")),
+                *(("OneCycle", "cycle_max_lr"), ("LRRangeTest", "lr_range_test_min_lr")),
+                *(("LRRangeTest", "lr_range_test_step_rate"), ("WarmupDecayLR", "total_num_steps")),
+            )
+            for value in (math.nan, math.inf)
+        ),
+        *(
+            (
+                name,
+                {"total_num_steps": value},
+                rf"total_num_steps: found {value}, but it must be a whole number of 1 or",
+            )
+            for name in ("WarmupDecayLR", "WarmupCosineLR")
+            for value in (-1, 0, 1.5)
+        ),
         ("MultiStepLR", {"milestones": 3}, r"^scheduler\.params: MultiStepLR refused"),
     ],
 )
