@@ -95,10 +95,11 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) 
     pattern = re.compile(section.moe_layer_pattern or "")
     found = [(path, each) for path, each in model.named_modules() if _can_divide(each) and pattern.search(path)]
     if not found:
+        wanted = f" whose names match {section.moe_layer_pattern!r}" if section.moe_layer_pattern else ""
         raise ConfigError(
-            f"expert_parallel: found no experts in {type(model).__name__} whose names match "
-            f"{section.moe_layer_pattern!r}; they are modules with the parameters gate_up_proj and down_proj and no "
-            "others but their biases, as in Mixtral, Qwen-MoE, DeepSeek and GPT-OSS of transformers 5"
+            f"expert_parallel: found no experts in {type(model).__name__}{wanted}; they are modules with the "
+            "parameters gate_up_proj and down_proj and no others but their biases, as in Mixtral, Qwen-MoE, "
+            "DeepSeek and GPT-OSS of transformers 5"
         )
     for path, module in found:
         num_experts = _num_experts(module)

@@ -126,6 +126,15 @@ def test_a_group_that_was_taken_out_of_the_optimizer(single_rank, make_engine, s
         engine.step()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [({}, "in Linear; they"), ({"moe_layer_pattern": "x"}, "in Linear whose names match 'x'; they")],
+)
+def test_a_model_without_experts(single_rank, make_engine, pattern, message):
+    with pytest.raises(ConfigError, match=f"^expert_parallel: found no experts {message} are modules"):
+        make_engine(torch.nn.Linear(4, 2), expert_parallel={"enabled": True, **pattern})
+
+
 def test_a_second_backward_past_the_outputs(single_rank, make_engine):
     engine = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM)
     engine(torch.ones(1, 2)).sum().backward()
