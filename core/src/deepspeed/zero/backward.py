@@ -159,7 +159,7 @@ class Reducing(Stateful):
             self._abandon()
             raise StateError(
                 "backward: found a second backward before step() that does not pass through the engine's outputs; "
-                "add the losses up and call engine.backward(loss) once"
+                "add the losses up and call backward once, or use zero_optimization.stage 1, where they add up"
             )
         self.window.open_from_autograd()
 
