@@ -117,7 +117,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "several backward calls before one step",
             D,
             "Their gradients add up at every stage, as in plain torch; DeepSpeed keeps those of the last one at stages "
-            "1 and 2.",
+            "1 and 2. Stage 0 refuses a second one that does not pass through the engine's outputs, such as one inside "
+            "the module's own forward: add the losses up there, or use stage 1.",
         ),
         (
             "engine.train, engine.eval",
