@@ -40,10 +40,20 @@ class Absent(metaclass=_AbsentMeta):
         raise ConfigError(feature_of(absent.__module__).explain(_address(absent)))
 
 
+class _AbsentModule(ModuleType):
+    """A module that is not here. What it has stays when a submodule of the same name is imported, as in DeepSpeed."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        kind = upstream_names().get(self.__name__, {}).get(name, "")
+        if not (isinstance(value, ModuleType) and ":" in kind):  # an address in a module
+            super().__setattr__(name, value)
+
+
 def absent(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions `__getattr__` and `__dir__` of a module that is not here, by its `__name__`."""
     record, listed = MODULES.get(package.removeprefix("deepspeed.")), upstream_names().get(package, {})
     names = sorted({*listed, *(record.names() if record is not None else ())})
+    sys.modules[package].__class__ = _AbsentModule
 
     def get(name: str) -> Any:
         if name == "__all__":
