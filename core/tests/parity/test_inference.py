@@ -352,7 +352,7 @@ WRONG = {
     ),
     "two sizes": ({"mp_size": 2, "tensor_parallel": {"tp_size": 3}}, "mp_size: found 2, but its replacement"),
     "twice": ({"config": {"dtype": "fp32"}, "dtype": "bf16"}, "found dtype 'fp32' in config and 'bf16' as an argument"),
-    "size 0": ({"mp_size": 0}, "tensor_parallel.tp_size: found 0"),
+    "size 0": ({"mp_size": 0}, r"mp_size \(now tensor_parallel.tp_size\): found 0"),
     "more ranks than there are": ({"mp_size": 2, "dtype": "fp32"}, "tensor_parallel.tp_size"),
     "a class that is not there": (
         {"injection_policy": {torch.nn.Conv2d: ("down",)}},

@@ -195,6 +195,10 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
         weights[name] = values.pop("fp32")
         states[number] = {**({"step": steps[name]} if name in steps else {}), **values}
     _refuse_missing(zero, names, shapes, [states[number] for number in range(len(numbers))])
+    for its in names:
+        of_group = [numbers[name] for name in its]
+        if any("step" in states[number] for number in of_group):  # else this optimizer counts none
+            states |= {number: {} for number in of_group if "step" not in states[number]}
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[name] for name in its]}
         for group, its in zip(base["param_groups"], names, strict=True)
