@@ -4,7 +4,9 @@ import os
 import threading
 
 import deepspeed.comm as dist
+import pytest
 import torch
+from deepspeed.comm import libraries
 from deepspeed.comm.group_backend import forget, group_backend
 from deepspeed.comm.record import plain
 from deepspeed.errors import CommError
@@ -147,6 +149,16 @@ def other_backend_job():
 
 def mesh_job():
     mesh = dist.initialize_mesh_device((2, 2), ("data_parallel", "sequence_parallel"))
+    world = dist.get_world_group()
+    line = dist.initialize_mesh_device((4,), ("all",))
+    with pytest.raises(CommError, match=r"the shape \(3, 2\), .* and 4 ranks"):
+        dist.initialize_mesh_device((3, 2), ("a", "b"))
+    groups = [mesh.get_group(name) for name in ("data_parallel", "sequence_parallel")]
+    assert [libraries.timeout_of(group) for group in groups] == [libraries.timeout_of(world)] * 2
+    assert line.get_group("all").size() == 4
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value, group=groups[0])
+    assert value.item() == {0: 2, 1: 4, 2: 2, 3: 4}[dist.get_rank()]
     return mesh.get_local_rank("data_parallel"), mesh.get_local_rank("sequence_parallel")
 
 

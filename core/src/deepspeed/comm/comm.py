@@ -5,6 +5,7 @@ as in torch.distributed. Every collective takes `async_op`; with True it returns
 `prof`, `log_name` and `debug` for the comms logger.
 """
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
     recorded,
 )
 from deepspeed.comm.work import as_work
+from deepspeed.errors import CommError, counted
 
 Handle = torch_dist.Work | None
 
@@ -84,13 +86,33 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = No
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh over the world with these axes; their sizes multiply to the world size."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """A torch DeviceMesh over the world with these axes, the last one varying fastest. A collective of all ranks.
+
+    Its groups wait as long as the world's, where those of torch's `init_device_mesh` wait for torch's default.
+
+    Raises:
+        CommError: the sizes do not multiply to the world size, or there is not one name per axis.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
 
     from deepspeed.accelerator import get_accelerator
 
+    shape, names = tuple(mesh_shape), tuple(mesh_dim_names)
+    world_size = get_world_size()
+    if math.prod(shape) != world_size or len(shape) != len(names) or not shape:
+        raise CommError(
+            f"initialize_mesh_device: found the shape {shape}, the names {names} and {counted(world_size, 'rank')}; "
+            "give one name per axis, and sizes whose product is the number of ranks"
+        )
+    ranks = torch.arange(world_size).view(shape)
+    own: list[ProcessGroup] = []
+    for axis, size in enumerate(shape):
+        for line in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = get_world_group() if size == world_size else new_group(line)
+            if get_rank() in line:
+                own.append(group)
     device_type = str(get_accelerator().device_name())
-    return init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return DeviceMesh.from_group(own if len(own) > 1 else own[0], device_type, ranks, mesh_dim_names=names)
 
 
 # ---- synchronization -----------------------------------------------------------------------------------------------
