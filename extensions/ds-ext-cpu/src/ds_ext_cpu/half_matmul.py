@@ -31,12 +31,12 @@ def prepare(dtype: torch.dtype) -> None:
     """
     if is_fast(dtype):
         return
-    found = registry.loaded(OP)
-    if found.builder is not None:
-        registry.require(OP).enable_half_matmul(dtype, True)
+    op = registry.kernel(OP)
+    if op is not None:
+        op.enable_half_matmul(dtype, True)
     else:
         warn_once(
             f"this processor has no instructions for {dtype_name(dtype)}: torch's products of matrices take 5 to 90 "
-            f"times as long as in fp32, and op {OP!r}, which computes them in fp32, is not used ({found.why()}). Train "
-            "in fp32, or let that op be compiled"
+            f"times as long as in fp32, and op {OP!r}, which computes them in fp32, is not used "
+            f"({registry.resolve(OP).why()}). Train in fp32, or let that op be compiled"
         )

@@ -65,7 +65,7 @@ int64_t block_of(int64_t row_numel) {
 void multiply(const Tensor& out_MN, const Tensor& left_MK, const Tensor& right_KN,
               const std::optional<Tensor>& added_MN, const Scalar& beta, const Scalar& alpha) {
     const int64_t num_rows = left_MK.size(0), num_columns = right_KN.size(1), inner = left_MK.size(1);
-    const int64_t rows = block_of(std::max(inner, std::min(num_columns, block_of(inner)))), columns = block_of(inner);
+    const int64_t columns = std::min(num_columns, block_of(inner)), rows = block_of(std::max(inner, columns));
     for (int64_t column = 0; column < num_columns; column += columns) {
         const int64_t width = std::min(columns, num_columns - column);
         const Tensor right = right_KN.narrow(1, column, width).to(at::kFloat);
@@ -112,80 +112,74 @@ std::optional<Tensor> as_wide_as(const Tensor& added, at::IntArrayRef sizes, at:
     return added.expand(sizes);
 }
 
-Tensor mm(const Tensor& left, const Tensor& right) {
-    if (left.dim() != 2 || !is_ours(left, right)) return at::cpu::mm(left, right);
-    Tensor out = at::empty(sizes_of_product(left, right), left.options());
-    multiply(out, left, right, std::nullopt, 0, 1);
+// One body for all of them: the product of matrices, or of batches with `dims` 3, alone or added to a term. An `out`
+// that is not defined is made. `torchs` gives the same by torch's own kernel.
+template <typename Torchs>
+Tensor& product(int64_t dims, const Tensor& left, const Tensor& right, std::optional<Tensor> added, const Scalar& beta,
+                const Scalar& alpha, Tensor& out, Torchs&& torchs) {
+    if (left.dim() != dims || !is_ours(left, right)) return torchs();
+    const auto sizes = sizes_of_product(left, right);
+    if (added.has_value()) {
+        if (out.defined() && out.is_alias_of(*added) && !out.is_same(*added)) return torchs();
+        added = as_wide_as(*added, sizes, left.scalar_type());
+        if (!added.has_value()) return torchs();
+    }
+    if (!out.defined()) out = at::empty(sizes, left.options());
+    if (!fits(out, left, right, sizes)) return torchs();
+    (dims == 2 ? multiply : multiply_batch)(out, left, right, added, beta, alpha);
     return out;
+}
+
+Tensor mm(const Tensor& left, const Tensor& right) {
+    Tensor out;
+    return product(2, left, right, {}, 0, 1, out, [&]() -> Tensor& { return out = at::cpu::mm(left, right); });
 }
 
 Tensor& mm_out(const Tensor& left, const Tensor& right, Tensor& out) {
-    if (left.dim() != 2 || !is_ours(left, right) || !fits(out, left, right, sizes_of_product(left, right)))
-        return at::cpu::mm_outf(left, right, out);
-    multiply(out, left, right, std::nullopt, 0, 1);
-    return out;
+    return product(2, left, right, {}, 0, 1, out, [&]() -> Tensor& { return at::cpu::mm_outf(left, right, out); });
 }
 
 Tensor bmm(const Tensor& left, const Tensor& right) {
-    if (left.dim() != 3 || !is_ours(left, right)) return at::cpu::bmm(left, right);
-    Tensor out = at::empty(sizes_of_product(left, right), left.options());
-    multiply_batch(out, left, right, std::nullopt, 0, 1);
-    return out;
+    Tensor out;
+    return product(3, left, right, {}, 0, 1, out, [&]() -> Tensor& { return out = at::cpu::bmm(left, right); });
 }
 
 Tensor& bmm_out(const Tensor& left, const Tensor& right, Tensor& out) {
-    if (left.dim() != 3 || !is_ours(left, right) || !fits(out, left, right, sizes_of_product(left, right)))
-        return at::cpu::bmm_outf(left, right, out);
-    multiply_batch(out, left, right, std::nullopt, 0, 1);
-    return out;
-}
-
-// One body for the operators that add a term: `Torch` is torch's kernel of that operator, `multiply` ours.
-template <typename Multiply, typename Torch>
-Tensor& add_product(int64_t dims, const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta,
-                    const Scalar& alpha, Tensor& out, Multiply&& product, Torch&& torchs) {
-    if (left.dim() != dims || !is_ours(left, right)) return torchs();
-    const auto sizes = sizes_of_product(left, right);
-    const auto wide = as_wide_as(added, sizes, left.scalar_type());
-    if (!wide.has_value()) return torchs();
-    if (!out.defined()) out = at::empty(sizes, left.options());
-    if (!fits(out, left, right, sizes) || (out.is_alias_of(added) && !out.is_same(added))) return torchs();
-    product(out, left, right, wide, beta, alpha);
-    return out;
+    return product(3, left, right, {}, 0, 1, out, [&]() -> Tensor& { return at::cpu::bmm_outf(left, right, out); });
 }
 
 Tensor addmm(const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta, const Scalar& alpha) {
     Tensor out;
-    return add_product(2, added, left, right, beta, alpha, out, multiply,
-                       [&]() -> Tensor& { return out = at::cpu::addmm(added, left, right, beta, alpha); });
+    return product(2, left, right, added, beta, alpha, out,
+                   [&]() -> Tensor& { return out = at::cpu::addmm(added, left, right, beta, alpha); });
 }
 
 Tensor& addmm_out(const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta, const Scalar& alpha,
                   Tensor& out) {
-    return add_product(2, added, left, right, beta, alpha, out, multiply,
-                       [&]() -> Tensor& { return at::cpu::addmm_outf(added, left, right, beta, alpha, out); });
+    return product(2, left, right, added, beta, alpha, out,
+                   [&]() -> Tensor& { return at::cpu::addmm_outf(added, left, right, beta, alpha, out); });
 }
 
 Tensor& addmm_(Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta, const Scalar& alpha) {
-    return add_product(2, added, left, right, beta, alpha, added, multiply,
-                       [&]() -> Tensor& { return at::cpu::addmm_(added, left, right, beta, alpha); });
+    return product(2, left, right, added, beta, alpha, added,
+                   [&]() -> Tensor& { return at::cpu::addmm_(added, left, right, beta, alpha); });
 }
 
 Tensor baddbmm(const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta, const Scalar& alpha) {
     Tensor out;
-    return add_product(3, added, left, right, beta, alpha, out, multiply_batch,
-                       [&]() -> Tensor& { return out = at::cpu::baddbmm(added, left, right, beta, alpha); });
+    return product(3, left, right, added, beta, alpha, out,
+                   [&]() -> Tensor& { return out = at::cpu::baddbmm(added, left, right, beta, alpha); });
 }
 
 Tensor& baddbmm_out(const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta,
                     const Scalar& alpha, Tensor& out) {
-    return add_product(3, added, left, right, beta, alpha, out, multiply_batch,
-                       [&]() -> Tensor& { return at::cpu::baddbmm_outf(added, left, right, beta, alpha, out); });
+    return product(3, left, right, added, beta, alpha, out,
+                   [&]() -> Tensor& { return at::cpu::baddbmm_outf(added, left, right, beta, alpha, out); });
 }
 
 Tensor& baddbmm_(Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta, const Scalar& alpha) {
-    return add_product(3, added, left, right, beta, alpha, added, multiply_batch,
-                       [&]() -> Tensor& { return at::cpu::baddbmm_(added, left, right, beta, alpha); });
+    return product(3, left, right, added, beta, alpha, added,
+                   [&]() -> Tensor& { return at::cpu::baddbmm_(added, left, right, beta, alpha); });
 }
 
 // torch's forward of attention is quick; its backward multiplies in the dtype of its inputs.
