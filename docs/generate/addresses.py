@@ -208,23 +208,15 @@ COLLECTIONS = {
     "runtime.zero.stage3": {
         "unwrap_model_for_generation": "zero.gather:unwrap_model_for_generation",
         "DeepSpeedZeroOptimizer_Stage3": "zero.optimizer:ZeroOptimizer",
-        "estimate_zero3_model_states_mem_needs": "zero.memory_estimate:estimate_zero3_model_states_mem_needs",
-        "estimate_zero3_model_states_mem_needs_all_cold": (
-            "zero.memory_estimate:estimate_zero3_model_states_mem_needs_all_cold"
-        ),
-        "estimate_zero3_model_states_mem_needs_all_live": (
-            "zero.memory_estimate:estimate_zero3_model_states_mem_needs_all_live"
-        ),
+        "estimate_zero3_model_states_mem_needs": "zero.tools:estimate_zero3_model_states_mem_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold": ("zero.tools:estimate_zero3_model_states_mem_needs_all_cold"),
+        "estimate_zero3_model_states_mem_needs_all_live": ("zero.tools:estimate_zero3_model_states_mem_needs_all_live"),
     },
     "runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",
-        "estimate_zero2_model_states_mem_needs": "zero.memory_estimate:estimate_zero2_model_states_mem_needs",
-        "estimate_zero2_model_states_mem_needs_all_cold": (
-            "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_cold"
-        ),
-        "estimate_zero2_model_states_mem_needs_all_live": (
-            "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_live"
-        ),
+        "estimate_zero2_model_states_mem_needs": "zero.tools:estimate_zero2_model_states_mem_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold": ("zero.tools:estimate_zero2_model_states_mem_needs_all_cold"),
+        "estimate_zero2_model_states_mem_needs_all_live": ("zero.tools:estimate_zero2_model_states_mem_needs_all_live"),
     },
     "utils.z3_leaf_module": {
         name: f"zero.module_units:{name}"

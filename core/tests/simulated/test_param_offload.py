@@ -12,7 +12,7 @@ from deepspeed.testing.engines import make_engine
 from deepspeed.testing.odd_models import CheckpointedMLP
 from deepspeed.testing.param_offload import assert_same, create_engine, run
 from deepspeed.testing.tiers import swept
-from deepspeed.zero.offload import lane
+from deepspeed.zero.offload import buffers
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}}
@@ -102,8 +102,8 @@ def copying_without_waiting(lane):
 
 #: a wait left out: the place, and what is there instead
 FAULTS = {
-    "a shard is copied while its memory is still computed with": (lane.CopyLane, "copying", copying_without_waiting),
-    "weights are used before they are there": (lane.Mark, "wait", lambda mark: None),
+    "a shard is copied while its memory is still computed with": (buffers.CopyLane, "copying", copying_without_waiting),
+    "weights are used before they are there": (buffers.Mark, "wait", lambda mark: None),
 }
 
 
@@ -127,7 +127,7 @@ def write_before_the_copy_is_done(without_waiting):
     """The shard changes while the copy of a prefetched unit waits in its stream."""
     engine = create_engine("fp32", PARAMS)
     (unit, *_) = engine.sharding.module_units.all
-    with mock.patch.object(lane.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
+    with mock.patch.object(buffers.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
         unit.launch()
         unit.set_shard(unit.shard_S + 1)
     unit.finish()
@@ -259,7 +259,7 @@ def reuse_of_a_buffer(path, without_waiting):
         first.gather()
     expected = first.params[0].detach().cpu()
     first.release()
-    with mock.patch.object(lane.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
+    with mock.patch.object(buffers.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
         first.launch()
         second.launch()
     first.finish()

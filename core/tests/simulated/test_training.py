@@ -15,7 +15,7 @@ from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
-from deepspeed.zero.offload import lane
+from deepspeed.zero.offload import buffers
 from deepspeed.zero.synchronize import synchronize_module
 
 BF16 = {"bf16": {"enabled": True}}
@@ -239,9 +239,9 @@ def copying_without_waiting(lane):
 
 # A wait of the offload left out: the place, and what stands there instead; on how many ranks nothing else waits there.
 FAULTS = {
-    "a sum leaves before it is there": (1, lane.CopyLane, "copying", copying_without_waiting),
-    "weights are used before they are there": (2, lane.Mark, "wait", lambda mark: None),
-    "the host reads before a sum has arrived": (2, lane.Mark, "wait_on_host", lambda mark: None),
+    "a sum leaves before it is there": (1, buffers.CopyLane, "copying", copying_without_waiting),
+    "weights are used before they are there": (2, buffers.Mark, "wait", lambda mark: None),
+    "the host reads before a sum has arrived": (2, buffers.Mark, "wait_on_host", lambda mark: None),
 }
 
 

@@ -22,8 +22,7 @@ from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
-from deepspeed.zero.placement import Placement
-from deepspeed.zero.shard_home import ShardHome
+from deepspeed.zero.placement import Placement, ShardHome
 from deepspeed.zero.stages import Stage0, Stage1, Stage2, Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.unit_groups import Copies, UnitGroups

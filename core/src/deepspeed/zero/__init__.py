@@ -3,7 +3,7 @@
 May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py` (the contract), then
 `stages.py` beside it, `holding.py`, `layout.py`, `unit_groups.py`, `gradient_reduction.py`, `bucket.py`, `update.py`,
 `backward_window.py`.
-Stage 3: `param_gathering.py`, `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py`
+Stage 3: `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py`
 (`zero.Init`) and `gather.py`. Checkpoints: `stateful.py`, `state_dict.py`, `named_states.py`, `redistribute.py`. Names
 load on first use.
 """
@@ -21,7 +21,7 @@ _NAMES = {
     "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.param_marks:ZeroParamStatus",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
-    "show_layout": "deepspeed.zero.show_layout:show_layout",
+    "show_layout": "deepspeed.zero.tools:show_layout",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }
 

@@ -5,6 +5,6 @@ from deepspeed.zero.gather import GatheredParameters as GatheredParameters
 from deepspeed.zero.gather import register_external_parameter as register_external_parameter
 from deepspeed.zero.gather import unregister_external_parameter as unregister_external_parameter
 from deepspeed.zero.param_marks import ZeroParamStatus as ZeroParamStatus
-from deepspeed.zero.show_layout import show_layout as show_layout
 from deepspeed.zero.tiling import TiledLinear as TiledLinear
 from deepspeed.zero.tiling import TiledLinearReturnBias as TiledLinearReturnBias
+from deepspeed.zero.tools import show_layout as show_layout

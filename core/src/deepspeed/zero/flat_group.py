@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from deepspeed.errors import ConfigError
 from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit, shape_of
-from deepspeed.zero.placement import MASTER, Placement
-from deepspeed.zero.shard_home import StoredPart
+from deepspeed.zero.placement import MASTER, Placement, StoredPart
 from deepspeed.zero.unit_groups import UnitRanks
 
 #: states that are one number for the whole parameter, which for one of no dimensions look like its moments

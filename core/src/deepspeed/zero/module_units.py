@@ -28,10 +28,9 @@ from deepspeed.errors import CommError, StateError
 from deepspeed.log import logger
 from deepspeed.zero.int8_unit import Int8Unit, fits_int8
 from deepspeed.zero.managed import manager_of
-from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.param_marks import mark_whole, unmark
 from deepspeed.zero.param_unit import ParamUnit, set_data, shape_of, unit_of
-from deepspeed.zero.shard_home import ShardHome
+from deepspeed.zero.placement import ShardHome
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 
 _MARK = "_z3_leaf"
@@ -413,8 +412,8 @@ class ModuleUnits:
             raise CommError(f"the weights that {named_ranks(lost)} offloaded are lost: {by_rank[lost[0]]}")
 
 
-def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, ModuleHooks]:
-    """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's hooks.
+def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, ParamUnit]:
+    """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's units.
 
     The hooks are put back where a library took them off; those that a dropped engine left behind are removed. Units in
     which a parameter is `trained`, so that it is frozen in the other engine, are not borrowed: the new engine cuts them
@@ -429,7 +428,7 @@ def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, M
         unit.hooks.give_up(unit)
     for each in live:
         each.install_again()
-    return {param: unit.hooks for param, unit in units.items() if unit.hooks in live}
+    return {param: unit for param, unit in units.items() if unit.hooks in live}
 
 
 def _release_unchanged(unit: ParamUnit) -> None:

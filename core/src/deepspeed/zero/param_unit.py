@@ -2,7 +2,7 @@
 
 The parameters lie end to end in one flat buffer of N elements, cut into W equal shards. A rank keeps its shard. An
 all-gather fills the flat buffer, and the parameters become views of it; a release gives its memory back. The shard may
-be in another memory meanwhile (`shard_home.py`), also where one rank holds everything.
+be in another memory meanwhile (`ShardHome`), also where one rank holds everything.
 
 [Note: the storage stays] Autograd saves views of a weight, such as the transpose in a linear layer. They refer to the
 flat buffer's storage. So a release does not drop that storage but resizes it to zero bytes, and a gather resizes it
@@ -43,7 +43,7 @@ from deepspeed.zero import quantized
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_marks import LEGAL_MOVES, ZeroParamStatus, mark, unmark
-from deepspeed.zero.shard_home import NearShard, ShardHome
+from deepspeed.zero.placement import NearShard, ShardHome
 from deepspeed.zero.unit_groups import UnitRanks, source_in
 
 #: freed blocks of this size go back to the device while parameters are taken over

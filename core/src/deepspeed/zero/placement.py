@@ -1,8 +1,8 @@
-"""Where the optimizer's side of the owned shard lives: master weights, optimizer states and reduced gradients.
+"""Where the optimizer's side of the owned shard lives, and where stage 3 keeps the shard of the weights.
 
-`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is another, host memory, and
-`offload/nvme.py` the third, swap files. `offload/policy.py` chooses. A stage calls, in this order, and does not look
-which of them it has:
+Master weights, optimizer states and reduced gradients have a `Placement`. The class itself is the answer "beside the
+weights": nothing is copied. `offload/host.py` is another, host memory, and `offload/nvme.py` the third, swap files.
+`offload/policy.py` chooses. A stage calls, in this order, and does not look which of them it has:
 
     1. prepare                         once
        of_unit                         per unit: its own placement, where `ratio` divides them
@@ -19,24 +19,42 @@ which of them it has:
 Whoever reads or writes a master weight, a state or a reduced gradient outside of an update calls `read` and `write`,
 tensor by tensor: in swap files they have no memory then.
 
+`ShardHome` is the contract of where stage 3 keeps the shard of a unit between its all-gathers, if not beside the whole
+parameters: `offload_param` and `zero.Init(remote_device=...)` ask for it. `HostShards` in `offload/host.py` and
+`offload/swapped_shards.py` answer it. A unit (`param_unit.py`) calls, in this order:
+
+    1. keep         once, with the values of its shard
+    2. read_ahead   when its next all-gather is expected soon; only a hint
+    3. prepare      before that all-gather: the only call that may fail because values are lost
+    4. copied_to    around the all-gather, which then reads the copy
+    5. arrived      when that all-gather is over
+    6. settle       before values are stored by others than the unit
+    7. store        new values, part by part
+
+`NearShard` is a second copy of the weights, beside it.
+
 Legend: S numel of this rank's shard of a unit.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.comm.backend import Work
+from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.optim.norm import tensor_norm
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard, SubGroup
     from deepspeed.zero.offload.buffers import HostMemory
+
 
 #: what `read` and `write` call the tensors of a shard that are not states of the optimizer
 MASTER = "master weights"
@@ -226,3 +244,136 @@ def exact_norm(gradients: Tensor) -> Tensor:
     if gradients.numel() <= 2**16 and gradients.device.type == "cpu":  # some devices lack fp64
         return torch.linalg.vector_norm(gradients, dtype=torch.float64)
     return tensor_norm(gradients)
+
+
+class OffloadedShard(ABC):
+    """This rank's shard of one unit.
+
+    Args:
+        shard_S: its memory; on the meta device if it has none.
+    """
+
+    def __init__(self, shard_S: Tensor) -> None:
+        self.shard_S = shard_S
+
+    def read_ahead(self) -> bool:
+        """Bring the values nearer; False: nothing to do, or no room to do it for this unit and those after it."""
+        return False
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """The values are about to be copied.
+
+        Raises:
+            OSError: they are lost.
+        """
+
+    @abstractmethod
+    def copied_to(self, part_S: Tensor) -> AbstractContextManager[None]:
+        """Starts to copy the values to `part_S`, in the accelerator's memory; what is issued inside comes after it."""
+
+    @abstractmethod
+    def arrived(self) -> None:
+        """The computation that follows comes after that copy."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Forget what was read ahead, and return when nothing reads the values any more."""
+
+    @abstractmethod
+    def load(self, start: int, numel: int) -> Tensor:
+        """The elements [start, start + numel), in host memory; to be read only."""
+
+    @abstractmethod
+    def target(self, start: int, numel: int) -> Tensor:
+        """Host memory for new values of [start, start + numel), which `store` is then called with."""
+
+    @abstractmethod
+    def store(self, start: int, values: Tensor) -> None:
+        """Keep new values, 1-D, from the element `start` on; of another dtype, they are rounded. Where they are in host
+        memory they may not be changed before the next `settle`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The elements [start, start + numel) of an offloaded shard."""
+
+    shard: OffloadedShard
+    start: int
+    numel: int
+
+    def load(self) -> Tensor:
+        """As `OffloadedShard.load`."""
+        return self.shard.load(self.start, self.numel)
+
+    def target(self) -> Tensor:
+        """As `OffloadedShard.target`."""
+        return self.shard.target(self.start, self.numel)
+
+    def store(self, values: Tensor) -> None:
+        """As `OffloadedShard.store`; `values` of any shape."""
+        self.shard.store(self.start, values.detach().view(-1))
+
+
+class ShardHome(ABC):
+    """Keeps the shards of the units of one engine."""
+
+    #: as the configuration names it
+    name = ""
+
+    @abstractmethod
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
+        """Take over a shard, whose values are copied; None: it stays where it is.
+
+        Args:
+            name: of the unit, for errors.
+        """
+
+    def check(self) -> None:  # noqa: B027 - memory does not get lost
+        """Called before all values are read for the last time.
+
+        Raises:
+            OSError: they are lost.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop all values."""
+
+
+class NearShard:
+    """This rank's part of a second copy of a unit's weights, held by a small group of ranks. Owned by `ParamUnit`.
+
+    The first all-gather after an update runs over all ranks. Each rank keeps its part of the result, and until the
+    weights change again all-gathers run in the small group: that of the backward, and those of later micro-batches. It
+    costs the weights in the model's dtype once per small group. N is the padded numel of the unit.
+
+    Source: hpZ of G. Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
+
+    Args:
+        ranks: the small group, whose size divides that of the group that shards the unit.
+    """
+
+    def __init__(self, ranks: GroupBackend) -> None:
+        self.ranks = ranks
+        self.shard: Tensor | None = None  # [N / ranks]
+        self.is_exact = False  # as in `ParamUnit`
+        self._is_current = False
+
+    def serves(self, *, exact: bool) -> bool:
+        """Whether an all-gather may run in the small group."""
+        return self._is_current and (self.is_exact or not exact)
+
+    def keep(self, full_N: Tensor, *, is_exact: bool) -> None:
+        """Take this rank's part of the whole weights, if it has none of these weights yet."""
+        if self._is_current:
+            return
+        part = full_N.view(self.ranks.world_size, -1)[self.ranks.rank]
+        if self.shard is None:
+            self.shard = torch.empty_like(part)
+        self.shard.copy_(part)
+        self.is_exact, self._is_current = is_exact, True
+
+    def forget(self) -> None:
+        """The weights change."""
+        self._is_current = False

@@ -25,8 +25,8 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.managed import manager_of
+from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
-from deepspeed.zero.param_gathering import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.placement import Keep
 from deepspeed.zero.step_facts import Scalar
@@ -184,7 +184,7 @@ class Stage3(Stage2):
     """Stage 3: parameters are sharded too. It is stage 2 with weights that are whole only while a module uses them.
 
     Large parameters form units (`module_units.py`, `param_unit.py`): gathered before use and released after
-    (`param_gathering.py`), reduce-scattered as one bucket, updated where their shard is. Small ones
+    (`module_hooks.py`), reduce-scattered as one bucket, updated where their shard is. Small ones
     (`stage3_param_persistence_threshold`) stay whole and are treated as in stage 2. 16/W bytes in fp32 and in low
     precision, and the largest working set (P_os+g+p).
     """

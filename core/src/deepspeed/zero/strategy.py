@@ -34,13 +34,12 @@ from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero.backward import BackwardPlan, Reducing, abandons_on_error
 from deepspeed.zero.backward_calls import see_calls
-from deepspeed.zero.clip_hint import hint_at_clipping
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.offload.moved_states import reload_states
 from deepspeed.zero.outside_changes import OutsideChanges
-from deepspeed.zero.shown_gradients import ShownGradients
+from deepspeed.zero.shown_gradients import ShownGradients, hint_at_clipping
 from deepspeed.zero.step_facts import Scalar, StepFacts, norms_of_own_parts
 from deepspeed.zero.synchronize import settings_of
 from deepspeed.zero.unit_groups import UnitRanks

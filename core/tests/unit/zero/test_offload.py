@@ -14,12 +14,11 @@ from deepspeed.optim import is_host_front
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
 from deepspeed.zero.offload import buffers, policy
-from deepspeed.zero.offload.buffers import BufferRing, HostMemory
+from deepspeed.zero.offload.buffers import BufferRing, CopyLane, HostMemory
 from deepspeed.zero.offload.host import HostPlacement
-from deepspeed.zero.offload.lane import CopyLane
 from deepspeed.zero.offload.nvme import NvmePlacement
 from deepspeed.zero.offload.policy import choose_placement
-from deepspeed.zero.offload.swapped import SwappedUnit
+from deepspeed.zero.offload.swap_slots import SwappedUnit
 from deepspeed.zero.placement import Placement
 
 

@@ -13,8 +13,7 @@ from deepspeed.zero.flat_group import SubGroup
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
 from deepspeed.zero.offload.swap_folder import SwapFolder
-from deepspeed.zero.offload.swap_slots import LEGAL_MOVES, SlotState, SwapSlot, SwapSlots
-from deepspeed.zero.offload.swapped import SwappedGroup
+from deepspeed.zero.offload.swap_slots import LEGAL_MOVES, SlotState, SwappedGroup, SwapSlot, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER
 
 pytestmark = pytest.mark.skipif(

@@ -2,12 +2,12 @@
 
 from deepspeed._absent import complete
 from deepspeed.zero.gather import unwrap_model_for_generation
-from deepspeed.zero.memory_estimate import (
+from deepspeed.zero.optimizer import ZeroOptimizer as DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.tools import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from deepspeed.zero.optimizer import ZeroOptimizer as DeepSpeedZeroOptimizer_Stage3
 
 __all__ = [
     "DeepSpeedZeroOptimizer_Stage3",

@@ -1,5 +1,5 @@
 """Offload: the optimizer's side of a shard in host memory.
 
-May import what `zero` may. Read `../placement.py` (the contract), then `host.py`, `lane.py` and `buffers.py` beside it;
+May import what `zero` may. Read `../placement.py` (the contract), then `host.py` and `buffers.py` beside it;
 `policy.py` says when it is used.
 """

@@ -14,13 +14,23 @@ The norm is taken where the sum is at hand: of what is copied straight, on the d
 Memory that crosses is page-locked on request: gradients, staging, and master weights of fp32 weights. Optimizer states
 and master weights of low-precision weights never cross, and are plain.
 
+`HostShards`: the shards of sharded parameters in host memory (`offload_param: {"device": "cpu"}`, stage 3).
+
+    host                          device
+    shard_S  ---- lane ---------> its part of the whole parameters, which an all-gather in the lane completes
+    shard_S  <--- the update: a host's optimizer writes it, a device's with `UpdateOnDevice`
+
+Copy and all-gather are queued in a stream beside the computation, as far ahead as units are gathered ahead
+(`fetcher.py`). The computation waits for them when a module uses the unit.
+
 Legend: S numel of this rank's shard of a unit.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,12 +40,12 @@ from torch import Tensor
 
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.comm.backend import Work
-from deepspeed.zero.offload.buffers import BufferRing, HostMemory
-from deepspeed.zero.offload.lane import CopyLane, Mark
-from deepspeed.zero.placement import Keep, Placement, exact_norm
+from deepspeed.zero.offload.buffers import BufferRing, CopyLane, HostMemory, Mark
+from deepspeed.zero.placement import Keep, OffloadedShard, Placement, ShardHome, exact_norm
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
+
 
 #: sums in flight to the host at the same time, and so staging buffers for them; one more waits for the oldest,
 #: unless it needs no buffer and the accelerator itself holds back what its memory has no room for
@@ -221,3 +231,77 @@ def _follows(one: ParamShard, other: ParamShard) -> bool:
 def stretched(first: Tensor, numel: int) -> Tensor:
     """`numel` elements of the buffer that `first` is a view of, from its beginning on."""
     return first.detach().as_strided((numel,), (1,), first.storage_offset())
+
+
+class _HostWeights(OffloadedShard):
+    def __init__(self, shard_S: Tensor, lane: CopyLane) -> None:
+        super().__init__(shard_S)
+        self._lane = lane
+        self._sent: Mark | None = None  # after the latest copy, and what was issued with it
+
+    def prepare(self) -> None:
+        """They are there."""
+
+    @contextmanager
+    def copied_to(self, part_S: Tensor) -> Iterator[None]:
+        with self._lane.copying():
+            part_S.copy_(self.shard_S, non_blocking=True)
+            yield
+        self._sent = self._lane.mark()
+
+    def arrived(self) -> None:
+        if self._sent is not None:
+            self._sent.wait()
+
+    def settle(self) -> None:
+        if self._sent is not None:
+            self._sent.wait_on_host()
+            self._sent = None
+
+    def load(self, start: int, numel: int) -> Tensor:
+        return self.shard_S.narrow(0, start, numel)
+
+    def target(self, start: int, numel: int) -> Tensor:
+        return self.load(start, numel)
+
+    def store(self, start: int, values: Tensor) -> None:
+        own = self.load(start, values.numel())
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+
+
+class HostShards(ShardHome):
+    """Args:
+    accelerator: the one that gathers; its memory is not the host's.
+    pins: whether the shards are page-locked, so that the device copies them beside its computation.
+    """
+
+    name = "cpu"
+
+    def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
+        self._memory = HostMemory(accelerator, pins=pins, key="offload_param")
+        self._lane = CopyLane(accelerator)
+
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard:
+        shard_S = self._memory.allocate(values_S.numel(), values_S.dtype)
+        return _HostWeights(shard_S.copy_(values_S), self._lane)
+
+    def release(self) -> None:
+        """The units hold their shards, and nothing else does."""
+
+
+class UpdateOnDevice(Placement):
+    """Master weights, states and gradients on the device, and offloaded weights, which get what was updated."""
+
+    def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
+        if not shards or shards[0].weight.dtype == shards[0].master.dtype:
+            return []
+        return [
+            shard.weight if shard.stored is None else torch.empty_like(shard.master, dtype=shard.weight.dtype)
+            for shard in shards
+        ]
+
+    def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
+        for shard, source in zip(shards, copies or [shard.master for shard in shards], strict=True):
+            if shard.stored is not None:
+                shard.stored.store(source)

@@ -36,13 +36,11 @@ from deepspeed.config.data import AioConfig
 from deepspeed.log import warn_once
 from deepspeed.ops.aio import preflight
 from deepspeed.optim.saved_state import num_states
-from deepspeed.zero.offload.buffers import BufferRing, HostMemory
+from deepspeed.zero.offload.buffers import BufferRing, HostMemory, Mark
 from deepspeed.zero.offload.host import HostPlacement, stretched
-from deepspeed.zero.offload.lane import Mark
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_folder import SwapFolder
-from deepspeed.zero.offload.swap_slots import SwapSlots
-from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit
+from deepspeed.zero.offload.swap_slots import Place, SwappedGroup, SwappedUnit, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 
 if TYPE_CHECKING:

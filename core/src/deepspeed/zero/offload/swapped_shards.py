@@ -23,11 +23,10 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.zero.offload.buffers import HostMemory
-from deepspeed.zero.offload.lane import CopyLane, Mark
+from deepspeed.zero.offload.buffers import CopyLane, HostMemory, Mark
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
 from deepspeed.zero.offload.swap_folder import SwapFolder
-from deepspeed.zero.shard_home import OffloadedShard, ShardHome
+from deepspeed.zero.placement import OffloadedShard, ShardHome
 
 _KEY = "zero_optimization.offload_param.nvme_path"
 

@@ -1,10 +1,13 @@
-"""The memory estimators print tables as documented, with figures that measurement confirms."""
+"""What users print: the memory estimators' tables, as documented, and `show_layout` (its figures of each stage are in
+ranks/test_stage3_tools.py)."""
 
+import deepspeed
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from torch import nn
 
 DOCUMENTED = """\
 Estimated memory needed for params, optim states and gradients for a:
@@ -28,3 +31,15 @@ def test_a_shared_parameter_counts_once(capsys):
     estimate_zero2_model_states_mem_needs_all_live(model)
     out = capsys.readouterr().out
     assert ("Model with 2M" in out, "Model with 1M" in out) == (True, True)
+
+
+def test_the_table_ends_with_what_this_rank_keeps(make_engine, capsys):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 10}
+    engine = make_engine(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), zero_optimization=zero)
+    capsys.readouterr()
+    rows = deepspeed.zero.show_layout(engine)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "module parameters elements shard elements bytes dtype ranks status"
+    assert len(lines) == len(rows) + 2
+    assert lines[-1].startswith(f"this rank keeps {sum(row.bytes for row in rows):,} bytes of weights")
+    assert lines[-1].endswith(" of 56 elements")
