@@ -1,6 +1,8 @@
 """Layers of experts on ranks: without an engine, under zero.Init, on layouts that do not fit; tokens that go
 to one rank only."""
 
+import copy
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -115,6 +117,35 @@ def test_zero_init_makes_the_same_experts(make, ep_size):
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole[name].detach())
         torch.testing.assert_close(output, plain(tokens(rank))[0].detach())
+
+
+def copy_job(make, stage):
+    """A step of a copy of a layer whose experts are divided, made after a forward; each rank has tokens of its own."""
+    groups.set_mesh(None)
+    first = layer(2, make)
+    first.set_deepspeed_parallelism()
+    first(tokens(dist.get_rank()))
+    moe = copy.deepcopy(first)
+    engine = make_engine(moe, stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine.backward(engine(tokens(dist.get_rank()))[0].square().mean())
+    engine.step()
+    found = {}
+    for name, param in moe.named_parameters():
+        part = part_held(param)
+        found[part.name if part else name] = safe_get_full_fp32_param(param).clone()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("make", [single, stacked])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_copy_of_a_layer_has_experts(make, stage):
+    plain = layer(1, make)
+    (sum(plain(tokens(rank))[0].square().mean() for rank in range(2)) / 2).backward()
+    for found in run_ranks(2, copy_job, make, stage):
+        for name, value in found.items():
+            param = plain.get_parameter(name)
+            torch.testing.assert_close(value, param - 0.1 * param.grad)
 
 
 def copied_job():

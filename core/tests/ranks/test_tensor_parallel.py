@@ -392,30 +392,36 @@ def inputs_job():
     engine.destroy()
 
 
-def copied_job():
-    """A copy of a divided model, which has new parameters, trains as the divided one."""
+def copied_job(asks_again):
+    """A copy of a divided model, which has new parameters, trains as the divided one; so does a module around it."""
     config = config_of(
         tensor_parallel={"autotp_size": 3}, optimizer={"type": "Adam", "params": {"lr": 0.1}}, gradient_clipping=0.1
     )
     seen = []
     model = deepspeed.tp_model_init(build(keys=2), 3, config=config)
-    for each in (copy.deepcopy(model), model):
-        engine = deepspeed.initialize(model=each, config=config)[0]
+    if not asks_again:
+        del config["tensor_parallel"]
+    for kind in ("copied", "copied and wrapped", "divided"):
+        each = model if kind == "divided" else copy.deepcopy(model)
+        wrapped = nn.Sequential(each) if kind == "copied and wrapped" else each
+        engine = deepspeed.initialize(model=wrapped, config=config)[0]
         engine.backward(engine(sample(0)))
         engine.step()
         seen.append((float(engine.get_global_grad_norm()), each.attention.k_proj.weight.detach().clone()))
         engine.destroy()
     groups.reset()
-    (norm, weight), (other_norm, other_weight) = seen
-    assert norm == other_norm
-    assert torch.equal(weight, other_weight)
+    norm, weight = seen.pop()
+    for other_norm, other_weight in seen:
+        assert norm == other_norm
+        assert torch.equal(weight, other_weight)
     whole = build(keys=2)
     whole(sample(0)).backward()
     assert norm == pytest.approx(torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item(), rel=1e-5)
 
 
-def test_a_copy_of_a_divided_model_is_divided():
-    run_ranks(3, copied_job)
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_a_copy_of_a_divided_model_is_divided(asks_again):
+    run_ranks(3, copied_job, asks_again)
 
 
 def test_ranks_of_one_model_that_get_different_samples_are_told():

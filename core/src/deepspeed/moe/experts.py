@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
+from deepspeed.parallel.expert_params import ModuleOfExperts
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
 
@@ -17,7 +17,7 @@ from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
 ExpertSource = nn.Module | Callable[[], nn.Module]
 
 
-class Experts(nn.Module):
+class Experts(ModuleOfExperts):
     """Experts `first`, `first + 1`, ... of a layer, as `deepspeed_experts.0`, `deepspeed_experts.1`, ...
 
     Every expert runs in every forward, also on no rows, so that ranks which hold copies of it agree on what was used.
@@ -31,8 +31,7 @@ class Experts(nn.Module):
         super().__init__()
         self.deepspeed_experts = nn.ModuleList(experts)
         self.num_local_experts = len(self.deepspeed_experts)
-        for param in self.parameters():
-            mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
+        self.mark_as_experts(ep_size)
 
     def forward(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
         """Run expert e on its `counts[e]` rows; `rows_NH` is sorted by expert."""

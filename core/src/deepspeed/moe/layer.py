@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,10 @@ class MOELayer(nn.Module):
         self.ranks: GroupBackend | None = None
         self.l_aux = torch.zeros(())
         self.exp_counts = torch.zeros(gate.num_experts, dtype=torch.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Ranks are neither copied nor pickled, a copy is connected by its own engine; nor is the last forward's graph.
+        return {**vars(self), "ranks": None, "l_aux": self.l_aux.detach()}
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
         """[..., H] -> [..., H]. A collective of the ranks that divide the experts."""

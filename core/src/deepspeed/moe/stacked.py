@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
+from deepspeed.parallel.expert_params import ModuleOfExperts
 from deepspeed.parallel.model_part import ModelPart, mark_part
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -57,7 +57,7 @@ class ExpertMLP(nn.Module):
         return output
 
 
-class StackedExperts(nn.Module):
+class StackedExperts(ModuleOfExperts):
     """`ExpertMLP`s with parameters `up`, `gate` (gated ones) and `down` for all of them.
 
     Args:
@@ -74,8 +74,7 @@ class StackedExperts(nn.Module):
             gates = [expert.gate.weight.clone() for expert in experts if expert.gate is not None]
             self.gate = nn.Parameter(torch.stack(gates)) if gates else None
             self.down = nn.Parameter(torch.stack([expert.down.weight.clone() for expert in experts]))
-        for param in self.parameters():
-            mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
+        self.mark_as_experts(ep_size)
 
     def forward(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
         """Run expert e on its `counts[e]` rows; `rows_NH` is sorted by expert."""

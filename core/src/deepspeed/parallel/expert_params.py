@@ -50,6 +50,21 @@ def mark_as_expert(param: Tensor, group_name: str) -> None:
     param.group_name = group_name  # type: ignore[attr-defined]
 
 
+class ModuleOfExperts(Module):
+    """A module whose parameters are all experts', also those of a copy: `copy.deepcopy` makes parameters without
+    marks."""
+
+    def mark_as_experts(self, ep_size: int) -> None:
+        """Mark the parameters, of experts that are divided over `ep_size` ranks; called once they are there."""
+        self._ep_size = ep_size
+        for param in self.parameters():
+            mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_as_experts(self._ep_size)
+
+
 def is_moe_param(param: Tensor) -> bool:
     """Whether the parameter is an expert's."""
     return getattr(param, "allreduce", True) is False

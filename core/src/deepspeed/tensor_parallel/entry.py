@@ -98,11 +98,14 @@ def tp_model_init(
 
 
 def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
-    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it. The division may be that of a
-    module inside, as where PEFT has wrapped the model."""
-    divided = (ranks_of(module) for module in model.modules())
-    ranks = next((each for each in divided if each is not None), None)
+    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it."""
+    ranks = next((ranks_of(module) for module in _divided(model)), None)
     return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
+
+
+def _divided(model: nn.Module) -> list[nn.Module]:
+    """Modules that were divided: the model, one inside, as where PEFT has wrapped it, or experts."""
+    return [module for module in model.modules() if ranks_of(module) is not None]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
@@ -123,9 +126,10 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
 
 def prepare_params(model: nn.Module) -> None:
     """Called when an engine is built, once the parameters are on their device; see `marks.py`."""
-    ranks = ranks_of(model)
-    if ranks is not None:
-        mark_params(model, ranks)
+    for module in _divided(model):
+        ranks = ranks_of(module)
+        assert ranks is not None
+        mark_params(module, ranks)
 
 
 def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
@@ -146,8 +150,8 @@ def divide_over(
     policy: Policy | None = None,
     has_values: bool = True,
 ) -> None:
-    """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis, and of all
-    ranks where the model is a stage of a pipeline.
+    """Divide `model` over the axis "tp" of `mesh`, unless it, or a module inside, is divided already. A collective of
+    that axis, and of all ranks where the model is a stage of a pipeline.
 
     Args:
         policy: names of its row-parallel layers, see `policy.py`; None: the plan is chosen by the model.
@@ -157,13 +161,15 @@ def divide_over(
         ConfigError: if the model is divided over other ranks, or cannot be divided so.
     """
     size = mesh.size("tp")
-    known = ranks_of(model)
-    if known is not None:
-        if known.group is not mesh.group("tp"):
+    known = [module for module in _divided(model) if not all(map(is_moe_param, module.parameters()))]
+    for ranks in map(ranks_of, known):
+        assert ranks is not None
+        if ranks.group is not mesh.group("tp"):
             raise ConfigError(
-                f"tensor parallelism: the model is divided over {known.world_size} ranks already, by tp_model_init, "
+                f"tensor parallelism: the model is divided over {ranks.world_size} ranks already, by tp_model_init, "
                 f"and those are not the {size} of the engine's mesh; give both the same mesh"
             )
+    if known:
         return
     if section.vocab_parallel_lm_head:
         check_loss(model)
