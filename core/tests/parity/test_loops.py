@@ -532,6 +532,30 @@ def test_an_engine_that_evaluates_shares_the_module(stage):
     run_ranks(2, evaluating_engine_job, stage)
 
 
+def evaluate_then_train_job(stage):
+    """The reference of preference optimization: evaluated before the training, whose start it is, and kept."""
+    net = create_net()
+    evaluator = create_engine(0, net, optimizer=None)
+    with torch.no_grad():
+        before = evaluator(inputs(0))
+    engine = create_engine(stage, net)
+    for step in range(5):
+        engine.backward(loss_of(engine(inputs(step))))
+        engine.step()
+        with torch.no_grad():
+            assert torch.equal(evaluator(inputs(step)), engine(inputs(step)))
+    assert not torch.equal(evaluator(inputs(0)), before)
+    evaluator.destroy()  # takes nothing from the engine that trains
+    engine.backward(loss_of(engine(inputs(5))))
+    engine.step()
+    assert_close(copies(net), train_accumulated_by_hand(6, 1), 1e-5)
+
+
+@every_stage
+def test_an_evaluating_engine_leaves_its_parameters_to_one_that_trains(stage):
+    run_ranks(2, evaluate_then_train_job, stage)
+
+
 def shared_backbone_job(stage):
     """Two engines over different modules: a frozen part may be shared, a trained one may not."""
     backbone = nn.Linear(5, 5).requires_grad_(False)

@@ -14,6 +14,7 @@ def test_losses_equal_those_of_plain_torch(stage_flags, launch, plain, check_los
 
 
 @pytest.mark.sweep
-def test_reference_computed_before_training(launch, plain, check_losses, tmp_path):
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_reference_computed_before_training(stage, launch, plain, check_losses, tmp_path):
     """An engine that only evaluates comes before the one that trains the same module."""
-    check_losses(launch(tmp_path, "--stage", "3", "--precompute")["losses"], plain.result["losses"], 1e-6)
+    check_losses(launch(tmp_path, "--stage", stage, "--precompute")["losses"], plain.result["losses"], 1e-6)

@@ -61,8 +61,8 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
     """Called before an engine is built around `module`, of which a live engine may manage parameters.
 
     Two engines cannot train one parameter: its gradient comes once. An engine whose optimizer does not have it (or
-    that has no optimizer, to evaluate) may share it, as long as it does not change the parameter's dtype. At stage 3
-    an engine without optimizer leaves the parameters to one that trains them.
+    that has no optimizer, to evaluate) may share it, as long as it does not change the parameter's dtype. An engine
+    without optimizer leaves the parameters to one that trains them.
 
     Args:
         model_dtype: dtype that the new engine would give to all parameters; None leaves them.
@@ -76,8 +76,8 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
     groups = optimizer.param_groups if optimizer is not None else []
     trained = {id(param) for group in groups for param in group["params"] if param.requires_grad}
     for manager in {manager for group in groups for param in group["params"] if (manager := manager_of(param))}:
-        if manager.stage == 3 and manager.optimizer is None:  # it evaluates, and cannot train
-            manager.retire()  # type: ignore[attr-defined]
+        if manager.optimizer is None:  # it evaluates, and cannot train
+            manager.retire()
     managed = [(name, param) for name, param in module.named_parameters() if manager_of(param)]
     if both := [name for name, param in managed if id(param) in trained]:
         raise ConfigError(

@@ -343,7 +343,7 @@ class Stage3(Stage2):
             lender.weights_changed(params)
 
     def retire(self) -> None:
-        """Leave the parameters, sharded as they are, to another engine, which trains them."""
+        """Leave the parameters sharded as they are."""
         self.module_units.leave()
         self.destroy()
 

@@ -336,6 +336,10 @@ class Sharding(Reducing):
     def _take_before_update(self) -> None:
         self.take_outside_changes()
 
+    def retire(self) -> None:
+        """Leave the parameters of an engine that only evaluates to one that trains them."""
+        self.destroy()
+
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
         engine, or in another one. Idempotent."""
