@@ -11,11 +11,13 @@ import torch.distributed as dist
 from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tensor_index import TensorTable
+from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.odd_models import TiedLM
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
 
 WORLDS = (1, 2, 3)
 STAGES = (0, 1, 2, 3)
@@ -225,3 +227,94 @@ def test_any_two_properties_meet():
     values = [WORLDS, STAGES, tuple(PRECISIONS)] * 2
     for one, other in combinations(range(6), 2):
         assert {(row[one], row[other]) for row in rows} == set(product(values[one], values[other]))
+
+
+# ---- other orders, other names, other optimizers ---------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Layers of one shape, run in the order of their names, whatever the order in which they are made."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        for _, layer in sorted(self.named_children()):
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def create_layers(names, stage, kind, is_reversed=False):
+    torch.manual_seed(len(names) + is_reversed)
+    net = Layers(names)
+    params = list(net.parameters())[:: -1 if is_reversed else 1]
+    make = {"SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam}[kind]
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    return deepspeed.initialize(model=net, optimizer=make(params, lr=0.1), config=config)[0]
+
+
+def train_layers(engine, first, last):
+    for step in range(first, last):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        engine.backward(engine(x))
+        engine.step()
+    state = "exp_avg" if isinstance(engine.basic_optimizer, torch.optim.Adam) else "momentum_buffer"
+    return {
+        name: (safe_get_full_fp32_param(param).clone(), safe_get_full_optimizer_state(param, state).clone())
+        for name, param in engine.module.named_parameters()
+    }
+
+
+def save_layers_job(folder, stage, kind):
+    engine = create_layers("abc", stage, kind)
+    at_save = train_layers(engine, 0, 3)
+    engine.save_checkpoint(folder, tag="a")
+    later = train_layers(engine, 3, 5)
+    engine.destroy()
+    return at_save, later
+
+
+def load_layers_job(folder, tag, stage, kind, names, is_reversed):
+    engine = create_layers(names, stage, kind, is_reversed)
+    engine.load_checkpoint(folder, tag=tag)
+    at_load = train_layers(engine, 3, 3)
+    later = train_layers(engine, 3, 5)
+    engine.destroy()
+    return at_load, later
+
+
+@pytest.mark.parametrize(("names", "is_reversed"), [("cab", False), ("abc", True)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_in_another_order_are_found_by_their_names(tmp_path, stage, names, is_reversed):
+    expected, _ = run_ranks(2, save_layers_job, str(tmp_path), stage, "Adam")
+    found, _ = run_ranks(2, load_layers_job, str(tmp_path), "a", stage, "Adam", names, is_reversed)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name])
+
+
+def renamed_job(folder, stage):
+    engine = create_layers("abd", stage, "Adam")
+    with pytest.raises(CheckpointError, match=r"found none of the parameter d\.weight, which this run trains"):
+        engine.load_checkpoint(folder, load_module_strict=False)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_of_another_name_does_not_get_the_states_in_its_place(tmp_path, stage):
+    run_ranks(2, save_layers_job, str(tmp_path), stage, "Adam")
+    run_ranks(2, renamed_job, str(tmp_path), stage)
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_conversion_keeps_the_states_of_optimizers_that_count_no_steps(tmp_path, stage, form):
+    expected, _ = run_ranks(2, save_layers_job, str(tmp_path / "saved"), stage, "SGD")
+    convert(tmp_path / "saved", tmp_path / form if form == "universal" else tmp_path / form / "a_dcp", form)
+    found, _ = run_ranks(2, load_layers_job, str(tmp_path / form), f"a_{form}", stage, "SGD", "abc", False)
+    for one, other in zip(found, expected, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name])

@@ -105,7 +105,7 @@ def new_head_job(folder: str, stage: int) -> None:
     before = weights(engine)
     with pytest.raises(CheckpointError, match=r"1\.(weight|bias)"):
         engine.load_checkpoint(folder, load_module_only=True)
-    with pytest.raises(CheckpointError, match="optimizer state of group 0: found a partition of 22 elements"):
+    with pytest.raises(CheckpointError, match=r"optimizer state: found none of the parameter 1\.weight, which this"):
         engine.load_checkpoint(folder, load_module_strict=False)
     assert all(torch.equal(one, other) for one, other in zip(weights(engine), before, strict=True))
     engine.load_checkpoint(folder, load_module_strict=False, load_module_only=True)

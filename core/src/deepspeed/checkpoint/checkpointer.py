@@ -5,7 +5,7 @@ write, all raise with its reason, nothing is committed and `latest` stays where 
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -231,6 +231,7 @@ class Checkpointer:
         load_shard: bool = True,
         needs_states: bool = False,
         zero_stages: Collection[int] | None = None,
+        names: Sequence[Sequence[str]] | None = None,
         map_location: Any = "cpu",
     ) -> LoadedCheckpoint | None:
         """Read one checkpoint; every rank calls it. None, with a warning, when no tag is given and none is in `latest`.
@@ -241,6 +242,8 @@ class Checkpointer:
             needs_states: the optimizer's state must be there.
             zero_stages: stages whose shards the caller can take as they are, for example `(1, 2)`; None takes any. What
                 another stage, or another number of data-parallel ranks, saved is in `LoadedCheckpoint.parts`.
+            names: of the parameters in the caller's shards, by group, in their order. Shards of others, or in another
+                order, are in `LoadedCheckpoint.parts`, too; None takes any.
             map_location: as for `torch.load`.
 
         Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
@@ -266,6 +269,7 @@ class Checkpointer:
             load_shard=load_shard,
             needs_states=needs_states,
             zero_stages=zero_stages,
+            names=names,
             map_location=map_location,
         )
 

@@ -1,7 +1,7 @@
 """`Reader`: reads what one rank needs of a tag, after verifying it. Changes nothing of the caller's."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -50,6 +50,7 @@ class Reader:
     load_shard: bool
     needs_states: bool
     zero_stages: Collection[int] | None
+    names: Sequence[Sequence[str]] | None
     map_location: Any
 
     def read(self, directory: Path, tag: str) -> LoadedCheckpoint:
@@ -96,7 +97,7 @@ class Reader:
             check_has_states(folder, shards, own)
         if len(shards) in (0, position.dp_world_size) and was_divided == self.partitioned_model:
             shard = self._shard(shards[position.dp_rank], verify) if shards else None
-            if self._can_take(shard):
+            if self._can_take(shard) and (shard is None or self._is_in_order(own)):
                 return LoadedCheckpoint(str(path), tag, own, shard, client)
         verify = self._of_own_share([models, shards], verify, position.dp_rank, position.dp_world_size)
         parts = SavedParts(
@@ -164,6 +165,11 @@ class Reader:
         """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""
         saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
         return not is_deepspeeds(saved) and (self.zero_stages is None or int(saved["zero_stage"]) in self.zero_stages)
+
+    def _is_in_order(self, own: Mapping[str, Any]) -> bool:
+        """Whether shards, which have no names, hold this run's parameters in its order. Older files do not say."""
+        groups = own.get("param_shapes")
+        return self.names is None or groups is None or list(map(list, groups)) == list(map(list, self.names))
 
     def _models(self, paths: list[Path], own: dict[str, Any], verify: Verify) -> list[dict[str, Any]]:
         return [own] if len(paths) == 1 else [self._model(each, verify) for each in paths]

@@ -95,9 +95,20 @@ class SavedRun:
         """A state with one number per element of a parameter, of its shape; zeros if it was never updated."""
         assert self.states is not None
         shape = self.states.shapes[name]
-        if state not in self.states.dtypes(name) or not self.states.scalars(name):
+        was_updated = self._counts.get(name, frozenset()) <= self.states.scalars(name).keys()
+        if state not in self.states.dtypes(name) or not was_updated:
             return torch.zeros(shape)
         return self.states.elements(name, state, 0, shape.numel()).reshape(shape)
+
+    @cached_property
+    def _counts(self) -> dict[str, frozenset[str]]:
+        """By parameter the states of one number that those of its group have which were updated. SGD has none."""
+        assert self.states is not None
+        counts: dict[str, frozenset[str]] = {}
+        for names in self.states.names:
+            of_group = frozenset(key for name in names for key in self.states.scalars(name))
+            counts.update(dict.fromkeys(names, of_group))
+        return counts
 
     @cached_property
     def state_names(self) -> list[str]:
@@ -193,6 +204,7 @@ class JoinedRun(SavedRun):
             load_shard=True,
             needs_states=False,
             zero_stages=None,
+            names=None,
             map_location="cpu",
         )
         found = reader.read(self.folder.parent, self.folder.name)

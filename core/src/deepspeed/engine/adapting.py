@@ -44,8 +44,7 @@ def with_names(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoin
     base = whole.get("optimizer_state_dict", whole)
     if PARAM_NAMES in whole or "param_groups" not in base or "+core" in str(own.get("ds_version")):
         return found
-    by_id = {id(param): name for name, param in state.module.named_parameters()}
-    names = [[by_id[id(param)] for param in group] for group in state.sharding.saved_parameters()]
+    names = state.trained_names()
     _check_order(found.path, base, names, own["module"])
     masters = {
         name: tensor

@@ -231,6 +231,7 @@ class Saving:
             load_shard=with_states or sharding.stage == 3,
             needs_states=with_states,
             zero_stages=state.loadable_stages if with_states else (),  # weights are found by name
+            names=state.trained_names(),
         )
         if found is None:
             return None, None

@@ -157,6 +157,11 @@ class TrainingState:
         """Stages whose shards this run can take: 1 and 2 hold the same."""
         return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
 
+    def trained_names(self) -> list[list[str]]:
+        """The names of what the optimizer trains, by group, in the order of a checkpoint."""
+        by_id = {id(param): name for name, param in self.module.named_parameters()}
+        return [[by_id.get(id(param), "") for param in group] for group in self.sharding.saved_parameters()]
+
     def check_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool, strict: bool) -> None:
         """Refuse an optimizer state that this run cannot take, before anything is changed.
 
