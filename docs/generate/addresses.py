@@ -119,6 +119,10 @@ COLLECTIONS = {
         "TensorBoardConfig": "config.monitor:TensorBoardConfig",
         "WandbConfig": "config.monitor:WandbConfig",
     },
+    "monitor.comet": {"CometMonitor": "monitor.services:CometMonitor", "Event": "monitor.monitor:Event"},
+    "monitor.csv_monitor": {"csvMonitor": "monitor.services:csvMonitor"},
+    "monitor.tensorboard": {"TensorBoardMonitor": "monitor.services:TensorBoardMonitor"},
+    "monitor.wandb": {"WandbMonitor": "monitor.services:WandbMonitor"},
     "moe.mappings": {
         "drop_tokens": "moe.tensor_ranks:drop_tokens",
         "gather_tokens": "moe.tensor_ranks:gather_tokens",
@@ -159,7 +163,7 @@ COLLECTIONS = {
         "move_to_device": "data.placement:move_to_device",
         "partition_balanced": "pipe.partition:partition_balanced",
         "partition_uniform": "pipe.partition:partition_uniform",
-        "see_memory_usage": "profiling.memory:see_memory_usage",
+        "see_memory_usage": "profiling.breakdown:see_memory_usage",
         "set_random_seed": "accelerator.seeds:set_random_seed",
     },
     "runtime.sequence_parallel.ulysses_sp": {

@@ -9,7 +9,7 @@ import torch
 from deepspeed.comm.waits import waits
 from deepspeed.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.profiling.clock import HostStopwatch
+from deepspeed.profiling.timer import HostStopwatch
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from torch import nn

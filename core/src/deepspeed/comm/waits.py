@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakSet
 
-from deepspeed.profiling.clock import Stopwatch, create_stopwatch
+from deepspeed.profiling.timer import Stopwatch, create_stopwatch
 
 _T = TypeVar("_T")
 

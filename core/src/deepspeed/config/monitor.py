@@ -1,7 +1,7 @@
 """Where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which: flops, collectives, times.
 
 None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
-first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`, `zero/replicas.py` and
+first five, `comm/record.py` on `comms_logger`, `profiling/timer.py` on `timers`, `zero/replicas.py` and
 `engine/slow_ranks.py` on `watch`.
 """
 

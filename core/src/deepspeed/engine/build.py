@@ -39,7 +39,6 @@ from deepspeed.engine.optimizers import (
 )
 from deepspeed.engine.pipeline import PipelineEngine, mesh_of_pipeline
 from deepspeed.engine.saving import create_saving
-from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.sharding import (
     asked_dtypes,
     copies_of_weights,
@@ -51,7 +50,7 @@ from deepspeed.engine.sharding import (
 )
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.start_line import start_line
-from deepspeed.engine.training import Training
+from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
 from deepspeed.inference.weight_quantization import prepare_stored
@@ -69,7 +68,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.profiling.breakdown import Breakdown
-from deepspeed.profiling.throughput import ThroughputTimer
+from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params, ranks_asked_by
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.managed import (

@@ -28,9 +28,8 @@ from deepspeed.engine import export
 from deepspeed.engine.accessors import with_accessors
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving
-from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.sigterm import EXIT_CODE
-from deepspeed.engine.training import Training
+from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
@@ -135,7 +134,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
-                outputs = self.module(*inputs, **kwargs)
+                outputs = self._modules["module"](*inputs, **kwargs)  # `self.module` would cost a failed lookup
             except BaseException as error:
                 self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
                 if isinstance(error, RuntimeError | ValueError):
@@ -210,10 +209,11 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync() or coalesce_grad_reduction(); leave it before the step")
         begin_use()
-        steps_before = self.global_steps
+        progress = self._training.progress
+        steps_before = progress.global_steps
         self._training.step(lr_kwargs)
         self.checkpointer.raise_failure()  # after the step, which the peers make too
-        if self.global_steps > steps_before:
+        if progress.global_steps > steps_before:
             self._end_if_told()
 
     def _end_if_told(self) -> None:

@@ -19,13 +19,11 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.step import Progress, StepStats
 from deepspeed.log import warn_once
-from deepspeed.monitor.base import is_writer
-from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.monitor.step_events import step_events
+from deepspeed.monitor.monitor import MonitorMaster, is_writer, step_events
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import warn_unless_finite
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
-from deepspeed.profiling.throughput import ThroughputTimer
+from deepspeed.profiling.timer import ThroughputTimer
 
 
 def notify(event: str, **values: Any) -> None:
@@ -38,6 +36,7 @@ class Observers:
     """Called by the engine at each phase and after each step. Built by `build.py`.
 
     Nothing here waits for the device unless a monitor writes on this rank, or a line is due (`steps_per_print`).
+    Whether a plugin wants to hear of steps is asked once, when this is made.
 
     Args:
         monitor: gets the events of each step.
@@ -63,7 +62,8 @@ class Observers:
         self.monitor = monitor
         self.breakdown = breakdown
         self.tput_timer = tput_timer
-        self.phase: Callable[[str], AbstractContextManager[None]] = breakdown.phase
+        self.phase: Callable[[str], AbstractContextManager[Any]] = breakdown.phase
+        self._hears_steps = bool(plugin_manager().hook.ds_step_end.get_hookimpls())
         self._every = steps_per_print
         self._prints = steps_per_print < math.inf
         self._shows_loss_scale = shows_loss_scale
@@ -71,7 +71,7 @@ class Observers:
         self._slow_ranks = slow_ranks
         self._loss: Tensor | None = None
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward(self) -> AbstractContextManager[Any]:
         """A context around a forward; one without gradients is not a part of any step."""
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
@@ -80,7 +80,7 @@ class Observers:
 
     def saw_loss(self, loss: Tensor) -> None:
         """A backward of `loss` (divided by the accumulation steps) is done. The value stays on the device."""
-        if self.monitor.is_writing or self._prints:
+        if self.monitor.monitors or self._prints:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
@@ -102,7 +102,8 @@ class Observers:
             batch_size: samples of the step, over all ranks.
             lr, momentum: of each parameter group, for the next step.
         """
-        notify("ds_step_end", stats=stats)
+        if self._hears_steps:
+            notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0
         is_shown = is_due and is_writer() and log.shows_asked_for()  # else nobody would see it
@@ -117,7 +118,7 @@ class Observers:
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
         if self.breakdown.enabled:
             self.breakdown.end_step()
-        if self.monitor.is_writing:
+        if self.monitor.monitors:
             self._write(stats, progress.global_samples, lr)
         self._loss = None
         if is_due and self.breakdown.enabled:

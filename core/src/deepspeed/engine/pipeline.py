@@ -358,7 +358,7 @@ class _Compute:
 
     def end(self) -> None:
         """The batch is over, or was left."""
-        self._training.schedule.set_boundary(None)  # type: ignore[attr-defined]
+        self._training.schedule.set_boundary(None)
         self._losses = []
 
     def forward(self, inputs: Any, chunk: int) -> Any:
@@ -391,13 +391,13 @@ class _Compute:
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
         training = self._training
-        training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
+        training.schedule.set_boundary(ends)
         if gradients is None:
             tensors = [training.precision.scale(loss / self._num_micros) for loss in tensors]
         training.backward_part(tensors, gradients, ends=ends)
 
     def backward_weights(self, roots: Sequence[Tensor], *, ends: bool) -> None:
-        self._training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
+        self._training.schedule.set_boundary(ends)
         self._training.backward_part(roots, None, ends=ends)
 
     def reduce(self) -> None:

@@ -15,7 +15,7 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.comm.waits import waits
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.profiling.clock import create_stopwatch
+from deepspeed.profiling.timer import create_stopwatch
 
 
 class SlowRanks:

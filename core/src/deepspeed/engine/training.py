@@ -1,24 +1,104 @@
-"""`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
+"""`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here.
 
+`Accumulation` counts micro-batches and says after which the optimizer steps; `backward_roots` checks what
+`engine.backward` is given.
+"""
+
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.engine.backward import backward_roots
 from deepspeed.engine.observers import Observers
-from deepspeed.engine.schedule import ReduceGradients, Schedule, Step
 from deepspeed.engine.step import Progress, StepStats
-from deepspeed.errors import StateError
+from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
 from deepspeed.zero.backward import BackwardPlan
 from deepspeed.zero.backward_calls import runs_unscaled
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.strategy import Sharding
+
+
+class Accumulation:
+    """Gradient accumulation: a forward and a backward per micro-batch; after the last one of a step, the step.
+
+    Micro-batches are counted from the last step on, not from the beginning of the run, during which `num_steps` may
+    change. A pipeline, whose engine has the loop (`pipe/schedule.py`), says by `set_boundary` when its last backward
+    comes, and what follows is the same as in every engine.
+
+    Args:
+        num_steps: micro-batches per optimizer step (`gradient_accumulation_steps`).
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._micro_steps = 0
+        self._step_began = 0  # `micro_steps` at that time
+        self._boundary: bool | None = None  # set by the user, instead of counting
+        self._syncs = True
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the ranks reduce after the current micro-batch, and the optimizer steps."""
+        return self._syncs and self.is_boundary()
+
+    def advance(self) -> None:
+        """The current micro-batch is over."""
+        ends = self.ends_step
+        self._micro_steps += 1
+        if ends:
+            self.restart()
+
+    def restart(self) -> None:
+        """What was accumulated since the last step is lost: the step begins again."""
+        self._step_began = self._micro_steps
+
+    def count_batch(self) -> None:
+        """A pipeline is about to step, with all micro-batches of the step at once; `advance` counts one of them."""
+        self._micro_steps += self.num_steps - 1
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches since the beginning of the run."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        self._micro_steps = number
+        self._step_began = number - number % self.num_steps
+
+    @property
+    def _since_step(self) -> int:
+        return self._micro_steps - self._step_began
+
+    def is_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._since_step + 1 >= self.num_steps
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the current and the following micro-batches are the last of a step; None: count again."""
+        self._boundary = is_boundary
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the ranks reduce; else backwards only accumulate, whatever the stage."""
+        return self._syncs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
 
 
 class Training:
@@ -35,7 +115,7 @@ class Training:
         *,
         sharding: Sharding,
         precision: Precision,
-        schedule: Schedule,
+        schedule: Accumulation,
         observers: Observers,
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
@@ -113,7 +193,7 @@ class Training:
 
     def reduce_postponed(self) -> None:
         """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
-        if self.sharding.reduces_always or ReduceGradients() in self.schedule.instructions():
+        if self.sharding.reduces_always or self.schedule.ends_step:
             with self.observers.phase("backward_allreduce"):
                 self.sharding.window.abort_if_left()
                 self.sharding.reduce_postponed()
@@ -157,7 +237,7 @@ class Training:
         if by_user:
             refusal = self._refuse_scale(self._begun_by) or refusal
         return BackwardPlan(
-            reduces=ReduceGradients() in self.schedule.instructions(),
+            reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
             factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
             refusal=refusal,
@@ -192,15 +272,13 @@ class Training:
         return None
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """What the schedule says is to follow the current micro-batch's backward."""
+        """End the current micro-batch: at the last one of a step reduce, and update the weights."""
         self.has_applied = False
         self.sharding.window.abort_if_left()
         self._was_dropped = False
-        for instruction in self.schedule.instructions():  # forward and backward were calls of the user
-            if isinstance(instruction, ReduceGradients):
-                self._reduce_gradients()
-            elif isinstance(instruction, Step):
-                self._update(lr_kwargs)
+        if self.schedule.ends_step:
+            self._reduce_gradients()
+            self._update(lr_kwargs)
         self.observers.micro_batch_ended()
         self.schedule.advance()
         self._take_next_batch()
@@ -312,3 +390,44 @@ class Training:
     def momentum(self) -> list[Any]:
         """Momentum, or betas, of every parameter group."""
         return self.group_values("betas") or self.group_values("momentum")
+
+
+def backward_roots(
+    loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The tensors at which a backward begins, and the gradient of each; None: it is a scalar, whose gradient is 1.
+
+    Args:
+        loss: a tensor or several; each requires a gradient.
+        gradient: of `loss`, and like it one or several, of the same shapes. A tensor of one element needs none.
+
+    Raises:
+        ValueError: says what was found.
+    """
+    tensors = [loss] if isinstance(loss, Tensor) or not isinstance(loss, Sequence) else list(loss)
+    gradients = list(gradient) if isinstance(gradient, Sequence) else [gradient] * len(tensors)
+    if not tensors or len(gradients) != len(tensors) or (isinstance(gradient, Tensor) and len(tensors) > 1):
+        raise ValueError(
+            f"backward: found {counted(len(tensors), 'tensor')} and {counted(_count(gradient), 'gradient')}; pass one "
+            "or more tensors and a list with a gradient (or None) for each"
+        )
+    for tensor, grad in zip(tensors, gradients, strict=True):
+        _check(tensor, grad)
+    return tensors, gradients
+
+
+def _check(tensor: Any, grad: Any) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.requires_grad or (grad is None and tensor.numel() != 1):
+        raise ValueError(
+            "backward: asked for the gradients of one loss, found "
+            + (f"a tensor of shape {tuple(tensor.shape)}, requires_grad={tensor.requires_grad}"
+               if isinstance(tensor, Tensor) else type(tensor).__name__)
+            + "; pass a scalar loss that was computed from the engine's output, or gradient= for another tensor"
+        )  # fmt: skip
+    if grad is not None and (not isinstance(grad, Tensor) or grad.shape != tensor.shape):
+        found = f"one of shape {tuple(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+        raise ValueError(f"backward: wanted a gradient of its tensor's shape {tuple(tensor.shape)}, found {found}")
+
+
+def _count(gradient: Any) -> int:
+    return len(gradient) if isinstance(gradient, Sequence) else int(gradient is not None)

@@ -1,8 +1,8 @@
 """Where the figures of a run go: TensorBoard, CSV files, W&B, Comet, and monitors of plugins.
 
 Written on rank 0 only; a monitor that fails is reported once and never stops training. May import `comm`, `plugins`,
-`config` and below. Read `monitor.py` (`MonitorMaster`, which the engine holds), then `csv_monitor.py`, the simplest of
-its monitors, and `step_events.py` for what the engine writes by itself.
+`config` and below. Read `monitor.py` (`MonitorMaster`, which the engine holds, and the events of a step), then
+`services.py`.
 """
 
 from deepspeed._absent import complete

@@ -1,25 +1,104 @@
-"""`MonitorMaster`: every monitor of a configuration as one, and what happens when one of them fails."""
+"""`MonitorMaster`: every monitor of a configuration as one, and what happens when one of them fails.
+
+`Monitor` is the contract of one place that events are written to; `services.py` has the built-in ones.
+`step_events` are what the engine writes by itself after each step.
+"""
 
 import importlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from deepspeed import comm
 from deepspeed.config.base import Section
 from deepspeed.config.monitor import MonitorConfig
 from deepspeed.errors import ConfigError
-from deepspeed.log import logger
-from deepspeed.monitor.base import Event, Monitor, is_writer
+from deepspeed.log import logger, own_rank
 from deepspeed.plugins.manager import plugin_manager
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
-# section -> its module and class, and what has to be installed for it; a module is imported when its section is on
+# section -> the module and class of its monitor, and what has to be installed for it
 _BUILT_IN = {
-    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor", "tensorboard"),
-    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor", "wandb"),
-    "comet": ("deepspeed.monitor.comet", "CometMonitor", "comet_ml"),
-    "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor", ""),
+    "tensorboard": ("deepspeed.monitor.services", "TensorBoardMonitor", "tensorboard"),
+    "wandb": ("deepspeed.monitor.services", "WandbMonitor", "wandb"),
+    "comet": ("deepspeed.monitor.services", "CometMonitor", "comet_ml"),
+    "csv_monitor": ("deepspeed.monitor.services", "csvMonitor", ""),
 }
+
+
+#: name, value (a number, or a tensor with one element), and where it stands on the x axis
+Event = tuple[str, Any, int]
+
+#: before the names of a step's events, as DeepSpeed documents them
+PREFIX = "Train/Samples/"
+
+
+class Monitor(ABC):
+    """Something that events are written to. A plugin's monitor needs `write_events` only.
+
+    A subclass is made from its section of the configuration, on rank 0 if that is switched on; elsewhere it stays
+    `enabled = False` and does nothing.
+    """
+
+    enabled: bool = True
+
+    #: the section of `monitor_config` that a built-in monitor is made from; "" for a plugin's, which takes a dict
+    section: ClassVar[str] = ""
+
+    def __init__(self, monitor_config: Any) -> None:
+        if self.section and not hasattr(monitor_config, "enabled"):
+            raise ConfigError(
+                f"{type(self).__name__}: found a {type(monitor_config).__name__}; give the section of a "
+                f"DeepSpeedConfig, as in DeepSpeedConfig(config).monitor_config.{self.section}"
+            )
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write events. Called once per step by the engine, and by users whenever they like."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Write out what is still held back. Called by `engine.destroy`."""
+
+
+def is_writer() -> bool:
+    """Whether this process writes: global rank 0, by the process group or else by the launcher's environment."""
+    rank = comm.get_rank() if comm.is_initialized() else own_rank()
+    return rank == 0
+
+
+def as_number(value: Any) -> Any:
+    """A tensor's (or array's) one element as a Python number; a number as it is."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def folder_of(section: Any) -> str:
+    """`output_path/job_name` of a section; without a path it is below the working directory."""
+    return os.path.join(os.path.expanduser(section.output_path or ""), section.job_name)
+
+
+def step_events(
+    samples: int,
+    *,
+    loss: Any = None,
+    lr: float | None = None,
+    loss_scale: float | None = None,
+    times_ms: Mapping[str, float] | None = None,
+) -> list[Event]:
+    """The events of one step. Called by the engine's observers where a monitor writes.
+
+    Args:
+        samples: samples seen by all ranks so far, this step's included: the x axis.
+        loss: mean loss of the step's micro-batches on this rank; None if the engine did not see it.
+        lr: learning rate of the first parameter group.
+        loss_scale: the scale that this step's losses had; None where losses are not scaled.
+        times_ms: phase -> milliseconds of the step, for example `{"forward": 1.5}`.
+    """
+    figures = {"train_loss": loss, "lr": lr, "loss_scale": loss_scale}
+    figures |= {f"elapsed_time_ms_{phase}": elapsed for phase, elapsed in (times_ms or {}).items()}
+    return [(PREFIX + name, value, samples) for name, value in figures.items() if value is not None]
 
 
 class MonitorMaster:

@@ -1,13 +1,16 @@
-"""Times and memory by phase of a step, and the tables that `wall_clock_breakdown` and `memory_breakdown` print."""
+"""Times and memory by phase of a step, and the tables that `wall_clock_breakdown` and `memory_breakdown` print.
 
-import contextlib
+`see_memory_usage` prints one line about memory where a training script asks for it.
+"""
+
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.log import report
 from deepspeed.profiling.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
@@ -32,7 +35,7 @@ PHASES = {
 _MEMORY_PHASES = ("forward", "backward", "step")
 
 _MIB = 2**20
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_GIB = 2**30
 
 
 @dataclass
@@ -54,14 +57,15 @@ class Breakdown:
 
     def __init__(self, *, times: bool, memory: bool) -> None:
         self.enabled = times or memory
+        #: called with a phase's name, a context that measures its body; one inside of the same phase counts with it
+        self.phase: Callable[[str], AbstractContextManager[Any]] = self._measured if self.enabled else nullcontext
         self.times = times
         self.memory = memory
         self.timers: SynchronizedWallClockTimer | NoopTimer = SynchronizedWallClockTimer() if times else NoopTimer()
         self._window = Window()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """A context that measures its body as the phase `name`; one inside of the same phase counts with it."""
-        return _Phase(self, name) if self.enabled else _NOTHING
+    def _measured(self, name: str) -> AbstractContextManager[Any]:
+        return _Phase(self, name)
 
     def end_step(self) -> None:
         """One optimizer step more."""
@@ -163,3 +167,26 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     console.print(table)
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> None:
+    """Print what the device has allocated and what the host has in use, in GiB, and start a new peak.
+
+    Args:
+        message: what comes before the figures.
+        force: False prints nothing, as documented: calls may stay in a program and be switched on in one place.
+        ranks: global ranks that print.
+    """
+    if not force:
+        return
+    import psutil  # late: few runs ask for it
+
+    accelerator = get_accelerator()
+    host = psutil.virtual_memory()
+    report(
+        f"{message} | allocated {accelerator.memory_allocated() / _GIB:.2f} GiB, "
+        f"peak {accelerator.max_memory_allocated() / _GIB:.2f} GiB | "
+        f"host {(host.total - host.available) / _GIB:.2f} GiB, {host.percent}%",
+        ranks,
+    )
+    accelerator.reset_peak_memory_stats()

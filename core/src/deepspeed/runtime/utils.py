@@ -12,7 +12,7 @@ from deepspeed.optim.norm import (
     get_weight_norm,
 )
 from deepspeed.pipe.partition import partition_balanced, partition_uniform
-from deepspeed.profiling.memory import see_memory_usage
+from deepspeed.profiling.breakdown import see_memory_usage
 
 __all__ = [
     "clip_grad_norm_",

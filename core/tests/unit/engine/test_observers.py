@@ -11,8 +11,7 @@ import torch
 from deepspeed.engine.step import Progress, StepStats
 from deepspeed.log import logger, warn_once
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.profiling.throughput import ThroughputTimer
-from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
+from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 from torch import nn
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.engine.saving import Saving
-from deepspeed.engine.schedule import Backward, Forward, ReduceGradients, Step
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import StateError
@@ -41,29 +40,6 @@ def test_attributes_of_parts_can_be_written(make_engine):
     engine.backward(engine(torch.ones(4, 4)).sum())
     engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps) == (4, 2, 16, 4)
-
-
-class TwoSteps:
-    """Takes the optimizer step twice; a schedule of another kind than counting micro-batches."""
-
-    num_steps, micro_steps, syncs = 1, 0, True
-
-    def instructions(self):
-        yield from (Forward(0), Backward(0), ReduceGradients(), Step(), ReduceGradients(), Step())
-
-    def advance(self):
-        self.micro_steps += 1
-
-    def restart(self):
-        pass
-
-
-def test_a_step_is_what_the_schedule_says(make_engine):
-    engine = make_engine(nn.Linear(4, 2))
-    engine.schedule = engine._training.schedule = TwoSteps()
-    engine.backward(engine(torch.ones(4, 4)).sum())
-    engine.step()
-    assert (engine.global_steps, engine.micro_steps) == (2, 1)
 
 
 def test_a_checkpoint_of_one_of_several_model_parallel_ranks(make_engine, tmp_path):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from deepspeed.comm.waits import Waits
 from deepspeed.engine.slow_ranks import Time, told
-from deepspeed.profiling.clock import HostStopwatch
+from deepspeed.profiling.timer import HostStopwatch
 
 
 class Watcher:

@@ -1,6 +1,6 @@
 """The events of a step have DeepSpeed's documented names."""
 
-from deepspeed.monitor.step_events import step_events
+from deepspeed.monitor.monitor import step_events
 
 
 def test_everything_that_is_documented():

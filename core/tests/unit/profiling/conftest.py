@@ -1,7 +1,7 @@
 """A clock that the test turns, and a device with events on it."""
 
 import pytest
-from deepspeed.profiling import clock as clock_module
+from deepspeed.profiling import timer as timer_module
 
 
 class FakeDevice:
@@ -64,7 +64,7 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(clock_module, "time", device)
+    monkeypatch.setattr(timer_module, "time", device)
     for name in ("clock", "timer", "throughput", "breakdown"):
         monkeypatch.setattr(f"deepspeed.profiling.{name}.get_accelerator", lambda: device)
     return device

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from deepspeed.config.monitor import ThroughputTimerConfig
-from deepspeed.profiling.throughput import ThroughputTimer
+from deepspeed.profiling.timer import ThroughputTimer
 
 
 def train(timer, device, seconds, num_micro=1):

@@ -4,8 +4,14 @@ import deepspeed.utils.timer as old_address
 import pytest
 from deepspeed.errors import StateError
 from deepspeed.profiling import timer as timer_module
-from deepspeed.profiling.clock import EventStopwatch, HostStopwatch, create_stopwatch
-from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer, trim_mean
+from deepspeed.profiling.timer import (
+    EventStopwatch,
+    HostStopwatch,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    create_stopwatch,
+    trim_mean,
+)
 
 
 def spend(timer, device, seconds):
