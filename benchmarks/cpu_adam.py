@@ -28,7 +28,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.optimizer import OnePass
 from torch import nn
 from torch.nn.utils import get_total_norm
 

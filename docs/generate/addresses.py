@@ -13,7 +13,7 @@ ALIASES = {
     "runtime.dataloader": "data.loader",
     "runtime.engine": "engine.engine",
     "runtime.hybrid_engine": "engine.hybrid",
-    "runtime.fp16.loss_scaler": "precision.loss_scaler",
+    "runtime.fp16.loss_scaler": "precision.policy",
     "runtime.lr_schedules": "optim.lr_schedules",
     "runtime.pipe.engine": "engine.pipeline",
     "runtime.pipe.module": "pipe.module",
@@ -108,6 +108,10 @@ COLLECTIONS = {
     "module_inject.tp_training": {
         "tp_model_init": "tensor_parallel.entry:tp_model_init",
     },
+    "ops.adam.cpu_adam": {"DeepSpeedCPUAdam": "ops.adam.adam:DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"FusedAdam": "ops.adam.adam:FusedAdam"},
+    "ops.lion.cpu_lion": {"DeepSpeedCPULion": "ops.lion.lion:DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"FusedLion": "ops.lion.lion:FusedLion"},
     "ops.quantizer.quantizer": {"ds_quantizer": "ops.quantizer.fake:ds_quantizer"},
     "profiling.config": {
         "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",

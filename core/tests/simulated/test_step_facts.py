@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import own_group
 from deepspeed.errors import CommError
-from deepspeed.ops.reference_optimizer import ReferenceOptimizer
+from deepspeed.ops.optimizer import ReferenceOptimizer
 from deepspeed.testing.engines import make_engine
 from torch import nn
 from torch.utils.checkpoint import checkpoint

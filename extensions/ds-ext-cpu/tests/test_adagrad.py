@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.optimizer import OnePass
 from torch.nn import Parameter
 from torch.optim.adagrad import adagrad as torch_adagrad
 

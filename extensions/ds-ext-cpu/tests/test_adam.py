@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.adam_step import adam_step, create_state
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.adam.adam import adam_step, create_state
+from deepspeed.ops.optimizer import OnePass
 from torch.nn import Parameter
 
 NUMBERS = {"lr": 3e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.optimizer import OnePass
 from torch.nn import Parameter
 
 NUMBERS = {"lr": 3e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}

@@ -62,7 +62,7 @@ def test_a_step_is_the_references(npu, options, maximize):
 
 
 def one_pass(param_dtype, grad_dtype, copy_dtype):
-    import deepspeed.ops.adam.adam_step as reference
+    import deepspeed.ops.adam.adam as reference
 
     operator = registry.require("fused_adam").adam_step_
     generator = torch.Generator().manual_seed(1)

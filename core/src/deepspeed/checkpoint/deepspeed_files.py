@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed.checkpoint.consolidate_files import MODULE_FILES, Attributes
 from deepspeed.checkpoint.saved_states import PARAM_NAMES
 from deepspeed.errors import CheckpointError
-from deepspeed.precision.loss_scaler import LossScaler
+from deepspeed.precision.policy import LossScaler
 
 
 def is_deepspeeds(shard: Mapping[str, Any]) -> bool:

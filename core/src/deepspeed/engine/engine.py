@@ -34,7 +34,7 @@ from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once
-from deepspeed.ops.reference_optimizer import check_options
+from deepspeed.ops.optimizer import check_options
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.policy import add_dtype_hint
@@ -132,9 +132,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         begin_use()
         self.sharding.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
+        module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
-                outputs = self._modules["module"](*inputs, **kwargs)  # `self.module` would cost a failed lookup
+                outputs = module(*inputs, **kwargs)
             except BaseException as error:
                 self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
                 if isinstance(error, RuntimeError | ValueError):

@@ -18,7 +18,7 @@ from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
-from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.precision.policy import DynamicLossScaler, LossScaler
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home

@@ -11,7 +11,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import counted
 from deepspeed.ops import registry
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.optimizer import KernelOptimizer
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import part_held

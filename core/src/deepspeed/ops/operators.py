@@ -1,6 +1,6 @@
 """Which compiled operator serves these tensors? Called by the functions of `quantizer` and `transformer`.
 
-May import `ops.kernel_optimizer` and below. A kernel serves when it was registered as torch operators (its builder
+May import `ops.optimizer` and below. A kernel serves when it was registered as torch operators (its builder
 names an `op_namespace`), the tensors are plain ones of the current accelerator in fp32, bf16 or fp16, and no gradient
 is needed: these operators have none. Otherwise the caller runs its torch reference, which has one.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
-from deepspeed.ops.kernel_optimizer import FLOATS, PLAIN
+from deepspeed.ops.optimizer import FLOATS, PLAIN
 
 
 def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:

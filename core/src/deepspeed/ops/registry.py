@@ -2,8 +2,9 @@
 
     current accelerator  ->  host extension  ->  feature plugins  ->  None: the torch reference
 
-An optimizer calls `kernel("fused_adam")` at each step and runs its torch reference when the answer is None. Nothing is
-bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows the same by `resolve`.
+An optimizer calls `kernel("fused_adam")` and runs its torch reference when the answer is None; it keeps the answer as
+long as `table` holds. Nothing is bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows
+the same by `resolve`.
 
 `DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time. Read next:
 `documented.py` (the table of ops), `implementations.py` (who has a builder), `op_builder/builder.py` (what that does).
@@ -75,7 +76,7 @@ class _Table(NamedTuple):
     found: dict[str, _Found]
 
 
-_table = _Table(None, "", {})
+table = _Table(None, "", {})
 _lock = threading.RLock()  # re-entrant: loading one op may load another
 
 
@@ -94,8 +95,8 @@ def resolve(op: str) -> Resolution:
     >>> registry.resolve("sparse_attn").source
     'reference'
     """
-    table = _table
-    found = table.found.get(op) if _is_current(table) else None
+    now = table
+    found = now.found.get(op) if _is_current(now) else None
     return (found or _best(op, load=False)).resolution
 
 
@@ -115,8 +116,8 @@ def kernel(op: str) -> Any | None:
     >>> registry.kernel("sparse_attn") is None
     True
     """
-    table = _table
-    found = table.found.get(op) if _is_current(table) else None
+    now = table
+    found = now.found.get(op) if _is_current(now) else None
     return (found or _load(op)).kernel
 
 
@@ -129,8 +130,8 @@ def loaded(op: str) -> Resolution:
     Raises:
         ConfigError: the op is unknown.
     """
-    table = _table
-    found = table.found.get(op) if _is_current(table) else None
+    now = table
+    found = now.found.get(op) if _is_current(now) else None
     return (found or _load(op)).resolution
 
 
@@ -152,9 +153,9 @@ def require(op: str) -> Any:
 
 def reset() -> None:
     """Forget what was loaded, so that the next `kernel` looks again; for tests, and after a package was installed."""
-    global _table
+    global table
     with _lock:
-        _table = _Table(None, "", {})
+        table = _Table(None, "", {})
 
 
 # ----- names and builders --------------------------------------------------------------------------------------------
@@ -259,12 +260,11 @@ def _is_current(table: _Table) -> bool:
 
 
 def _load(op: str) -> _Found:
-    global _table
+    global table
     accelerator = get_accelerator()  # chosen before the lock is taken: a plugin that is being built may load an op
     with _lock:
-        if not _is_current(_table):
-            _table = _Table(accelerator, os.environ.get(VARIABLE, ""), {})
-        table = _table
+        if not _is_current(table):
+            table = _Table(accelerator, os.environ.get(VARIABLE, ""), {})
         if op not in table.found:
             table.found[op] = _best(op, load=True)
             _log_outcome(table.found[op])

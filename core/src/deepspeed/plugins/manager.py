@@ -54,7 +54,8 @@ class PluginManager:
         self._offers: dict[str, Offer] = {}
         self._candidates = _pluggy_manager()
         self._active_keys: set[Key] = set()
-        self._active = _pluggy_manager()  # replaced as a whole, so that a call in another thread sees one state
+        #: the hooks of active plugins; replaced as a whole, so that a call in another thread sees one state
+        self.active = _pluggy_manager()
         self._features_loaded = False
         # Re-entrant: building an accelerator may load another plugin.
         self._lock = threading.RLock()
@@ -99,7 +100,7 @@ class PluginManager:
 
     def providers(self, hook_name: str) -> list[str]:
         """Names of the active plugins that implement `hook_name`, in the order in which they are asked."""
-        caller = getattr(self._active.hook, hook_name)
+        caller = getattr(self.active.hook, hook_name)
         return [impl.plugin_name for impl in reversed(caller.get_hookimpls())]
 
     # ----- loading ---------------------------------------------------------------------------------------------------
@@ -159,14 +160,14 @@ class PluginManager:
             self.load(name, group)
             if (group, name) not in self._active_keys:
                 self._active_keys.add((group, name))
-                self._active = self._arranged()
+                self.active = self._arranged()
 
     def deactivate(self, name: str, group: str = ACCELERATORS) -> None:
         """Call the hooks of `name` no longer. No error when they were not called before."""
         with self._hold():
             if (group, name) in self._active_keys:
                 self._active_keys.discard((group, name))
-                self._active = self._arranged()
+                self.active = self._arranged()
 
     # ----- calling ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class PluginManager:
         """
         if not self._features_loaded:
             self._load_features()
-        return self._active.hook
+        return self.active.hook
 
     def notify(self, event: str, **values: Any) -> dict[str, Exception]:
         """Call the event hook of every active plugin, also after one of them failed.
@@ -400,7 +401,7 @@ class PluginManager:
         for (group, name), plugin in self._plugins.items():
             if not self._candidates.is_registered(plugin):
                 self._candidates.register(plugin, name=f"{group}:{name}")
-        self._active = self._arranged()
+        self.active = self._arranged()
 
 
 def _pluggy_manager() -> pluggy.PluginManager:

@@ -20,7 +20,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values, check_same, named_ranks
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.optimizer import KernelOptimizer
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup, SubGroup, adopt_state, divide
 from deepspeed.zero.layout import UnitLayout, divide_into_units

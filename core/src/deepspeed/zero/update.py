@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.errors import StateError, counted
-from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
+from deepspeed.ops.optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.placement import Placement

@@ -60,7 +60,7 @@ def vendor(tmp_path, monkeypatch):
     before = current._accelerator
     set_accelerator(Vendor())
     yield tmp_path / "ops"
-    monkeypatch.setattr(current, "_accelerator", before)
+    monkeypatch.setattr(current, "in_force", before)
 
 
 def test_builds_without_loading(vendor, capsys, monkeypatch):

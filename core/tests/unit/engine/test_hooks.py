@@ -175,6 +175,16 @@ def test_a_plugin_that_fails_in_an_event_is_named_and_the_others_hear_it(make_en
             assert f"plugin 'deepspeed.plugins:{name}' failed in {event}: ValueError: {reason}" in "".join(warnings)
 
 
+def test_a_plugin_that_becomes_active_between_two_steps_hears_the_second(make_engine, add):
+    engine = make_engine(nn.Linear(4, 1))
+    for step in range(2):
+        if step == 1:
+            recorder = add("recorder", Recorder())
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+    assert recorder.calls == ["step_end 1 True"]
+
+
 def test_a_third_stage_of_a_plugin_gets_the_keys_of_stage_3(single_rank, make_engine, add):
     add("last", GivesLastStage())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 7, "zero_quantized_weights": True}

@@ -6,8 +6,8 @@ import importlib
 import pytest
 
 WITH_EXAMPLES = [
-    "adam.fused_adam",
-    "muon.newton_schulz",
+    "adam.adam",
+    "muon.muon",
     "op_builder.kernel_path",
     "fp_quantizer.fp8_gemm",
     "fp_quantizer.quantize",

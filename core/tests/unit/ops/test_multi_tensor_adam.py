@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.ops import registry
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.optimizer import OnePass
 
 SHAPES = [(7,), (3, 5), (0,), (1,)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.ops.muon import Muon, mark_muon_parameters, muon_update
-from deepspeed.ops.muon.newton_schulz import orthogonalize
+from deepspeed.ops.muon.muon import orthogonalize
 
 
 def _numpy_newton_schulz(g, steps):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.errors import StateError
-from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.precision.policy import DynamicLossScaler, LossScaler
 
 
 def run(scaler, steps):

@@ -8,8 +8,7 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.precision import BF16, FP16, Autocast, Precision
-from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.precision.policy import cast_buffers
+from deepspeed.precision.policy import DynamicLossScaler, LossScaler, cast_buffers
 from deepspeed.runtime import torch_autocast
 from torch import nn
 

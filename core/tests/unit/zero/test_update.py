@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.ops.reference_optimizer import ReferenceOptimizer
+from deepspeed.ops.optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
 from deepspeed.zero.update import Batch, OptimizerUpdate, multiply, takes_one_pass, turned_around

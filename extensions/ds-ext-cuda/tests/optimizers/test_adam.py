@@ -3,8 +3,8 @@
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.adam.adam_step import adam_step, create_state
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.adam.adam import adam_step, create_state
+from deepspeed.ops.optimizer import OnePass
 from ds_ext_cuda.op_builder import FusedAdamBuilder
 from torch.nn import Parameter
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.ops.adam.adam_step import adam_step, create_state
+from deepspeed.ops.adam.adam import adam_step, create_state
 
 NUMBERS = {"lr": 3e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
 MODES = {"adam_w_mode": True, "bias_correction": True, "maximize": False}

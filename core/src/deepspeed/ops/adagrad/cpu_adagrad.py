@@ -9,8 +9,7 @@ from torch.optim.adagrad import adagrad
 
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
-from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
-from deepspeed.ops.reference_optimizer import check_options, new_step_count, state_dtype
+from deepspeed.ops.optimizer import KernelOptimizer, check_options, host_numbers, new_step_count, state_dtype
 
 
 @absent_members("ops.adagrad.cpu_adagrad:DeepSpeedCPUAdagrad")

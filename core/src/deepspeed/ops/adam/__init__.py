@@ -1,11 +1,10 @@
 """Adam and AdamW: the fronts users import, and their torch reference.
 
-May import `ops.kernel_optimizer` and below. Read `adam_step.py` first (the formulas), then `adam_base.py`.
+May import `ops.optimizer` and below. Read `adam.py`.
 """
 
 from deepspeed._absent import complete
-from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
-from deepspeed.ops.adam.fused_adam import FusedAdam
+from deepspeed.ops.adam.adam import DeepSpeedCPUAdam, FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

@@ -9,10 +9,11 @@ from torch.nn.utils import get_total_norm
 
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
-from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
-from deepspeed.ops.reference_optimizer import (
+from deepspeed.ops.optimizer import (
+    KernelOptimizer,
     check_not_sparse,
     check_options,
+    host_numbers,
     new_step_count,
 )
 

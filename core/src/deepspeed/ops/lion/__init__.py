@@ -1,8 +1,7 @@
-"""Lion: the fronts users import, and their reference. Imports `ops.kernel_optimizer`; read `lion_base.py` first."""
+"""Lion: the fronts users import, and their reference. Imports `ops.optimizer`; read `lion.py`."""
 
 from deepspeed._absent import complete
-from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
-from deepspeed.ops.lion.fused_lion import FusedLion
+from deepspeed.ops.lion.lion import DeepSpeedCPULion, FusedLion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 

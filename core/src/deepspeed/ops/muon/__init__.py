@@ -1,6 +1,6 @@
 """Muon: the front users import, and its torch reference.
 
-May import `errors`, `ops.adam`. Read `newton_schulz.py` first (what a step does to a matrix), then `muon.py`.
+May import `errors`, `ops.adam`. Read `muon.py`.
 """
 
 from deepspeed.ops.muon.muon import Muon, mark_muon_parameters, muon_update

@@ -15,10 +15,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.kernel_optimizer import step_kernel
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.reference_optimizer import OnePass
+from deepspeed.ops.optimizer import OnePass, step_kernel
 from deepspeed.ops.registry import OPS, VARIABLE
 from deepspeed.testing import requirements
 

@@ -13,7 +13,7 @@ are those of b then; that the step is right all the same, its correction is comp
 
 and the device makes none (P1 = P2 = 0), as m / c1 / (sqrt(v / c2) + eps) = sqrt(c2) / c1 m / (sqrt(v) + eps').
 
-L2 (`adam_w_mode=False`) adds wd p to the gradient first. Core's reference: `deepspeed.ops.adam.adam_step`.
+L2 (`adam_w_mode=False`) adds wd p to the gradient first. Core's reference: `deepspeed.ops.adam.adam`.
 """
 
 import math

@@ -1,4 +1,4 @@
-// Adam and AdamW for tensors in host memory: `ds_cpu::adam_step_`. Formulas: deepspeed/ops/adam/adam_step.py.
+// Adam and AdamW for tensors in host memory: `ds_cpu::adam_step_`. Formulas: deepspeed/ops/adam/adam.py.
 
 #include <cmath>
 

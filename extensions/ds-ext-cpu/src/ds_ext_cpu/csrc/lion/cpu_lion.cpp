@@ -1,4 +1,4 @@
-// Lion for tensors in host memory: `ds_cpu::lion_step_`. Formula: deepspeed/ops/lion/lion_base.py.
+// Lion for tensors in host memory: `ds_cpu::lion_step_`. Formula: deepspeed/ops/lion/lion.py.
 
 #include "common/update.h"
 

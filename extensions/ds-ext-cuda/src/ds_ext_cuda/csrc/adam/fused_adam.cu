@@ -1,4 +1,4 @@
-// Adam and AdamW over lists of tensors: `ds_cuda::adam_step_`. Formulas: deepspeed/ops/adam/adam_step.py.
+// Adam and AdamW over lists of tensors: `ds_cuda::adam_step_`. Formulas: deepspeed/ops/adam/adam.py.
 
 #include <cmath>
 

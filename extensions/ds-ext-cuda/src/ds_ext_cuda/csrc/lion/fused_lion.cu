@@ -1,4 +1,4 @@
-// Lion over lists of tensors: `ds_cuda::lion_step_`. Formula: deepspeed/ops/lion/lion_base.py.
+// Lion over lists of tensors: `ds_cuda::lion_step_`. Formula: deepspeed/ops/lion/lion.py.
 
 #include "common/capture.h"
 #include "common/registration.h"

@@ -1,4 +1,4 @@
-// What the Adam kernel is given. Formulas: deepspeed/ops/adam/adam_step.py.
+// What the Adam kernel is given. Formulas: deepspeed/ops/adam/adam.py.
 #pragma once
 
 #include <cstdint>

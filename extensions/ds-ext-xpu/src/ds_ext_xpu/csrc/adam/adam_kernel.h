@@ -1,4 +1,4 @@
-// One Adam step of several tensors. Formulas: deepspeed/ops/adam/adam_step.py.
+// One Adam step of several tensors. Formulas: deepspeed/ops/adam/adam.py.
 #pragma once
 
 #include "adam/adam_args.h"

@@ -1,4 +1,4 @@
-"""Lion: what both fronts share, and the torch reference."""
+"""Lion: `FusedLion`, `DeepSpeedCPULion`, what they share, and the torch reference."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -6,10 +6,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
-from deepspeed.ops.reference_optimizer import (
+from deepspeed._absent_members import absent_members
+from deepspeed.ops.optimizer import (
+    KernelOptimizer,
     check_not_sparse,
     check_options,
+    host_numbers,
     new_step_count,
     state_dtype,
 )
@@ -65,3 +67,52 @@ class LionBase(KernelOptimizer):
         momentum.lerp_(grad, 1 - beta2)
         if work is not param:
             param.copy_(work)
+
+
+@absent_members("ops.lion.fused_lion:FusedLion")
+class FusedLion(LionBase):
+    """Lion, by the accelerator's kernel "fused_lion" where it has one, else in torch. Formula: `LionBase`.
+
+    Made by the factory for "Lion", or by users. `set_grad_none`: `zero_grad()` sets gradients to None rather than zero.
+    Raises ConfigError for a value out of range.
+    """
+
+    kernel_op: ClassVar[str | None] = "fused_lion"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, set_grad_none=set_grad_none)
+
+
+@absent_members("ops.lion.cpu_lion:DeepSpeedCPULion")
+class DeepSpeedCPULion(LionBase):
+    """Lion over tensors in host memory, by the host extension's kernel "cpu_lion" where it can be had.
+
+    Made by the factory when optimizer state is offloaded, by users, and by Accelerate. `fp32_optimizer_states`: for
+    half parameters, keep m in fp32 and compute in fp32. Formula: `LionBase`.
+    Raises ConfigError for a value out of range.
+    """
+
+    kernel_op: ClassVar[str | None] = "cpu_lion"
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
