@@ -57,7 +57,7 @@ def vendor(tmp_path, monkeypatch):
     for kind in BUILDERS.values():
         monkeypatch.setattr(kind, "source", str(source))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    before = current._accelerator
+    before = current.in_force
     set_accelerator(Vendor())
     yield tmp_path / "ops"
     monkeypatch.setattr(current, "in_force", before)

@@ -95,17 +95,17 @@ def make_gloo(store, rank, size, timeout):
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """One rank over the vendor's own library, which the accelerator names; choice and environment are put back."""
-    before, choice = dict(os.environ), (current._choice, current._accelerator)
+    before, choice = dict(os.environ), (current._choice, current.in_force)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    current._choice = current._accelerator = None
+    current._choice = current.in_force = None
     set_accelerator(PY)
     if "pyccl" not in torch.distributed.Backend.backend_list:
         torch.distributed.Backend.register_backend("pyccl", make_gloo, devices=["cpu"])
     dist.init_distributed(verbose=False)
     yield
     dist.destroy_process_group()
-    current._choice, current._accelerator = choice
+    current._choice, current.in_force = choice
     os.environ.clear()
     os.environ.update(before)
 
