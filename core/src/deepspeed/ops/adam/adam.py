@@ -48,12 +48,12 @@ def fused_kernel_works(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def create_state(param: Tensor, *, amsgrad: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """State of one parameter under torch's own names; `dtype` None means the parameter's dtype."""
+def create_state(param: Tensor, *, amsgrad: bool, state_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """State of one parameter under torch's own names; `state_dtype` None means the parameter's dtype."""
     state = {
         "step": new_step_count(),
-        "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format),
     }
     if amsgrad:
         state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
@@ -202,7 +202,7 @@ class AdamBase(KernelOptimizer):
         return {**numbers, **modes}
 
     def create_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return create_state(param, amsgrad=group["amsgrad"], dtype=state_dtype(param, group))
+        return create_state(param, amsgrad=group["amsgrad"], state_dtype=state_dtype(param, group))
 
     def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         adam_step(params, [self.state[param] for param in params], group, grads)
