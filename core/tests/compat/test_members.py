@@ -191,7 +191,7 @@ def test_what_is_not_here_is_in_the_table():
 
 
 # The members of what plugins implement: a protocol has no others than those it asks for. And torch's own class.
-PROTOCOLS = {"comm.backend:Backend", "comm.comm:ProcessGroup"}
+PROTOCOLS = {"comm.comm:ProcessGroup"}
 
 
 def classes_in_the_table():

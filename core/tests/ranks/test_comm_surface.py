@@ -9,7 +9,9 @@ import torch
 from deepspeed.comm import libraries
 from deepspeed.comm.group_backend import forget, group_backend
 from deepspeed.comm.record import plain
+from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError
+from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
 from deepspeed.testing.distributed import run_ranks
 
 
@@ -128,18 +130,29 @@ def adopted_job():
     return dist.get_world_size(), dist.get_local_rank(), dist.is_backend("gloo")
 
 
-class PluginBackend:
-    name = "mine"
+class PluginBackend(TorchGroup):
+    def __init__(self, group):
+        super().__init__(group)
+        self.name = "mine"
 
-    def release(self):
-        """Nothing is kept."""
+
+class MinePlugin:
+    @hookimpl
+    def ds_comm_backend(self, name, group):
+        return PluginBackend(group) if name == "mine" and group is not None else None
 
 
 def other_backend_job():
-    dist.set_backend(PluginBackend())
-    assert dist.is_backend("mine")
-    dist.init_deepspeed_backend("torch")
-    assert dist.is_backend("gloo")
+    plugin_manager().register(MinePlugin(), "mine", FEATURES)
+    plugin_manager().activate("mine", FEATURES)
+    try:
+        dist.init_deepspeed_backend("mine")
+        assert dist.is_backend("mine")
+        assert dist.group_backend(dist.new_group([dist.get_rank()])).name == "mine"
+        dist.init_deepspeed_backend("torch")
+        assert dist.is_backend("gloo")
+    finally:
+        plugin_manager().unregister("mine", FEATURES)
     try:
         dist.init_deepspeed_backend("nosuch")
     except CommError as error:

@@ -19,8 +19,6 @@ def backend_by(transport, group=None):
     """A new backend over this transport; the ranks' environment is put back after the job."""
     os.environ["DS_COMM_DIRECT"] = "1" if transport == "direct" else "0"
     forget()
-    if transport == "in place":
-        dist.set_backend(PluginBackend())
     if transport == "plain":
         dist.init_deepspeed_backend("torch")
     backend = dist.group_backend(group)
@@ -29,49 +27,6 @@ def backend_by(transport, group=None):
         transport
     )
     return backend
-
-
-class PluginBackend:
-    """As a plugin of API 1.0 gives it: collectives in place, for all groups, whose works have no `poll`."""
-
-    name, held_bytes = "mine", 0
-
-    def connect(self, group=None):
-        """Nothing to set up."""
-
-    def preferred_bucket_bytes(self, world_size, *, to_owners):
-        return 1 << 20
-
-    def allocate(self, numel, dtype, device):
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def reduce(self, flat_N, group=None):
-        return OldWork([torch.distributed.all_reduce(flat_N, group=group, async_op=True)])
-
-    def reduce_to_owners(self, flat_N, pieces, group=None):
-        parts = [(flat_N[piece.start : piece.stop], piece.owner) for piece in pieces]
-        reduce = torch.distributed.reduce
-        return OldWork([reduce(part, group=group, group_dst=owner, async_op=True) for part, owner in parts])
-
-    def gather_from_owners(self, flat_N, pieces, group=None):
-        parts = [(flat_N[piece.start : piece.stop], piece.owner) for piece in pieces]
-        broadcast = torch.distributed.broadcast
-        return OldWork([broadcast(part, group=group, group_src=owner, async_op=True) for part, owner in parts])
-
-    def abandon(self, works, group=None, *, failed):
-        """gloo finishes what was issued."""
-
-    def release(self):
-        """Nothing is kept."""
-
-
-class OldWork:
-    def __init__(self, works):
-        self.works = works
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
 
 
 def values_of(rank, numel, dtype):
@@ -359,10 +314,6 @@ def recorded_job():
 @pytest.mark.parametrize("world_size", swept([2, 3, 4], lambda world_size: world_size < 4))
 def test_primitives_equal_plain_torch(world_size, transport):
     assert run_ranks(world_size, primitives_job, transport) == [[]] * world_size
-
-
-def test_a_plugins_backend_in_place_serves_groups():
-    assert run_ranks(2, primitives_job, "in place") == [[], []]
 
 
 def test_empty_tensors_cost_nothing(transport):

@@ -8,7 +8,7 @@ May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py
 from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed._absent import complete
-from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
+from deepspeed.comm.backend import Capabilities, GroupBackend, Work
 from deepspeed.comm.comm import (
     all_gather,
     all_gather_coalesced,
@@ -62,10 +62,8 @@ from deepspeed.comm.start import (
 )
 
 __all__ = [
-    "Backend",
     "Capabilities",
     "GroupBackend",
-    "Piece",
     "ProcessGroup",
     "ReduceOp",
     "Work",

@@ -4,34 +4,17 @@
 gives it, and all stages of ZeRO use it. `torch_group.TorchGroup` is the implementation over `torch.distributed`; a
 plugin gives another one with the hook `ds_comm_backend`.
 
-`Backend` is the contract of plugin API 1.0: three collectives of flat buffers, in place, for all groups of a process.
-Plugins that give one are adapted by `in_place_group.py`. The core has no other use for it.
-
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.distributed import ProcessGroup
 
-
-class Piece(NamedTuple):
-    """The half-open range `[start, stop)` of a flat buffer, in elements, and the rank that owns it.
-
-    `owner` is a rank *within the group*.
-    """
-
-    start: int
-    stop: int
-    owner: int
-
-    @property
-    def numel(self) -> int:
-        """Elements in the piece; 0 is legal and costs nothing."""
-        return self.stop - self.start
+from deepspeed._absent import complete
 
 
 @runtime_checkable
@@ -182,63 +165,4 @@ class GroupBackend(Protocol):
         """Give back memory that is kept between collectives. Waits for nobody."""
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """What a plugin of API 1.0 gives with `ds_comm_backend`; new plugins give a `GroupBackend`.
-
-    Call order: `connect` once per engine; `preferred_bucket_bytes` and `allocate` while buffers are built; then
-    `reduce*` in backward, one `reduce` of a few fp64 or fp32 numbers per step, and `gather_from_owners` after the
-    update, each followed by `Work.wait`, or all by one `abandon` where a rank cannot go on; `release` when an engine is
-    destroyed.
-
-    The collectives do not wait for peers. All ranks of `group` (None: every rank) call them in the same order with the
-    same sizes and pieces, and wait for them at the same places among the collectives of the program: one may
-    need all ranks inside a call here before it is over. `flat_N` is contiguous, 1-D, and must be neither written nor
-    freed before `wait()`.
-    """
-
-    name: str
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes kept between collectives for the next ones."""
-
-    def connect(self, group: ProcessGroup | None = None) -> None:
-        """Set up what collectives in `group` need. Called by all ranks together, outside of a backward; idempotent."""
-
-    def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
-        """Bytes of a bucket at which a collective among `world_size` ranks is efficient and still overlaps.
-
-        `to_owners`: of `reduce_to_owners`, else of `reduce`.
-        """
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized 1-D buffer that this library moves well; a shared-memory backend returns its own memory."""
-
-    def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
-        """Sum `flat_N` over the ranks, in place, on every rank (stage 0, and what ranks agree on)."""
-
-    def reduce_to_owners(
-        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
-    ) -> Work:
-        """Sum each piece over the ranks into its owner's `flat_N` (stages 1 and up).
-
-        The pieces need not cover `flat_N` and do not overlap. After `wait()` the owner's pieces hold the sum; pieces
-        of others are undefined; elements outside every piece are untouched.
-        """
-
-    def gather_from_owners(
-        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
-    ) -> Work:
-        """Copy each piece from its owner's `flat_N` into everyone's."""
-
-    def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
-        """Leave the collectives `works` of `group` unfinished; their buffers are not used any more. Waits for nobody.
-
-        `failed`: an exception is the reason, so peers that wait for this rank in `group` are to raise, and to name it.
-        Otherwise all ranks abandon the same collectives, and go on. Afterwards a collective in `group` works where that
-        is safe, and raises `CommError` where it is not.
-        """
-
-    def release(self) -> None:
-        """Give back memory that is kept between collectives. Waits for nobody."""
+complete(__name__)  # DeepSpeed's base class of communication libraries

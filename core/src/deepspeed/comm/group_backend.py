@@ -6,8 +6,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.backend import Backend, GroupBackend
-from deepspeed.comm.in_place_group import InPlaceGroup
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.libraries import library_by_device, no_group_error
 from deepspeed.comm.record import RecordedGroup, comms_logger
 from deepspeed.comm.torch_group import TorchGroup
@@ -93,8 +92,9 @@ def serve_by(make: Callable[[ProcessGroup], GroupBackend] | None) -> None:
     _make, _world = make, _current_world()
 
 
-def plugin_backend(name: str, group: ProcessGroup | None) -> Backend | GroupBackend | None:
-    """A plugin's answer to `ds_comm_backend`; the hook is called once per group, never per bucket.
+def plugin_backend(name: str, group: ProcessGroup | None) -> GroupBackend | None:
+    """Ask plugins for the collectives of `group` over the library `name`; the hook is called once per group, never per
+    bucket.
 
     Asked are the active plugins, and then the host extension, whichever accelerator was chosen.
     """
@@ -102,11 +102,11 @@ def plugin_backend(name: str, group: ProcessGroup | None) -> Backend | GroupBack
     offered = plugin_manager().hook.ds_comm_backend(name=name, group=group)
     if offered is None and HOST not in plugin_manager().providers("ds_comm_backend"):
         offered = _ask_host_extension(name, group)
-    if offered is None or (not isinstance(offered, type) and isinstance(offered, Backend | GroupBackend)):
+    if offered is None or (not isinstance(offered, type) and isinstance(offered, GroupBackend)):
         return offered
     raise CommError(
         f"a plugin gave {offered!r} as the communication backend {name!r}; it must be an object with the methods of "
-        "deepspeed.comm.backend.GroupBackend or Backend"
+        "deepspeed.comm.backend.GroupBackend"
     )
 
 
@@ -114,7 +114,7 @@ def _current_world() -> ProcessGroup | None:
     return torch_dist.group.WORLD if torch_dist.is_available() and torch_dist.is_initialized() else None
 
 
-def _ask_host_extension(name: str, group: ProcessGroup | None) -> Backend | GroupBackend | None:
+def _ask_host_extension(name: str, group: ProcessGroup | None) -> GroupBackend | None:
     if HOST not in plugin_manager().names() or plugin_manager().refusal(HOST):
         return None
     try:
@@ -127,10 +127,7 @@ def _ask_host_extension(name: str, group: ProcessGroup | None) -> Backend | Grou
 def _create(group: ProcessGroup) -> GroupBackend:
     if _make is not None:
         return _make(group)
-    offered = plugin_backend(library_of(group), group)
-    if offered is None:
-        return TorchGroup(group)
-    return offered if isinstance(offered, GroupBackend) else InPlaceGroup(offered, group)
+    return plugin_backend(library_of(group), group) or TorchGroup(group)
 
 
 def library_of(group: ProcessGroup) -> str:

@@ -18,12 +18,12 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm import comm
-from deepspeed.comm.backend import Backend
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.ended import note_own_end_at_exit
 from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
-from deepspeed.comm.in_place_group import InPlaceGroup
+from deepspeed.comm.libraries import no_group_error
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, counted, environment_int, first_line, shown
 from deepspeed.log import log_dist
@@ -97,15 +97,13 @@ def init_distributed(
     if not comm.is_available():
         raise CommError("this torch was built without torch.distributed; install a build that has it")
     library = dist_backend or _accelerator_library()
-    library, offered = _find_library(library)
+    _require_library(library)
     placement = find_placement(
         rank, world_size, distributed_port, auto_mpi_discovery, has_init_method=init_method is not None
     )
     placement.export()
     _join(library, placement, init_method, default_timeout() if timeout is None else timeout)
     note_own_end_at_exit()
-    if offered is not None:
-        set_backend(offered)
     if verbose:
         log_dist(
             f"process group of {counted(placement.world_size, 'rank')} over {library}, found in {placement.source}",
@@ -123,30 +121,40 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         forget(None if ends_all else group, failed=sys.exc_info()[1] is not None)
     finally:
         if ends_all:
-            set_backend(None)
+            set_backend()
         torch_dist.destroy_process_group(group)
 
 
-def set_backend(new: Backend | None) -> None:
-    """Serve all groups of the current world by `new` (None: choose for each group again).
-
-    Called for plugins that give one `Backend` for the process, and by tests.
-    """
-    serve_by(None if new is None else functools.partial(InPlaceGroup, new))
+def set_backend() -> None:
+    """Choose again what serves each group of the current world, as if `init_deepspeed_backend` was never called."""
+    serve_by(None)
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Choose by name what serves all groups: a `Backend` of a plugin's `ds_comm_backend`, or "torch"."""
-    if ds_backend == "torch":
-        serve_by(TorchGroup)
-        return
-    offered = _process_wide_backend(ds_backend)
+    """Serve all groups of the current world by the collectives that a plugin's `ds_comm_backend` gives for this name,
+    or by torch.distributed's ("torch").
+
+    Raises:
+        CommError: before `init_distributed`, or if no plugin gives collectives of this name.
+    """
+    if not comm.is_initialized():
+        raise no_group_error("deepspeed.comm.init_deepspeed_backend()")
+    serve_by(TorchGroup if ds_backend == "torch" else functools.partial(_served_by, ds_backend))
+    try:
+        group_backend()  # of all ranks: a name that nobody knows is refused here
+    except CommError:
+        set_backend()
+        raise
+
+
+def _served_by(name: str, group: ProcessGroup) -> GroupBackend:
+    offered = plugin_backend(name, group)
     if offered is None:
         raise CommError(
-            f"init_deepspeed_backend({ds_backend!r}): no installed plugin offers this backend with ds_comm_backend;"
-            ' install one, or use "torch"'
+            f"init_deepspeed_backend({name!r}): no installed plugin offers this backend with ds_comm_backend; install"
+            ' one, or use "torch"'
         )
-    set_backend(offered)
+    return offered
 
 
 def is_backend(name: str) -> bool:
@@ -170,41 +178,30 @@ def _accelerator_library() -> str:
     return str(name)
 
 
-def _find_library(asked: str) -> tuple[str, Backend | None]:
-    """The library for torch's process groups, and a plugin's `Backend` if `asked` is the name of one.
+def _require_library(library: str) -> None:
+    """Let a plugin register the library with torch if torch does not know the name.
 
-    A plugin's hook may register a library of that name with torch, and then need not give a `Backend`. When it gives
-    one and registers none, groups are torch's over the accelerator's library, and only ZeRO's collectives the plugin's.
+    Raises:
+        CommError: neither torch nor a plugin has all of it.
     """
-    if not _unknown_to_torch(asked):
-        return asked, None  # the plugin is asked by `group_backend`, for each group
-    offered = _process_wide_backend(asked)
-    if not _unknown_to_torch(asked):
-        return asked, offered
-    if offered is None:
-        _check_library(asked)
-    library = _accelerator_library()
-    _check_library(library)
-    return library, offered
+    if _unknown_to_torch(library) is None:
+        return
+    plugin_backend(library, None)
+    if (name := _unknown_to_torch(library)) is None:
+        return
+    known = [each for each in torch_dist.Backend.backend_list if each not in ("undefined", "fake")]
+    available = [each for each in known if torch_dist.is_backend_available(each)]
+    raise CommError(
+        f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}) and no plugin"
+        f" gives it; torch has {', '.join(available)}. Leave dist_backend out, for the accelerator's own"
+        f" ({_accelerator_library()}), give one of these, or import the package that registers {name!r} first"
+    )
 
 
 def _unknown_to_torch(library: str) -> str | None:
     """The first name in `library`, which may be a list such as "cpu:gloo,xyz:abc", that torch does not know."""
     names = [entry.rpartition(":")[2] for entry in library.split(",")]
     return next((name for name in names if not torch_dist.is_backend_available(name)), None)
-
-
-def _check_library(library: str) -> None:
-    """`CommError` unless torch has all of it."""
-    name = _unknown_to_torch(library)
-    if name is not None:
-        known = [each for each in torch_dist.Backend.backend_list if each not in ("undefined", "fake")]
-        available = [each for each in known if torch_dist.is_backend_available(each)]
-        raise CommError(
-            f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}) and no plugin"
-            f" gives it; torch has {', '.join(available)}. Leave dist_backend out, for the accelerator's own"
-            f" ({_accelerator_library()}), give one of these, or import the package that registers {name!r} first"
-        )
 
 
 def _join(library: str, placement: Placement, init_method: str | None, timeout: timedelta) -> None:
@@ -279,9 +276,3 @@ def _failure(
         f" to this machine, that all {placement.world_size} ranks were started, and that torch has the {library!r}"
         " backend"
     )
-
-
-def _process_wide_backend(name: str) -> Backend | None:
-    """A plugin's `Backend` for all groups; None where plugins have one for each group, or none."""
-    offered = plugin_backend(name, None)
-    return offered if isinstance(offered, Backend) else None

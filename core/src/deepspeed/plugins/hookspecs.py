@@ -107,21 +107,18 @@ def ds_check_config(config: "DeepSpeedConfig") -> None:
 def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Any | None":
     """Give the collectives of the communication library called `name`. Called on every rank.
 
-    With a group: once per process group, when an engine first needs its collectives; the answer serves that group and
-    replaces what the core makes of torch's collectives. Without: for a name that torch does not have, called by
-    `init_distributed`, before there is a process group: the plugin may register a library of that name with torch
-    (`torch.distributed.Backend.register_backend`) and then need not answer; if it registers none, process groups are
-    made over `communication_backend_name()`, and served by the `Backend` that it gives. Also called so by
-    `init_deepspeed_backend(name)`. The host extension is asked last, whichever accelerator was chosen.
+    With a group: once per process group, when an engine first needs its collectives, and by
+    `init_deepspeed_backend(name)`; the answer serves that group and replaces what the core makes of torch's
+    collectives. Without: for a name that torch does not have, called by `init_distributed`, before there is a process
+    group: the plugin registers a library of that name with torch (`torch.distributed.Backend.register_backend`) if it
+    has one. The host extension is asked last, whichever accelerator was chosen.
 
     Args:
         name: what the user or `communication_backend_name()` asked for, for example `"gloo"`.
-        group: the process group to serve; None: all groups. New in plugin API 1.1; a plugin without this argument gives
-            a `Backend`.
+        group: the process group to serve; None: there is none yet.
 
     Returns:
-        With a group an object with the methods of `deepspeed.comm.backend.GroupBackend`; without, or instead of it, one
-        with those of `deepspeed.comm.backend.Backend`, the contract of plugin API 1.0; or None.
+        With a group an object with the methods of `deepspeed.comm.backend.GroupBackend`, or None; without, None.
     """
 
 

@@ -169,7 +169,7 @@ def _reset_package() -> None:
         marks.reset_ids()
     start = sys.modules.get("deepspeed.comm.start")
     if start is not None:
-        start.set_backend(None)
+        start.set_backend()
     failure = sys.modules.get("deepspeed.comm.failure")
     if failure is not None:
         # a rank may have noticed fewer than another, and would hear of the rest in the next job
