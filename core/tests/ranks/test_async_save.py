@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from torch import nn

@@ -28,9 +28,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, background, consolidate, layout
 from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.commit import prune
 from deepspeed.checkpoint.durable import SequentialFile
-from deepspeed.checkpoint.prune import prune
-from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.tiers import swept
 

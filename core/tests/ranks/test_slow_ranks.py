@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from deepspeed.comm.waits import waits
+from deepspeed.comm.record import waits
 from deepspeed.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.profiling.timer import HostStopwatch

@@ -9,14 +9,13 @@
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
 The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,
-`plugins` and below, and torch. The names below are loaded when they are first used: the writer process needs no torch.
-Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then `layout.py`
-(names), `store.py` (where bytes go; `stores.py` finds one by name), `folder_store.py` (how a folder takes the place
-of its former version), `durable.py` (how a file is written), `background.py` (asynchronous saving),
-`index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them), `prune.py`,
-`consolidate.py`. What other ranks, stages and programs saved: `saved_states.py`, `stored_tensor.py`, `dcp_load.py`
-(`dcp_file.py`, `dcp_metadata.py`), `deepspeed_files.py`, `universal.py`; for other programs:
-`convert.py`, `saved_run.py`, `dcp_write.py`, `universal_write.py`.
+`moe`, `pipe`, `plugins` and below, and torch. The names below are loaded when they are first used: the writer process
+needs no torch. Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then
+`layout.py` (names), `store.py` (where bytes go, and how a folder takes the place of its former version), `stores.py`
+(which ones there are), `durable.py` (how a file is written), `background.py` (asynchronous saving), `index.py` (sizes
+and checksums, and their comparison; `tags.py` lists tags with them), `commit.py`, `consolidate.py`. What other ranks,
+stages and programs saved: `saved_states.py`, `tensors.py`, `dcp_load.py` (`dcp_file.py`), `deepspeed_files.py`; for
+other programs: `convert.py`, `saved_run.py`, `other_formats.py`.
 """
 
 from deepspeed._forward import forward
@@ -55,10 +54,9 @@ _MODULES = {
     "checkpointer": "Checkpointer",
     "store": "IndexedStore Store",
     "load": "LoadedCheckpoint SavedParts StatesByName",
-    "torch_store": "TorchStore",
     "tags": "check_new_tag validate_tag",
     "utils": "clone_tensors_for_torch_save",
-    "stores": "create_store",
+    "stores": "TorchStore create_store",
     "save": "save_state_dict_file",
     "deepspeed_checkpoint": "DeepSpeedCheckpoint",  # refuses when it is used
 }

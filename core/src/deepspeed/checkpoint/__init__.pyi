@@ -51,8 +51,8 @@ from deepspeed.checkpoint.load import StatesByName as StatesByName
 from deepspeed.checkpoint.save import save_state_dict_file as save_state_dict_file
 from deepspeed.checkpoint.store import IndexedStore as IndexedStore
 from deepspeed.checkpoint.store import Store as Store
+from deepspeed.checkpoint.stores import TorchStore as TorchStore
 from deepspeed.checkpoint.stores import create_store as create_store
 from deepspeed.checkpoint.tags import check_new_tag as check_new_tag
 from deepspeed.checkpoint.tags import validate_tag as validate_tag
-from deepspeed.checkpoint.torch_store import TorchStore as TorchStore
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save

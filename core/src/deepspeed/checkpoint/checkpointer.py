@@ -16,19 +16,23 @@ from deepspeed.checkpoint.agreement import Gather, Ranks, alone
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
+from deepspeed.checkpoint.layout import is_remote, location, store_failures
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
-from deepspeed.checkpoint.loadable import make_loadable
-from deepspeed.checkpoint.location import is_remote, location, store_failures
 from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.checkpoint.module_files import ModuleFiles
-from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.reader import Reader
-from deepspeed.checkpoint.save import Save, describe_save, merge_client_state, save_here, save_in_background
+from deepspeed.checkpoint.save import (
+    Save,
+    describe_save,
+    make_loadable,
+    merge_client_state,
+    save_here,
+    save_in_background,
+)
 from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.survey import last_good_tag
-from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, read_latest
+from deepspeed.checkpoint.stores import ObjectStore, TorchStore
+from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, last_good_tag, read_latest
 from deepspeed.checkpoint.tensors import with_placeholders
-from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.errors import CheckpointError, CommError, ConfigError
 from deepspeed.log import logger
 from deepspeed.zero.pending_tensor import PendingTensor
@@ -54,7 +58,7 @@ class Checkpointer:
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
             compared in any case.
-        keep_last: after a save, remove the older tags of the directory so that this many stay; see `prune.plan_prune`.
+        keep_last: after a save, remove the older tags of the directory so that this many stay; see `commit.plan_prune`.
             None removes nothing.
         background: makes saves asynchronous: `save` returns when this rank's states are copied, and a process writes
             them. Takes the place of `store` for saving.

@@ -1,7 +1,7 @@
 """Names of files and keys in DeepSpeed's checkpoints, as scripts such as Megatron-DeepSpeed import them.
 
 Those of `universal_checkpoint_info` describe a model's parameters to DeepSpeed's converter; a client state may have
-them. Our checkpoints say themselves how their tensors were divided; of others `universal.py` reads them.
+them. Our checkpoints say themselves how their tensors were divided; of others `deepspeed_files.py` reads them.
 """
 
 from deepspeed._absent import complete

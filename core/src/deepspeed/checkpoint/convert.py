@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.location import local_folder
+from deepspeed.checkpoint.layout import local_folder
 from deepspeed.errors import CheckpointError, ConfigError
 
 
@@ -65,22 +65,22 @@ def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: st
 
 
 def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    from deepspeed.checkpoint.dcp_write import write_dcp
+    from deepspeed.checkpoint.other_formats import write_dcp
     from deepspeed.checkpoint.saved_run import open_run
 
     write_dcp(open_run(directory, tag), output)
 
 
 def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    from deepspeed.checkpoint.dcp_write import write_dcp
+    from deepspeed.checkpoint.other_formats import write_dcp
     from deepspeed.checkpoint.saved_run import open_run
 
     write_dcp(open_run(directory, tag), output, "torchtitan")
 
 
 def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    from deepspeed.checkpoint.other_formats import write_latest_universal, write_universal
     from deepspeed.checkpoint.saved_run import open_run
-    from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 
     run = open_run(directory, tag)
     folder = output / f"{layout.tag_of(run.folder)}_universal"

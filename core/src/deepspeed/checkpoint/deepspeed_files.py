@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19 wrote, in the form in which this package writes it.
+"""What DeepSpeed 0.19 wrote, in the form in which this package writes it: its own checkpoints and its universal format.
 
 A file of DeepSpeed has objects of its own: the loss scaler and the stage, and the addresses of parameters in a shard.
 They are loaded as plain records of their attributes; no other class of DeepSpeed is admitted.
@@ -6,18 +6,55 @@ They are loaded as plain records of their attributes; no other class of DeepSpee
 `named_by_stage` names the optimizer's states of pipeline stages that DeepSpeed saved without ZeRO. torch's state dict
 has their parameters by numbers: of a stage the shared modules first, then the layers in order. Which layers a stage
 has, is in no file. It follows from how many parameters each stage has, and is taken where their shapes fit too.
+
+A universal checkpoint, as DeepSpeed's `ds_to_universal` writes it:
+
+<tag>/*_model_states.pt                   as in the checkpoint that it was made from
+<tag>/zero/<name>/fp32.pt, exp_avg.pt     one file per parameter and state: a tensor, or `{"param": tensor}`
+<tag>/zero/<name>/step.pt                 in stages 1 and 2; in stage 3 the count is in the next file
+<tag>/zero/optimizer_state.pt             the groups of the optimizer
+
+`universal_checkpoint_info` of a client state, as Megatron-DeepSpeed has it, says by patterns of names how parameters
+are divided over tensor-parallel ranks. `with_division` makes a record of ours of it (`model_ranks.Division`), for each
+model file that has none. Patterns match from the beginning of a name, as `re.match` does:
+
+    tp_replicated_parameter_patterns           whole on each rank
+    parameter_to_average_patterns              the mean of the ranks' values
+    parameter_with_row_parallelism_patterns    divided along dimension 1
+    parameter_with_2_sub_params_cat_dim_0      two parameters along dimension 0, each divided
+    parameter_with_sub_params                  of `{"patterns", "shape", "partition_dim"}`: several, as `shape` says
+    vocabulary_parameter_patterns              divided along dimension 0, as all that match nothing
+
+Those of the last one are written without the rows from `original_vocab_size` on, and are filled with zeros at a load.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import MODULE_FILES, Attributes
-from deepspeed.checkpoint.saved_states import PARAM_NAMES
+from deepspeed.checkpoint.constants import (
+    ORIGINAL_VOCAB_SIZE,
+    PARAMETER_TO_AVERAGE_PATTERNS,
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PARAMETER_WITH_SUB_PARAMS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    VOCAB_TENSOR,
+    VOCABULARY_PARAMETER_PATTERNS,
+)
+from deepspeed.checkpoint.model_ranks import DIVISION, Division
+from deepspeed.checkpoint.saved_states import PARAM_NAMES, names_by_group
 from deepspeed.errors import CheckpointError
+from deepspeed.parallel.model_part import ModelPart
 from deepspeed.precision.policy import LossScaler
 
 
@@ -125,3 +162,202 @@ def _fit(names: Sequence[Sequence[str]], models: Sequence[_Model]) -> bool:
             if isinstance(moment, Tensor) and moment.shape != model["module"][name].shape:
                 return False
     return True
+
+
+_SLICE = re.compile(r"layer_\d+(-[\w-]+)?-model_states\.pt")
+
+
+def with_division(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The content of the model file `path`, with a record of how its parameters are divided where its client state says
+    it, and nothing else does.
+
+    Raises:
+        CheckpointError: a pattern does not fit a parameter; names both.
+    """
+    num_ranks, info = state.get("mp_world_size") or 1, state.get(UNIVERSAL_CHECKPOINT_INFO)
+    if not isinstance(info, Mapping) or not isinstance(num_ranks, int) or num_ranks < 2 or state.get(DIVISION):
+        return state
+    info = {key: _plain(value) for key, value in info.items()}
+    slices = {match[1] for name in state.get(MODULE_FILES) or () if (match := _SLICE.fullmatch(name))}
+    tp_size = num_ranks
+    if slices:  # of a pipeline
+        found = {_SLICE.fullmatch(each.name) for each in path.parent.iterdir()}
+        tp_size = len({match[1] for match in found if match})
+    tp_rank = layout.ranks_of(path.name)[1] % tp_size
+    named = [*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}]
+    shapes = {name: torch.Size(shape) for group in named for name, shape in group.items()}
+    buffers = set(state.get("buffer_names") or ())
+    shapes |= {
+        name: value.shape
+        for name, value in (state.get("module") or {}).items()
+        if name not in shapes and name not in buffers and isinstance(value, torch.Tensor) and value.numel()
+    }
+    try:
+        parts = {name: part for name, shape in shapes.items() if (part := _part(name, shape, info, tp_rank, tp_size))}
+        averaged = tuple(name for name in shapes if _matches(name, info.get(PARAMETER_TO_AVERAGE_PATTERNS)))
+    except (KeyError, TypeError, re.error) as error:
+        raise CheckpointError(f"{path}: {UNIVERSAL_CHECKPOINT_INFO} is of another form: {error!r}") from error
+    axes = {"pp": num_ranks // tp_size, "tp": tp_size}
+    division = Division(axes, parts, averaged=averaged).to_state()
+    return {**state, UNIVERSAL_CHECKPOINT_INFO: info, DIVISION: division}
+
+
+def vocabulary_rows(client_state: Mapping[str, Any], name: str) -> int | None:
+    """The rows of a parameter divided by vocabulary that are not padding; None: it is no such one."""
+    info = client_state.get(UNIVERSAL_CHECKPOINT_INFO)
+    if not isinstance(info, Mapping) or not _matches(name, info.get(VOCABULARY_PARAMETER_PATTERNS)):
+        return None
+    rows = info.get(ORIGINAL_VOCAB_SIZE)
+    return rows if isinstance(rows, int) and rows > 0 else None
+
+
+def _part(name: str, shape: torch.Size, info: Mapping[str, Any], rank: int, size: int) -> ModelPart | None:
+    """What a rank has of a parameter, of which it has `shape`; None: all of it."""
+    is_whole = any(
+        _matches(name, info.get(key)) for key in (TP_REPLICATED_PARAMETER_PATTERNS, PARAMETER_TO_AVERAGE_PATTERNS)
+    )
+    if is_whole or not shape:
+        return None
+    if _matches(name, info.get(PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0)):
+        return _fused(name, shape, 0, [shape[0] * size // 2] * 2, rank, size)
+    for each in info.get(PARAMETER_WITH_SUB_PARAMS) or ():
+        if _matches(name, each["patterns"]):
+            return _of_sub_params(name, shape, each, rank, size)
+    dim = int(_matches(name, info.get(PARAMETER_WITH_ROW_PARALLELISM_PATTERNS)))
+    if dim >= len(shape):
+        raise CheckpointError(
+            f"{name} of shape {tuple(shape)} matches {PARAMETER_WITH_ROW_PARALLELISM_PATTERNS}, and has no dimension "
+            f"1; a bias that each rank has whole belongs to {TP_REPLICATED_PARAMETER_PATTERNS}"
+        )
+    return _fused(name, shape, dim, [shape[dim] * size], rank, size)
+
+
+def _of_sub_params(name: str, shape: torch.Size, said: Mapping[str, Any], rank: int, size: int) -> ModelPart:
+    whole, dim = list(said["shape"]), int(said["partition_dim"])
+    sizes = list(whole[dim]) if isinstance(whole[dim], Sequence) else [whole[dim]]
+    rest = [sum(each) if isinstance(each, Sequence) else each for each in whole]
+    if len(rest) != len(shape):  # leading dimensions that are one in the parameter
+        sizes, dim, rest = sizes * math.prod(rest[:dim]), 0, [math.prod(rest[: dim + 1]), *rest[dim + 1 :]]
+    own = [each // size if place == dim else each for place, each in enumerate(rest)]
+    if own != list(shape):
+        raise CheckpointError(
+            f"{name} has shape {tuple(shape)} on one of {size} tensor-parallel ranks, and {PARAMETER_WITH_SUB_PARAMS} "
+            f"says {said['shape']} of the whole, divided along {said['partition_dim']}"
+        )
+    return _fused(name, shape, dim, sizes, rank, size)
+
+
+def _fused(name: str, shape: torch.Size, dim: int, sizes: Sequence[int], rank: int, size: int) -> ModelPart:
+    """The part of a rank that has one of `size` equal runs of each of several parameters along `dim`."""
+    if any(each % size for each in sizes) or sum(sizes) != shape[dim] * size:
+        raise CheckpointError(
+            f"{name} of shape {tuple(shape)} on each of {size} tensor-parallel ranks is not made of parameters of "
+            f"{sizes} along dimension {dim}, which divide by {size}; correct the patterns of "
+            f"{UNIVERSAL_CHECKPOINT_INFO}"
+        )
+    whole = [*shape[:dim], shape[dim] * size, *shape[dim + 1 :]]
+    cuts = pairwise(accumulate(sizes, initial=0))
+    ranges = tuple(
+        (start + (stop - start) // size * rank, start + (stop - start) // size * (rank + 1)) for start, stop in cuts
+    )
+    return ModelPart(torch.Size(whole), dim, ranges)
+
+
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.match(pattern, name) for pattern in patterns or ())
+
+
+def _plain(value: Any) -> Any:
+    """An item of the info; a `SubparamShape` as the dict of its fields."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return dict(vars(value)) if isinstance(value, Attributes) else value
+
+
+_GROUPS_FILE = "optimizer_state.pt"
+_Load = Callable[[Path], Any]
+
+
+def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _Load) -> dict[str, Any]:
+    """`model_state` with the weights and the optimizer's state in `folder`, as torch's state dict with names.
+
+    Args:
+        load: gives what a file holds; tensors may be mapped.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    zero = folder / layout.UNIVERSAL_FOLDER
+    common = load(zero / _GROUPS_FILE)
+    base = common.get("optimizer_state_dict", common) if isinstance(common, dict) else {}
+    if "param_groups" not in base or not model_state.get("param_shapes"):
+        raise CheckpointError(f"{zero / _GROUPS_FILE} has no param_groups, or the model file beside it no param_shapes")
+    buffers = model_state["param_shapes"]
+    names = names_by_group(base["param_groups"], buffers)
+    steps = {
+        name: state["step"]
+        for number, state in base.get("state", {}).items()
+        if "step" in state
+        for name in buffers[number]
+    }
+    shapes = {name: torch.Size(shape) for buffer in buffers for name, shape in buffer.items()}
+    numbers = {name: number for number, name in enumerate(name for its in names for name in its)}
+    weights: dict[str, Tensor] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        values = {path.stem: _value(load(path), shapes[name], path) for path in sorted((zero / name).glob("*.pt"))}
+        if "fp32" not in values:
+            raise CheckpointError(f"{zero / name / 'fp32.pt'} is missing; convert the checkpoint again")
+        weights[name] = values.pop("fp32")
+        states[number] = {**({"step": steps[name]} if name in steps else {}), **values}
+    _refuse_missing(zero, names, shapes, [states[number] for number in range(len(numbers))])
+    for its in names:
+        of_group = [numbers[name] for name in its]
+        if any("step" in states[number] for number in of_group):  # else this optimizer counts none
+            states |= {number: {} for number in of_group if "step" not in states[number]}
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[name] for name in its]}
+        for group, its in zip(base["param_groups"], names, strict=True)
+    ]
+    optimizer = {"state": states, "param_groups": groups, PARAM_NAMES: names}
+    if (scaler := loss_scale_in(common)) is not None:
+        optimizer["loss_scaler"] = scaler
+    return {**model_state, "module": {**model_state["module"], **weights}, "optimizer": optimizer}
+
+
+def _refuse_missing(
+    zero: Path, names: Sequence[Sequence[str]], shapes: Mapping[str, torch.Size], states: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise CheckpointError where a parameter that was updated lacks a state that one of its group and number of
+    dimensions has: optimizers with factored moments keep others for a matrix than for a vector. A step count is not
+    there for a parameter that was never updated."""
+    of_kind: dict[tuple[int, int], set[str]] = {}
+    kinds = [(index, len(shapes[name]), name) for index, its in enumerate(names) for name in its]
+    for (index, num_dims, _), state in zip(kinds, states, strict=True):
+        of_kind.setdefault((index, num_dims), set()).update(state)
+    for (index, num_dims, name), state in zip(kinds, states, strict=True):
+        if state and (missing := sorted(of_kind[index, num_dims] - state.keys() - {"step"})):
+            raise CheckpointError(
+                f"{zero / name / f'{missing[0]}.pt'} is missing, and other parameters of the group have it; convert "
+                "the checkpoint again"
+            )
+
+
+def _value(content: Any, shape: torch.Size, path: Path) -> Any:
+    """The tensor in a file, which stage 3 writes flat; of one divided by vocabulary without the rows of its padding.
+
+    Raises:
+        CheckpointError: it has as many elements as the parameter in another shape.
+    """
+    value = content["param"] if isinstance(content, dict) else content
+    if isinstance(content, dict) and content.get(VOCAB_TENSOR) and shape[1:] == value.shape[1:]:
+        padding = shape[0] - value.shape[0]
+        return torch.cat([value, value.new_zeros(padding, *shape[1:])]) if padding > 0 else value
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != shape.numel():
+        return value
+    if value.dim() > 1 and value.shape != shape:
+        raise CheckpointError(
+            f"{path}: found shape {tuple(value.shape)}, and the parameter has {tuple(shape)}; convert the checkpoint "
+            "again"
+        )
+    return value.view(shape)

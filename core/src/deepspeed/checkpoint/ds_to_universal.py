@@ -15,9 +15,9 @@ from pathlib import Path
 from deepspeed._absent import complete
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import check_files
+from deepspeed.checkpoint.other_formats import write_latest_universal, write_universal
 from deepspeed.checkpoint.saved_run import open_run
 from deepspeed.checkpoint.tags import read_latest
-from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
 
 __all__ = ["ds_to_universal", "main"]

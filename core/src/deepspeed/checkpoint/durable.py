@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deepspeed.checkpoint.location import is_remote, reason_of
+from deepspeed.checkpoint.layout import is_remote, reason_of
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 

@@ -10,28 +10,137 @@
      "checksum": "crc32:4e5f6a7b"
     }
 
-`crc32` has one checksum per block of `block_bytes`. The `tensors` of a file are key, dtype, shape and first byte of
-each, and the stride where elements do not lie in row-major order. `tensors` says where the values of each parameter are
-(`tensor_index.py`). Both are null or absent where the store does not know them. The last line is the checksum of the
-bytes before it. Other keys may be added under the same `format`; a reader ignores keys that it does not know.
+`crc32` has one checksum per block of `block_bytes`, the last block being shorter. So a reader of a part of a file
+verifies the blocks that it reads, and a message says where the damage is. Checksums are computed while a file is
+written (`ChecksumWriter`), and compared when it is read (`check_content`; `check_size` compares the sizes alone). The
+`tensors` of a file are key, dtype, shape and first byte of each, and the stride where elements do not lie in row-major
+order. `tensors` says where the values of each parameter are (`tensor_index.py`). Both are null or absent where the
+store does not know them. The last line is the checksum of the bytes before it. Other keys may be added under the same
+`format`; a reader ignores keys that it does not know.
 """
 
 import io
 import json
+import os
 import re
 import stat
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.checksum import BLOCK_BYTES
-from deepspeed.checkpoint.location import is_remote, reason_of
+from deepspeed.checkpoint.layout import is_remote, reason_of
 from deepspeed.checkpoint.torch_file import Key, TensorRecord
 from deepspeed.errors import CheckpointError, counted
+
+BLOCK_BYTES = 64 * 2**20
+_PART_BYTES = 2**20  # fits into a core's cache
+_NUM_READERS = 2  # one waits for the disk or copies, the other sums
+
+
+class ChecksumWriter:
+    """A file for `torch.save` that sums what is written, a part at a time: the system copies it out of the cache then.
+
+    A second thread that sums meanwhile is slower, since it reads the memory once more.
+
+    Args:
+        file: open for writing, and empty; it stays open.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._sums = BlockSums()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        for first in range(0, len(view), _PART_BYTES):
+            part = view[first : first + _PART_BYTES]
+            self._sums.add(part)
+            self._file.write(part)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def checksums(self) -> list[str]:
+        """As `BlockSums.as_text`, of what was written."""
+        return self._sums.as_text()
+
+
+class BlockSums:
+    """The checksums of what is added."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._current = 0
+        self._num_bytes = 0  # in the current block
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Continue with more bytes."""
+        view = memoryview(data)
+        while view:
+            part = view[: BLOCK_BYTES - self._num_bytes]
+            self._current = zlib.crc32(part, self._current)
+            self._num_bytes += len(part)
+            view = view[len(part) :]
+            if self._num_bytes == BLOCK_BYTES:
+                self._done.append(self._current)
+                self._current, self._num_bytes = 0, 0
+
+    def as_text(self) -> list[str]:
+        """The checksum of each block so far, as 8 hexadecimal digits."""
+        return [_as_text(each) for each in (*self._done, *([self._current] if self._num_bytes else []))]
+
+
+def _as_text(value: int) -> str:
+    return f"{value:08x}"
+
+
+def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> list[str]:
+    """The checksums of the blocks of a file, as `ChecksumWriter.checksums` gave them. Raises OSError.
+
+    Args:
+        advance: is called with the number of bytes of each part that was read, to show progress.
+    """
+    if is_remote(path):
+        return _sums_in_order(path, advance)
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_NUM_READERS, "ds-verify") as threads:
+        size = os.fstat(file.fileno()).st_size
+        firsts = range(0, size, BLOCK_BYTES)
+        sums = []
+        for first, value in zip(firsts, threads.map(partial(_sum_of_block, file.fileno()), firsts), strict=True):
+            sums.append(_as_text(value))
+            if advance is not None:
+                advance(min(BLOCK_BYTES, size - first))
+    return sums
+
+
+def _sum_of_block(descriptor: int, first: int) -> int:
+    """In a thread: the disk reads ahead, and the processor sums what another thread's block waits for."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, first, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+    buffer, value, position = memoryview(bytearray(_PART_BYTES)), 0, first
+    while num_bytes := os.preadv(descriptor, [buffer[: first + BLOCK_BYTES - position]], position):
+        value = zlib.crc32(buffer[:num_bytes], value)
+        position += num_bytes
+    return value
+
+
+def _sums_in_order(path: Path, advance: Callable[[int], object] | None) -> list[str]:
+    """Of an object in an object store, which has one stream."""
+    sums = BlockSums()
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            sums.add(part)
+            if advance is not None:
+                advance(len(part))
+    return sums.as_text()
+
 
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
@@ -56,7 +165,7 @@ class FileEntry:
     num_bytes: int | None
     """None where the store does not know."""
     checksums: Sequence[str] | None
-    """CRC-32 per block of `checksum.BLOCK_BYTES`; None where the store computes none."""
+    """CRC-32 per block of `BLOCK_BYTES`; None where the store computes none."""
     tensors: Mapping[Key, TensorRecord] | None = None
     """The tensors in it; None where the store does not know them."""
     parameters: Mapping[str, Any] | None = None
@@ -258,3 +367,67 @@ def _lines(items: Iterable[Any]) -> str:
 
 def _sealed(text: bytes) -> bytes:
     return text + _SEAL + b'%08x"\n}\n' % zlib.crc32(text)
+
+
+_ADVICE = "Copy the file again from where it came, or load another tag."
+
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Raise `DamagedCheckpoint` if the file is missing or has not as many bytes as were saved."""
+    check_regular(path)
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpoint(
+            f"{path} is missing: {path.parent} is incomplete, its {layout.INDEX_FILE} lists the file with "
+            f"{entry.num_bytes} bytes. {_ADVICE}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.") from error
+    if entry.num_bytes not in (None, num_bytes):
+        how = "cut short" if num_bytes < (entry.num_bytes or 0) else "too long"
+        raise DamagedCheckpoint(
+            f"{path} is damaged: it has {counted(num_bytes, 'byte')}, and was saved with {entry.num_bytes} ({how}). "
+            f"{_ADVICE}"
+        )
+
+
+def check_content(path: Path, entry: FileEntry, index: Index, advance: Callable[[int], object] | None = None) -> None:
+    """Read the file and raise `DamagedCheckpoint` if a block of it has not the checksum with which it was saved.
+
+    Args:
+        index: where `entry` is from: a file with the content of another one is said to be that.
+        advance: as for `checksums_of`.
+    """
+    check_size(path, entry)
+    if entry.checksums is None:
+        return
+    try:
+        found = checksums_of(path, advance)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ADVICE}") from error
+    check_checksums(path, entry, index, found)
+
+
+def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]) -> None:
+    """Raise `DamagedCheckpoint` if `found`, of the file `path`, are not the checksums with which it was saved."""
+    assert entry.checksums is not None
+    if found == list(entry.checksums):
+        return
+    others = [other.name for other in index.files if list(other.checksums or ()) == found]
+    if others:
+        raise DamagedCheckpoint(
+            f"{path} has the content that was saved as {others[0]}: the files were renamed or swapped. Give each its "
+            "name back, or load another tag."
+        )
+    if len(found) != len(entry.checksums):  # where the store did not know the number of bytes
+        raise DamagedCheckpoint(
+            f"{path} is damaged: it has {counted(len(found), 'block')} of {BLOCK_BYTES} bytes, and was saved with "
+            f"{len(entry.checksums)}. {_ADVICE}"
+        )
+    block = next(i for i, (one, other) in enumerate(zip(found, entry.checksums, strict=True)) if one != other)
+    first, last = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, path.stat().st_size) - 1
+    raise DamagedCheckpoint(
+        f"{path} is damaged: its bytes {first} to {last} have the CRC-32 {found[block]}, and were saved with "
+        f"{entry.checksums[block]}. {_ADVICE}"
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.saved_states import states_of
-from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
+from deepspeed.checkpoint.tensors import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import ModelPart
 from deepspeed.zero.named_states import SavedStates

@@ -11,27 +11,33 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged, naming_files
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
-from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds, named_by_stage
+from deepspeed.checkpoint.deepspeed_files import (
+    as_own_shard,
+    is_deepspeeds,
+    named_by_stage,
+    with_division,
+    with_universal_states,
+)
+from deepspeed.checkpoint.layout import local_folder
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
     SavedParts,
+    as_damage,
     check_division_is_known,
     check_has_states,
     check_model_ranks,
     check_shard,
+    check_types,
     divides_otherwise,
     find_folder,
     find_models,
     find_shards,
     split_client_state,
 )
-from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank, of_whole_weights
-from deepspeed.checkpoint.state_types import as_damage, check_types
 from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.stored_tensor import StackedTensor
-from deepspeed.checkpoint.universal import with_division, with_universal_states
+from deepspeed.checkpoint.tensors import StackedTensor
 from deepspeed.errors import CheckpointError
 
 Verify = Callable[[Path], None]

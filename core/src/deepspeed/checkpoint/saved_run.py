@@ -28,14 +28,13 @@ from deepspeed.checkpoint.consolidate_files import (
 )
 from deepspeed.checkpoint.consolidate_join import lazy_state_dict
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.deepspeed_files import as_own_shard
+from deepspeed.checkpoint.deepspeed_files import as_own_shard, with_division
 from deepspeed.checkpoint.load import Position, split_client_state
 from deepspeed.checkpoint.model_ranks import DIVISION, AcrossRanks, Division, SavedModelRank
 from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.saved_states import states_of
-from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
-from deepspeed.checkpoint.torch_store import TorchStore
-from deepspeed.checkpoint.universal import with_division
+from deepspeed.checkpoint.stores import TorchStore
+from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.redistribute import part_of_parts

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
+from deepspeed.checkpoint.tensors import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_values import check_numbers, master_dtype
 from deepspeed.zero.layout import Run, contiguous, in_parameters

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.index import check_regular
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.tensors import StoredTensor
 from deepspeed.checkpoint.torch_file import TensorRecord, TorchFile
 from deepspeed.errors import CheckpointError, counted, first_line
 

@@ -5,7 +5,7 @@ Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `
 `"is_known": false` where the save may be complete all the same. It does not import torch.
 
     {"do": "create", "folder": ...}             make the staging folder; on the committing rank
-    {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `reports.py`
+    {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `locks.py`
     {"do": "write", "files": [...], "ending": {...}, "commit": {...} or null}    write the staged files; the answer
                                                 comes when the checkpoint is in its place or has failed, on all ranks
     {"do": "cancel"}                            give up what was begun
@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.checksum import BlockSums
-from deepspeed.checkpoint.commit import put_in_place
+from deepspeed.checkpoint.commit import prune, put_in_place
 from deepspeed.checkpoint.durable import SequentialFile, write_file
-from deepspeed.checkpoint.folder_store import FolderStore
-from deepspeed.checkpoint.index import FileEntry
-from deepspeed.checkpoint.prune import prune
-from deepspeed.checkpoint.reports import Ending, Report, create_folder
+from deepspeed.checkpoint.index import BlockSums, FileEntry
+from deepspeed.checkpoint.locks import Ending, Report, create_reports
+from deepspeed.checkpoint.store import FolderStore
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError
@@ -61,7 +59,7 @@ class Writer:
     def create(self, folder: str) -> None:
         self._folder, self._creates = Path(folder), True
         self._store.create(self._folder)
-        create_folder(self._folder)
+        create_reports(self._folder)
 
     def join(self, folder: str, name: str) -> None:
         self._folder = Path(folder)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.convert import FORMATS
 from deepspeed.checkpoint.index import DamagedCheckpoint
-from deepspeed.checkpoint.location import location, store_failures
+from deepspeed.checkpoint.layout import location, store_failures
 from deepspeed.cli.console import make_console, make_parser
 from deepspeed.errors import CheckpointError, ConfigError
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.convert import convert
-from deepspeed.checkpoint.location import local_folder
+from deepspeed.checkpoint.layout import local_folder
 from deepspeed.cli.ckpt_result import Result, as_size, make_progress
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed.checkpoint import TorchStore
-from deepspeed.checkpoint.prune import plan_prune
+from deepspeed.checkpoint.commit import plan_prune
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.cli.ckpt_result import Result, as_size
 from deepspeed.cli.console import make_table

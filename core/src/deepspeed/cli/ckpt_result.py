@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from deepspeed.checkpoint.survey import SavedTag, saved_tags
+from deepspeed.checkpoint.tags import SavedTag, saved_tags
 from deepspeed.errors import CheckpointError
 
 

@@ -11,12 +11,11 @@ from rich.console import Console
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import merged, naming_files
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.state_types import check_types
-from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
+from deepspeed.checkpoint.load import check_types
 from deepspeed.checkpoint.stores import built_in_store
-from deepspeed.checkpoint.survey import SavedTag, saved_tags
-from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
 from deepspeed.checkpoint.tensor_index import TensorEntry, TensorTable
+from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
 from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
 from deepspeed.cli.console import make_table
 from deepspeed.config.precision import dtype_name

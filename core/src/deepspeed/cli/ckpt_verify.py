@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.survey import SavedTag
-from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.tags import SavedTag, read_latest
 from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, make_progress, warn
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError

@@ -8,9 +8,8 @@ from torch.distributed import ProcessGroup
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.libraries import library_by_device, no_group_error
-from deepspeed.comm.record import RecordedGroup, comms_logger
+from deepspeed.comm.record import RecordedGroup, comms_logger, waits
 from deepspeed.comm.torch_group import TorchGroup
-from deepspeed.comm.waits import waits
 from deepspeed.errors import CommError, PluginError
 from deepspeed.log import warn_once
 from deepspeed.ops.implementations import HOST

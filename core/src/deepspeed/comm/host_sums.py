@@ -15,8 +15,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.issued import Collective
 from deepspeed.comm.own_group import host_group
-from deepspeed.comm.record import comms_logger
-from deepspeed.comm.waits import waited
+from deepspeed.comm.record import comms_logger, waited
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import as_work
 from deepspeed.errors import CommError

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import Capabilities, Work
 from deepspeed.comm.issued import CARRIER_NUMEL, Collective
 from deepspeed.comm.libraries import barrier_devices, library_by_device
-from deepspeed.comm.summing import StagingPool
-from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
+from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, StagingPool, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import DONE, Followed, as_work, parts_of
 from deepspeed.errors import CommError, counted

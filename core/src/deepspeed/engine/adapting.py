@@ -24,7 +24,7 @@ from torch.nn import Module, Parameter
 from deepspeed.checkpoint import LoadedCheckpoint, SavedParts, StatesByName
 from deepspeed.checkpoint.model_ranks import AcrossRanks
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.tensors import StoredTensor
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import parts_held

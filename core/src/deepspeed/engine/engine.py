@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.location import location
+from deepspeed.checkpoint.layout import location
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.together import note_engine_gone
 from deepspeed.compatibility import FEATURES

@@ -1,7 +1,12 @@
-"""Weights for use elsewhere: state dicts and 16-bit model files. Called by the engine's methods."""
+"""Weights for use elsewhere: state dicts and 16-bit model files. Called by the engine's methods.
 
+A module's saved weights are compared before they are loaded (`check_module_state`): `load_state_dict` overwrites what
+fits and only then complains.
+"""
+
+import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +14,147 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
-from deepspeed.engine.module_state import check_module_state, fill_module
-from deepspeed.log import log_dist
+from deepspeed.checkpoint.tensors import StoredTensor
+from deepspeed.errors import CheckpointError, counted
+from deepspeed.log import log_dist, warn_once
 from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.zero.param_unit import unit_of, whole_in_turn
+from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
+
+_SHOWN = 6  # names in one message
+_FILLED = "num_batches_tracked"  # torch's batch norms fill it in where it is older than their counter
+_VERSION_WITH_COUNTER = 2
+_EXTRA = "_extra_state"  # torch's key of what a module's `get_extra_state` gives
+
+
+def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, source: str) -> None:
+    """Refuse weights that `module.load_state_dict(saved, strict)` would refuse. Called before it, on each rank.
+
+    Args:
+        strict: names must be the same too; otherwise only the shapes under common names.
+        source: how the message calls the weights: a path, or the call that got them.
+
+    Left to `load_state_dict` itself: names that a hook after the load may forgive, and whatever lies below a module
+    that translates older weights (a hook before the load, or a `_load_from_state_dict` of its own).
+
+    Raises:
+        CheckpointError: says which names and shapes; nothing was changed.
+    """
+    if getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return
+    children = [(f"{name}." if name else "", child) for name, child in module.named_modules(remove_duplicate=False)]
+    translated = tuple(prefix for prefix, child in children if _translates(child))
+    own = {prefix + name: value for prefix, child in children for name, value in _held(child)}
+    own = {name: value for name, value in own.items() if not name.startswith(translated)}
+    theirs = {name: value for name, value in saved.items() if not name.startswith(translated)}
+    misfits = [
+        f"{name} is {_shape(theirs[name])} there and {_shape(value)} in the model"
+        for name, value in own.items()
+        if name in theirs and not _fits(theirs[name], value)
+    ]
+    faults = list(misfits)
+    if strict and not any(child._load_state_dict_post_hooks for _, child in children):
+        versions = getattr(saved, "_metadata", None) or {}
+        filled = {prefix + _FILLED for prefix, child in children if _fills(child, versions.get(prefix[:-1], {}))}
+        missing = [name for name in own if name not in theirs and name not in filled]
+        faults += [f"{name} is missing there" for name in missing]
+        faults += [f"{name} is not in the model" for name in theirs if name not in own]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        advice = "" if misfits else ", or say strict=False (load_module_strict) to leave out what only one side has"
+        raise CheckpointError(
+            f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
+            f"build the model of the save{advice}"
+        )
+
+
+def fill_module(
+    module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
+) -> None:
+    """Load weights, which were checked, with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
+    stacked = {name: value for name, value in saved.items() if isinstance(value, StoredTensor)}
+    with as_it_is():
+        if custom_load_fn is not None:
+            custom_load_fn(src={**saved, **{name: value.whole() for name, value in stacked.items()}}, dst=module)
+            return
+        if stacked:
+            saved = copy.copy(saved)  # keeps `_metadata`
+        own = module.state_dict(keep_vars=True) if stacked else {}
+        for name, value in stacked.items():
+            if name in own:
+                own[name].detach().view(-1).copy_(value.whole().view(-1))
+                saved[name] = own[name].detach()  # type: ignore[index]
+        module.load_state_dict(saved, strict=strict)
+
+
+def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """The parameters to which a `custom_load_fn` gave other values than the saved ones, with these values. One that
+    is sharded is left out: the function did not get its values, which is said."""
+    changed, sharded = [], []
+    for name, param in module.named_parameters():
+        unit = unit_of(param)
+        if unit is not None and unit.is_sharded:
+            sharded.append(name)
+            continue
+        value = saved.get(name)
+        value = value.whole() if isinstance(value, StoredTensor) else value
+        if value is None or value.shape != param.shape or not torch.equal(param.detach(), value.to(param)):
+            changed.append((param, param.detach().clone()))
+    if sharded:
+        warn_once(
+            f"load_checkpoint: custom_load_fn got no values of {counted(len(sharded), 'sharded parameter')}, such as "
+            f"{sharded[0]}: at stage 3 each rank has a part of them, which was loaded as it was saved. Change them "
+            "after the load, in deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+    return changed
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What `load_state_dict` fills in this module itself: name, tensor (None for extra state)."""
+    yield from ((name, param) for name, param in module._parameters.items() if param is not None)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+    if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+        yield _EXTRA, None
+
+
+def _translates(module: torch.nn.Module) -> bool:
+    hooks = [hook for hook in module._load_state_dict_pre_hooks.values() if not hasattr(hook, IS_OURS)]
+    return bool(hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
+
+
+def _fills(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether torch fills in the counter of a batch norm, saved by a version that had none."""
+    return _definer(module) is not torch.nn.Module and (saved.get("version") or 0) < _VERSION_WITH_COUNTER
+
+
+def _definer(module: torch.nn.Module) -> type:
+    """The class whose `_load_from_state_dict` it is."""
+    return next(cls for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+
+
+def _fits(saved: Any, own: Tensor | None) -> bool:
+    if own is None:
+        return True
+    if not isinstance(saved, Tensor | StoredTensor) or _form(saved):
+        return False
+    return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)  # torch takes the first element
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor | StoredTensor):
+        return f"a {type(value).__name__}"
+    return f"{form} {tuple(value.shape)}" if (form := _form(value)) else str(tuple(value.shape))
+
+
+def _form(value: Tensor | StoredTensor) -> str:
+    """Of a tensor of which a parameter cannot take the values; "" of others."""
+    if isinstance(value, StoredTensor):
+        return ""
+    if value.is_meta or value.is_nested or value.is_quantized:
+        return "a meta tensor" if value.is_meta else "a nested tensor" if value.is_nested else "a quantized tensor"
+    return "" if value.layout == torch.strided else "a sparse tensor"
 
 
 def module_state_dict(

@@ -1,7 +1,7 @@
 """`watch.slow_rank_window`: which ranks are slower than their peers.
 
 Ranks of a step end it together, since they wait for one another in it. So what tells them apart is a rank's own time:
-that of the step, and of what the script does before it, without waits for others (`comm/waits.py`). Called by the
+that of the step, and of what the script does before it, without waits for others (`comm/record.py`). Called by the
 observers after each step.
 """
 
@@ -12,8 +12,8 @@ from statistics import median_low
 
 from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.record import waits
 from deepspeed.comm.values import all_gather_values, named_ranks
-from deepspeed.comm.waits import waits
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.profiling.timer import create_stopwatch
 

@@ -2,14 +2,21 @@
 
 `LaunchPlan` goes down, as one word of a command line: URL-safe base64 of JSON, which passes unharmed through any shell
 between the two. `NodeReport` comes back from a node that is watched (`multinode/watch.py`), as marked lines on stderr.
+
+The file of environment variables that every rank is given has lines `NAME=VALUE`. It is `.deepspeed_env` in the home
+directory and in the working directory (which wins), or the one file that `DS_ENV_FILE` names. `runner.main` applies it
+before the ranks start; it overrides the environment. `exported` says which variables travel to other hosts.
 """
 
 import base64
 import json
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from deepspeed.errors import ConfigError
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_GRACE_S = 30.0  # torch's agent waits as long
@@ -172,3 +179,48 @@ def encode_world_info(world_info: Mapping[str, Any]) -> str:
 
 def _encode(value: Mapping[str, Any]) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
+
+
+DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
+
+# `[A-Z]+CL_`: collective libraries, whichever the device's vendor brings
+_EXPORTED = re.compile(r"[A-Z]+CL_|PYTHON|MV2|UCX|MLFLOW|DS_|DEEPSPEED_")
+
+
+def exported(environment: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environment` that ranks on other hosts are given, and those of the files, which win."""
+    travelling = {name: value for name, value in environment.items() if _EXPORTED.match(name)}
+    return dict(sorted({**travelling, **from_files}.items()))
+
+
+def read_environment_files() -> dict[str, str]:
+    """The variables of all files that exist. A `DS_ENV_FILE` with a folder in it is one file, looked up as it stands.
+
+    Raises:
+        ConfigError: a line without `=`, or `DS_ENV_FILE` names a file that does not exist.
+    """
+    asked = os.environ.get("DS_ENV_FILE")
+    name = asked or ".deepspeed_env"
+    folders = [""] if os.path.dirname(name) else DEEPSPEED_ENVIRONMENT_PATHS
+    files = [path for path in (os.path.join(folder, name) for folder in folders) if os.path.isfile(path)]
+    if asked and not files:
+        raise ConfigError(f"DS_ENV_FILE={asked}: no such file; unset it, or write lines NAME=VALUE into it")
+    variables: dict[str, str] = {}
+    for path in files:
+        variables.update(_read(path))
+    return variables
+
+
+def _read(path: str) -> dict[str, str]:
+    variables = {}
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            name, equals, value = text.partition("=")
+            if not equals or not name.strip():
+                raise ConfigError(f"{path}, line {number}: found {text!r}; write NAME=VALUE")
+            variables[name.strip()] = value.strip()
+    return variables

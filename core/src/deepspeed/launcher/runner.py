@@ -15,11 +15,6 @@ from typing import Any, NoReturn
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError, environment_int
 from deepspeed.launcher.arguments import check_launcher, elastic_limits, parse_arguments
-from deepspeed.launcher.environment import (
-    DEEPSPEED_ENVIRONMENT_NAME,
-    DEEPSPEED_ENVIRONMENT_PATHS,
-    read_environment_files,
-)
 from deepspeed.launcher.multinode.start import (
     choose_hosts,
     find_address,
@@ -30,7 +25,15 @@ from deepspeed.launcher.multinode.start import (
     runner_class,
     start,
 )
-from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, NODE_PROCESS, LaunchPlan, encode_world_info
+from deepspeed.launcher.plan import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    DEEPSPEED_ENVIRONMENT_PATHS,
+    DEFAULT_MASTER_PORT,
+    NODE_PROCESS,
+    LaunchPlan,
+    encode_world_info,
+    read_environment_files,
+)
 from deepspeed.launcher.resources import (
     fetch_hostfile,
     is_local,

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, background, layout
-from deepspeed.checkpoint.background import BackgroundWriter, Orders
+from deepspeed.checkpoint.background import BackgroundWriter, Orders, SharedMemory
 from deepspeed.checkpoint.save import save_in_background
-from deepspeed.checkpoint.shared_memory import SharedMemory
-from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.zero.pending_tensor import PendingTensor
 

@@ -354,7 +354,7 @@ def test_a_disk_that_cannot_make_a_new_version_durable_is_an_error(tmp_path, mon
             raise OSError(errno.EIO, "no disk")
 
     save_tag(tmp_path, "a")
-    monkeypatch.setattr("deepspeed.checkpoint.folder_store.sync_folder", sync_folder)
+    monkeypatch.setattr("deepspeed.checkpoint.store.sync_folder", sync_folder)
     with pytest.raises(CheckpointError, match=r"a is saved, but the disk could not make its name durable: no disk"):
         save_tag(tmp_path, "a")
 

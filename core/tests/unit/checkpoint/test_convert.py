@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint import dcp_write, layout
+from deepspeed.checkpoint import layout, other_formats
 from deepspeed.checkpoint.convert import FORMATS, convert
 from deepspeed.checkpoint.dcp_file import DcpFolder
 from deepspeed.cli.ckpt import main
@@ -63,7 +63,7 @@ def test_dcp_has_weights_states_groups_and_client_state(saved, tmp_path):
 
 
 def test_memory_holds_two_files_at_most(large, tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp_write, "_FILE_BYTES", 2 * large.weight_bytes)
+    monkeypatch.setattr(other_formats, "_FILE_BYTES", 2 * large.weight_bytes)
     convert(large.directory, tmp_path / "out", "dcp")
     assert len(large.added) == 24
     assert max(large.added) < 5 * large.weight_bytes  # torch's writer frees a file's tensors during the next

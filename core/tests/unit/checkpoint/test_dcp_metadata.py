@@ -8,7 +8,7 @@ from pathlib import PosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint.dcp_metadata import Box, Metadata, overlapping
+from deepspeed.checkpoint.dcp_file import Box, Metadata, overlapping
 from deepspeed.errors import CheckpointError
 from torch.distributed.checkpoint import metadata as dcp_classes
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.checkpoint.deepspeed_files import with_division
 from deepspeed.checkpoint.model_ranks import DIVISION, Division, Experts
-from deepspeed.checkpoint.universal import with_division
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import ModelPart
 

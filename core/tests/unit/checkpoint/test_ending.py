@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, background, layout, reports
+from deepspeed.checkpoint import Checkpointer, background, layout, locks
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.reports import COMMITTER, Ending, Report, create_folder
+from deepspeed.checkpoint.locks import COMMITTER, Ending, Report, create_reports
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.errors import CheckpointError
 
@@ -20,7 +20,7 @@ OTHER = "1"
 WRITER = """
 import functools, os, signal, sys
 sys.path[:] = sys.argv[1:-2]
-from deepspeed.checkpoint import commit, folder_store, reports, writer
+from deepspeed.checkpoint import commit, locks, store, writer
 
 def dies(call, is_after):
     @functools.wraps(call)
@@ -35,13 +35,13 @@ setattr(owner, name, dies(getattr(owner, name), is_after))
 writer.main()
 """
 BEFORE_FILES = "writer, 'write_file', False"
-BEFORE_REPORT = "reports.Report, 'write', False"
-AFTER_REPORT = "reports.Report, 'write', True"
-BEFORE_PLACE = "folder_store.FolderStore, 'commit', False"
+BEFORE_REPORT = "locks.Report, 'write', False"
+AFTER_REPORT = "locks.Report, 'write', True"
+BEFORE_PLACE = "store.FolderStore, 'commit', False"
 BEFORE_LATEST = "commit, 'write_latest', False"
 BEFORE_RESULT = "writer, 'put_in_place', True"
-BEFORE_ANSWER = "reports.Report, 'leave', True"
-BEFORE_ANSWER_OF_COMMITTER = "folder_store.FolderStore, 'discard', True"
+BEFORE_ANSWER = "locks.Report, 'leave', True"
+BEFORE_ANSWER_OF_COMMITTER = "store.FolderStore, 'discard', True"
 
 
 def writer_that_dies(monkeypatch, moment):
@@ -189,7 +189,7 @@ def test_a_rank_whose_writer_died_hears_of_the_failure_of_the_committer(tmp_path
 @pytest.fixture
 def ending(tmp_path):
     """Of a rank whose writer died when its files were written."""
-    create_folder(tmp_path / "tag")
+    create_reports(tmp_path / "tag")
     report = Report(tmp_path / "tag", OTHER, 30)
     report.write({"files": []})
     os.close(report._descriptor)
@@ -199,7 +199,7 @@ def ending(tmp_path):
 @pytest.mark.parametrize("latest", ["former", ""])
 def test_a_committer_that_may_still_commit_leaves_it_unknown(ending, monkeypatch, latest):
     with monkeypatch.context() as patch:
-        patch.setattr(reports, "machine", lambda: "another-boot")
+        patch.setattr(locks, "machine", lambda: "another-boot")
         report = Report(Path(ending.folder), COMMITTER, 30)
     if latest:
         Path(ending.folder).with_name("latest").write_text(latest)

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 import pytest
 import torch
-from deepspeed.checkpoint.loadable import make_loadable
+from deepspeed.checkpoint.save import make_loadable
 from deepspeed.errors import ConfigError
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.location import location
-from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.layout import location
+from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.ops.op_builder.lock import owner_mark

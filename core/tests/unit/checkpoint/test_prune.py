@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, index, layout
+from deepspeed.checkpoint.commit import plan_prune
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.prune import plan_prune
-from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 
 MODEL = layout.model_file(0)

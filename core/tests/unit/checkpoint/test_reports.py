@@ -4,13 +4,13 @@ import fcntl
 import os
 
 import pytest
-from deepspeed.checkpoint import layout, reports
-from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder, remove_folder
+from deepspeed.checkpoint import layout, locks
+from deepspeed.checkpoint.locks import COMMITTER, Report, create_reports, remove_reports
 
 
 @pytest.fixture
 def folder(tmp_path):
-    create_folder(tmp_path / "tag")
+    create_reports(tmp_path / "tag")
     return tmp_path / "tag"
 
 
@@ -18,7 +18,7 @@ def folder(tmp_path):
 def elsewhere(folder, monkeypatch):
     """A report of another machine, whose lock is not seen here."""
     with monkeypatch.context() as patch:
-        patch.setattr(reports, "machine", lambda: "another-boot")
+        patch.setattr(locks, "machine", lambda: "another-boot")
         made = Report(folder, "1", 30)
     fcntl.flock(made._descriptor, fcntl.LOCK_UN)
     return made
@@ -27,7 +27,7 @@ def elsewhere(folder, monkeypatch):
 def on_look(monkeypatch, *calls):
     """Call them one by one between the looks of a wait."""
     left = list(calls)
-    monkeypatch.setattr(reports.time, "sleep", lambda seconds: left.pop(0)())
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: left.pop(0)())
     return left
 
 
@@ -76,7 +76,7 @@ def test_a_report_that_a_process_has_just_made_is_not_taken_for_dead(folder, mon
 
 def test_reports_of_living_processes_stay(folder):
     Report(folder, "1", 30)
-    remove_folder(layout.writers_folder(folder))
+    remove_reports(layout.writers_folder(folder))
     assert layout.writers_folder(folder).is_dir()
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, universal_write
+from deepspeed.checkpoint import Checkpointer, other_formats
 from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.ds_to_universal import ds_to_universal, main
 from deepspeed.checkpoint.model_ranks import DIVISION
@@ -130,7 +130,7 @@ def test_a_failure_leaves_nothing(saved, tmp_path, capsys, monkeypatch):
     def refuse(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(universal_write, "_optimizer_state", refuse)
+    monkeypatch.setattr(other_formats, "_optimizer_state", refuse)
     assert run(tmp_path) == 1
     assert "No space left" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["global_step1", "latest", "zero_to_fp32.py"]

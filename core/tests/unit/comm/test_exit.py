@@ -1,9 +1,9 @@
-"""Threads come to rest before the interpreter ends; see the note in deepspeed/comm/exit.py."""
+"""Threads come to rest before the interpreter ends; see the note in deepspeed/comm/start.py."""
 
 import hashlib
 import threading
 
-from deepspeed.comm.exit import settle
+from deepspeed.comm.start import settle
 
 
 def test_waits_for_a_thread_that_computes_without_pythons_lock():

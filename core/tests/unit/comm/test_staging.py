@@ -1,7 +1,7 @@
 """The pool of staging memory: reuse, the limit, and release."""
 
 import torch
-from deepspeed.comm.summing import StagingPool
+from deepspeed.comm.transports import StagingPool
 
 CPU = torch.device("cpu")
 

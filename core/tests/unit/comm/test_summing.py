@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.comm.summing import add_in_rank_order
+from deepspeed.comm.transports import add_in_rank_order
 
 
 @pytest.mark.parametrize("numel", [1, 7, 300_001])

@@ -62,7 +62,7 @@ def train(engine, first, last):
 
 
 def save_checkpoints(directory):
-    from deepspeed.checkpoint.survey import saved_tags
+    from deepspeed.checkpoint.tags import saved_tags
     from deepspeed.errors import CheckpointError
 
     expected = train(create(), 0, 6)

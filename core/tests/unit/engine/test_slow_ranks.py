@@ -4,7 +4,7 @@ import threading
 from unittest import mock
 
 import pytest
-from deepspeed.comm.waits import Waits
+from deepspeed.comm.record import Waits
 from deepspeed.engine.slow_ranks import Time, told
 from deepspeed.profiling.timer import HostStopwatch
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.arguments import parse_arguments
-from deepspeed.launcher.multinode.mpi import RUNNERS
+from deepspeed.launcher.multinode.runners import RUNNERS
 
 EVEN = {"a": [0, 1], "b": [0, 1]}
 UNEVEN = {"a": [0], "b": [0, 1]}
@@ -17,7 +17,7 @@ def runner(tmp_path, monkeypatch):
     """`runner(name, *flags)`: the launcher, whose program is installed; with the argument `x y`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    monkeypatch.setattr("deepspeed.launcher.multinode.mpi.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("deepspeed.launcher.multinode.runners.shutil.which", lambda name: f"/bin/{name}")
 
     def make(name, *flags):
         args = parse_arguments(["--launcher", name, "--master_addr", "a", *flags, "train.py", "x y"])

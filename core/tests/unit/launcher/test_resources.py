@@ -6,7 +6,7 @@ import os
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.launcher import environment
+from deepspeed.launcher import plan
 from deepspeed.launcher.arguments import parse_arguments
 from deepspeed.launcher.multinode.start import choose_hosts
 from deepspeed.launcher.plan import LaunchPlan, NodeReport, ReportReader
@@ -213,12 +213,12 @@ def test_environment_file(tmp_path, monkeypatch):
     (tmp_path / "work" / ".deepspeed_env").write_text("B=x=y\n\n")
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(environment, "DEEPSPEED_ENVIRONMENT_PATHS", [str(tmp_path / "home"), "."])
-    assert environment.read_environment_files() == {"A": "1", "B": "x=y"}
+    monkeypatch.setattr(plan, "DEEPSPEED_ENVIRONMENT_PATHS", [str(tmp_path / "home"), "."])
+    assert plan.read_environment_files() == {"A": "1", "B": "x=y"}
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "nosuch"))
     with pytest.raises(ConfigError, match="DS_ENV_FILE=.*no such file"):
-        environment.read_environment_files()
+        plan.read_environment_files()
     (tmp_path / "bad").write_text("A 1\n")
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "bad"))
     with pytest.raises(ConfigError, match="line 1.*NAME=VALUE"):
-        environment.read_environment_files()
+        plan.read_environment_files()

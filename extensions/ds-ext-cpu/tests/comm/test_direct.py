@@ -7,7 +7,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.summing import StagingPool
+from deepspeed.comm.transports import StagingPool
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import GPT, GPTConfig

@@ -4,10 +4,10 @@
     deepspeed --launcher mine --hostfile hosts --num_nodes 4 train.py
 
 Called by `launcher/runner.py` in a process without torch. May import what the launcher may, and no torch. Read next:
-`runner.py` (the contract), `start.py` (the hosts, the checks, the start), then `remote_shell.py` and `watch.py` for ssh
-and pdsh, `mpi.py` for the others.
+`runners.py` (the contract, and a class per launcher), `start.py` (the hosts, the checks, the start), then `watch.py`
+for ssh and pdsh.
 """
 
-from deepspeed.launcher.multinode.runner import MultiNodeRunner
+from deepspeed.launcher.multinode.runners import MultiNodeRunner
 
 __all__ = ["MultiNodeRunner"]

@@ -8,7 +8,14 @@ from typing import Any, NoReturn
 
 from deepspeed.errors import ConfigError, PluginError, counted
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
-from deepspeed.launcher.multinode.runner import MultiNodeRunner
+from deepspeed.launcher.multinode.runners import (
+    RUNNERS,
+    MultiNodeRunner,
+    PdshRunner,
+    SshRunner,
+    has_pdsh,
+    reach_hosts,
+)
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, ElasticLimits, encode_world_info
 from deepspeed.launcher.resources import fetch_hostfile, is_local, parse_inclusion_exclusion, parse_node_list
 
@@ -34,14 +41,12 @@ def find_runner(name: str) -> Any | None:
 
 def runner_class(name: str | None) -> Any:
     """Our own class for `--launcher NAME`; without a name pdsh's, or ssh's, and a line, if there is none."""
-    from deepspeed.launcher.multinode import mpi, remote_shell  # late: most starts stay on one machine
-
     if name is None:
-        if remote_shell.has_pdsh():
-            return remote_shell.PdshRunner
+        if has_pdsh():
+            return PdshRunner
         say("deepspeed: pdsh is not installed; starting by ssh (--launcher ssh says the same without this line)")
-        return remote_shell.SshRunner
-    return {"pdsh": remote_shell.PdshRunner, "ssh": remote_shell.SshRunner, **mpi.RUNNERS}[name]
+        return SshRunner
+    return {"pdsh": PdshRunner, "ssh": SshRunner, **RUNNERS}[name]
 
 
 def make_runner(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Any:
@@ -123,7 +128,6 @@ def find_address(args: "argparse.Namespace", hosts: Mapping[str, list[int]], env
     Raises:
         ConfigError: a host cannot be reached, or the first one has no address.
     """
-    from deepspeed.launcher.multinode.remote_shell import reach_hosts
 
     first = next(iter(hosts))
     are_here = all(is_local(host) for host in hosts)

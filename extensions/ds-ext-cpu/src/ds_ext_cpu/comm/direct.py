@@ -33,7 +33,7 @@ from deepspeed.comm import parted
 from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.libraries import timeout_of
-from deepspeed.comm.summing import StagingPool
+from deepspeed.comm.transports import StagingPool
 from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup
 

@@ -9,7 +9,7 @@ from collections import deque
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.comm.summing import StagingPool, add_in_rank_order
+from deepspeed.comm.transports import StagingPool, add_in_rank_order
 from torch.distributed import ProcessGroup
 
 # Tags of our messages start here, out of the way of tags that users give to send and recv.

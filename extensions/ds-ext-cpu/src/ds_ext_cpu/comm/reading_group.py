@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import torch
 from deepspeed.comm.backend import Capabilities, Work
-from deepspeed.comm.summing import StagingPool
 from deepspeed.comm.torch_group import DEFAULT_STAGING_BYTES, TorchGroup
-from deepspeed.comm.transports import GlooOnHost, Transport
+from deepspeed.comm.transports import GlooOnHost, StagingPool, Transport
 from deepspeed.comm.work import parts_of
 from torch.distributed import ProcessGroup
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.comm.summing import add_in_rank_order
+from deepspeed.comm.transports import add_in_rank_order
 from deepspeed.errors import CommError, counted
 
 from ds_ext_cpu.comm.boards import PeerGone, PeerLeft, What
