@@ -147,7 +147,8 @@ class Keeping:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was changed in place; None where nobody counts: the values of sharded parameters come and go."""
+    """Return how often the tensor was changed in place; None for an inference tensor, whose changes torch does not
+    count, and for a sharded parameter, whose values come and go."""
     return None if tensor.is_inference() or is_sharded(tensor) else tensor._version
 
 

@@ -115,11 +115,11 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """What `torch.utils.checkpoint` may leave out of the random states of a forward.
+    """`RandomStates` holds what `torch.utils.checkpoint` may leave out of the random states of a forward.
 
-    named: those of the tracker.
-    device: the default one of the device, None on the host. torch restores it only for devices whose module says that
-        it is initialized.
+    named: the states of the tracker.
+    device: the default state of the device; None on the host. torch restores it only for devices whose module says
+        that it is initialized.
     """
 
     named: dict[str, torch.Tensor]
@@ -127,13 +127,13 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> "RandomStates":
-        """The present ones."""
+        """Return the present random states."""
         accelerator = get_accelerator()
         on_host = torch.device(accelerator.current_device_name()).type == "cpu"
         return cls(_tracker.get_states(), None if on_host else accelerator.get_rng_state())
 
     def restore(self) -> None:
-        """Go on from these."""
+        """Let random numbers go on from these states."""
         _tracker.set_states(self.named)
         if self.device is not None:
             get_accelerator().set_rng_state(self.device)
