@@ -160,7 +160,7 @@ class DeepSpeedDataLoader:
 
 
 class _Rest(Sampler[Any]):
-    """What a sampler gives after its first samples."""
+    """`_Rest` is a sampler that yields what `sampler` does after its first `num_left_out` samples."""
 
     def __init__(self, sampler: Sampler[Any], num_left_out: int) -> None:
         self._sampler = sampler
