@@ -96,10 +96,10 @@ def _is_count(value: Any) -> bool:
 
 
 def stored_as(config: QuantizationConfig, in_features: int) -> GroupWiseQuantConfig:
-    """How a layer's weight is stored.
+    """Return the quantization settings by which a layer with `in_features` inputs stores its weight.
 
     Raises:
-        ConfigError: layers have no such format, or no group fits.
+        ConfigError: if layers have no such format, or no group fits.
     """
     of_six = config.q_bits == 6  # whose mantissa is given
     if config.q_bits not in FLOATING or (config.mantissa_bits != FLOATING[config.q_bits].mantissa_bits and not of_six):

@@ -19,16 +19,16 @@ from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class OptimizedLinear(nn.Module):
-    """What it is called with decides the class of the layer: `LoRAOptimizedLinear` with a `lora_config`,
-    `QuantizedLinear` with a `quantization_config` alone, else `linear_cls`.
+    """The arguments of `OptimizedLinear` decide the class of the layer that it returns: `LoRAOptimizedLinear` with a
+    `lora_config`, `QuantizedLinear` with a `quantization_config` alone, else `linear_cls`.
 
     Args:
-        input_dim, output_dim: features.
-        bias: whether it has one.
-        lora_config: of the adapter.
+        input_dim, output_dim: numbers of features.
+        bias: whether the layer has a bias.
+        lora_config: the options of the adapter.
         quantization_config: how the weight is stored.
         device: where the weights are made.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         linear_cls: the class of a plain layer.
     """
 
@@ -59,8 +59,7 @@ class _Adapter(nn.Linear):
 class LoRAOptimizedLinear(nn.Linear):
     """A frozen linear layer with an adapter beside it; its weight may be stored in few bits.
 
-    Args:
-        as `OptimizedLinear`; `linear_cls` is `torch.nn.Linear`.
+    Its arguments are those of `OptimizedLinear`; `linear_cls` must be `torch.nn.Linear`.
     """
 
     # the parts that `freeze` gives
@@ -122,7 +121,7 @@ class LoRAOptimizedLinear(nn.Linear):
         return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(input_tensor))
 
     def product(self, x: Tensor) -> Tensor:
-        """Of the frozen weight."""
+        """Return the output of the frozen weight, without the adapter: x W^T + bias."""
         return F.linear(x, self.weight, self.bias)
 
     def _adapter_dtype(self) -> torch.dtype:
