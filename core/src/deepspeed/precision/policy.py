@@ -409,7 +409,8 @@ def cast_buffers(
 
 
 def _patterns_of(module: Module, model_dtype: torch.dtype | None) -> list[str]:
-    """What models of transformers declare, wherever they are in `module`."""
+    """Return the name patterns that models of transformers, anywhere in `module`, declare as kept in fp32. Some of them
+    count only if the model computes in fp16."""
     names = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (model_dtype == torch.float16)
     return sorted({pattern for part in module.modules() for name in names for pattern in _declared(part, name)})
 
