@@ -34,7 +34,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """What the schedule says of the backward that begins."""
+    """A `BackwardPlan` carries the decisions of the schedule about the backward that begins."""
 
     reduces: bool  # whether the gradients are needed after it
     postpones: bool  # whether it leaves them to `reduce_postponed`, at a stage too that reduces after every backward
@@ -57,7 +57,7 @@ def abandons_on_error(method: _F) -> _F:
 
 
 class Reducing(Stateful):
-    """What one rank does with the gradients of a backward."""
+    """`Reducing` takes the gradients of one rank's backwards and reduces them over the ranks."""
 
     #: whether gradients are reduced after every backward, or only when they are needed
     reduces_always = False

@@ -269,7 +269,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._create_unit(param, former.names[0], UnitRanks.over(ranks))
 
     def _ranks_of(self, param: Parameter) -> UnitRanks:
-        """Those that hold the parameter: of an expert's, the ranks with the same experts."""
+        """Return the ranks that hold the parameter: for an expert's parameter, those with the same experts."""
         name = expert_group_of(param)
         if name is None or name == f"{EXPERT_PREFIX}1":
             return UnitRanks.over(self._ranks)
@@ -337,7 +337,7 @@ class MiCS_Init(Init):
     Inside it parameters are sharded over all ranks of the group; `initialize` divides them over the shard groups.
 
     Args:
-        args, kwargs: as of `zero.Init`, in its order; `config_dict_or_path`, or `config`, must be among them.
+        args, kwargs: those of `zero.Init`, in its order; `config_dict_or_path`, or `config`, must be among them.
 
     Raises:
         ConfigError: without a configuration, for one without `mics_shard_size`, or as `zero.Init`.

@@ -226,7 +226,7 @@ class ParamFetcher:
         self._place = (self._place[1], unit)
 
     def _upcoming(self) -> Iterator[ParamUnit]:
-        """What was used next, and after that, the last time; without end where uses repeat."""
+        """Yield the units that were used next the last time, in order; at most 4 per unit of the engine."""
         place = self._place
         for _ in range(4 * len(self.units)):
             unit = self._next.get(place)

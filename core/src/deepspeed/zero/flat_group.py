@@ -27,7 +27,7 @@ _NUMBERS = ("step", "mu_product")
 
 @dataclass(slots=True)
 class ParamShard:
-    """What the optimizer updates as one tensor: the owned fragment of one parameter."""
+    """A `ParamShard` is what the optimizer updates as one tensor: the owned fragment of one parameter."""
 
     index: int  # of the parameter among all attached ones
     param_group: int  # of the optimizer
@@ -170,7 +170,7 @@ class FlatGroup:
 
     @property
     def device(self) -> torch.device:
-        """Of the whole weights."""
+        """The device that the whole weights are on."""
         return self.params[0].device if self.unit is None else self.unit.device
 
     def shard_of(self, buffer_N: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def _widened(gradient: Tensor, factor: float) -> Tensor:
 
 
 def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:
-    """As `_find`, for a parameter that an engine must manage."""
+    """Return what `_find` returns; raise KeyError if no engine manages `param`."""
     found = _find(param)
     if found is None:
         raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
@@ -211,7 +211,7 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
 
 
 def _whole(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
-    """As `_assemble`, of the undivided model."""
+    """Return what `_assemble` returns, joined with the parts of other ranks where the model itself is divided."""
     holders = found[0].unit_groups.holders_of_parts(param)
     own = _assemble(found, param, name, pick)
     return own if holders is None else join_parts(own, param, holders)
@@ -266,7 +266,7 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
     """Copy this rank's fragments of the whole `value` to the tensors `name`, which `pick` gives.
 
     Returns:
-        What of `value` this rank has: all of it, but for a divided model.
+        The part of `value` that this rank has; all of it unless the model is divided.
     """
     note_write()
     sharding, group, index = _managed(param, asked)

@@ -100,19 +100,22 @@ class TouchedRows:
 
 
 class GradientReduction:
-    """Args:
-    window: of the backwards; it opens with the first gradient at the latest.
-    units: in the order of `FlatGroup.first_index`.
-    buckets: one for each unit, in the order in which they are launched, on all ranks alike.
-    reduce: starts to sum a bucket over the ranks.
-    open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
-    sees_all: any parameter has such a hook; see the note.
-    after_arrival: called when a gradient of parameters that are sharded themselves was taken, with their unit.
-    name_of: a parameter's name, for errors.
-    overlaps: launch a bucket when it is full, not when the backward is over.
-    max_in_flight: launched buckets from which on sums are taken out during the backward; None: not before its end.
-    waits_on_device: waiting for a collective holds the device up, not the host.
-    rows: for an optimizer that takes sparse gradients only.
+    """`GradientReduction` takes the gradients of a step into their buckets and sums the buckets over the ranks.
+
+    Args:
+        window: the window of the backwards; it opens with the first gradient at the latest.
+        units: the units, in the order of `FlatGroup.first_index`.
+        buckets: one for each unit, in the order in which they are launched, on all ranks alike.
+        reduce: starts to sum a bucket over the ranks.
+        open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
+        sees_all: whether every parameter has a hook that opens the window; see [Note: which parameters have hooks].
+        after_arrival: called when a gradient of parameters that are sharded themselves was taken, with their unit.
+        name_of: gives a parameter's name, for errors.
+        overlaps: whether a bucket is launched when it is full, not when the backward is over.
+        max_in_flight: the number of launched buckets from which on sums are taken out during the backward; None: they
+            are not taken out before its end.
+        waits_on_device: whether waiting for a collective holds the device up, not the host.
+        rows: for an optimizer that takes sparse gradients only.
     """
 
     def __init__(
@@ -293,8 +296,8 @@ class GradientReduction:
 
     @property
     def late(self) -> list[bool]:
-        """By bucket, whether this rank has a gradient that came after the launch: of a block, for example, that a
-        checkpoint runs twice in one backward."""
+        """The list says by bucket whether this rank has a gradient that came after the launch: of a block, for example,
+        that a checkpoint runs twice in one backward."""
         return [bucket.is_late for bucket in self._buckets]
 
     def launch_late(self, late: Sequence[float]) -> None:
@@ -344,7 +347,7 @@ class _HooksThenOurs(OrderedDict[int, Callable[[Tensor], None]]):
 
 
 def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """See [Note: after the script's hooks]."""
+    """Register `hook` so that it stays the last one of `param`; see [Note: after the script's hooks]."""
     hooks = param._post_accumulate_grad_hooks
     if not isinstance(hooks, _HooksThenOurs):
         former, hooks = hooks, _HooksThenOurs()
@@ -357,7 +360,7 @@ def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> Removabl
 
 
 def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Also of a parameter that is frozen now, for which torch takes no hook, and may train again."""
+    """Register `hook`, also for a parameter that is frozen now, of which torch takes no hook, and may train again."""
     trains = param.requires_grad
     param.requires_grad_(True)
     try:
@@ -372,7 +375,7 @@ def _call_all(hooks: dict[int, Callable[[Tensor], None]], param: Tensor) -> None
 
 
 def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[bool]) -> Callable[[Tensor], None]:
-    """Called as that of `_gradient_hook`; takes nothing."""
+    """Return a hook that opens the window when a gradient is in `param.grad`, and takes no gradient."""
 
     def call(_: Tensor) -> None:
         if not running[0] and (owner := reduction()) is not None:
@@ -382,9 +385,9 @@ def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[boo
 
 
 def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, place: int) -> Callable[[Tensor], None]:
-    """Called when autograd has put a gradient into `param.grad`.
+    """Return the hook that autograd calls when it has put a gradient into `param.grad`.
 
-    The parameter holds it; an engine that nothing else refers to is not kept alive by it.
+    The parameter holds the hook; an engine that nothing else refers to is not kept alive by it.
     """
 
     def call(param: Tensor) -> None:

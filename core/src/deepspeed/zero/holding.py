@@ -46,7 +46,7 @@ MIN_BUCKET_NUMEL = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """What a stage needs of the configuration, as values."""
+    """`ShardingOptions` carries, as plain values, what a stage needs of the configuration."""
 
     model_dtype: torch.dtype | None = None  # dtype that parameters get; None leaves them
     accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
@@ -65,7 +65,7 @@ class ShardingOptions:
 
 
 class Holding:
-    """What one rank holds. The base class is stage 0: everything."""
+    """`Holding` keeps what one rank has of the model. The base class is stage 0, where every rank has everything."""
 
     stage = 0
 
@@ -98,7 +98,7 @@ class Holding:
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
     def _layout(self, numels: Sequence[int], world_size: int) -> UnitLayout:
-        """How a unit of these parameters is divided over the ranks that share it; in stage 0 every rank owns all."""
+        """Return how a unit of these parameters is divided over its ranks; in stage 0 every rank owns everything."""
         return UnitLayout.single(numels, self._max_fragment_numel())
 
     def _is_flat(self) -> bool:
@@ -123,7 +123,7 @@ class Holding:
     def _bucket(
         self, index: int, result: tuple[int, int], kept: tuple[int, int], pool: BucketPool | None = None
     ) -> Bucket:
-        """As `Bucket` has them; without a pool, one that fills the gradient memory of the unit."""
+        """Create the bucket of the unit `index`; without a pool, the bucket fills the gradient memory of the unit."""
         group = self.groups[index]
         return Bucket(
             index,
@@ -138,7 +138,7 @@ class Holding:
         )
 
     def _keeper(self, index: int, *, pooled: bool) -> Keep | None:
-        """What takes this rank's sums of the unit `index` out of its bucket; None: they stay there."""
+        """Return the function that takes this rank's sums out of the bucket of the unit; None if they stay there."""
         return self.groups[index].placement.keeper(adds=pooled)
 
     # ---- building -----------------------------------------------------------------------------------------------
@@ -306,7 +306,8 @@ class Holding:
         return divide(group.shards, self._batch_numel())
 
     def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the gradients of parameters of this dtype, before the model's dtype is applied or after it."""
+        """Return the dtype in which gradients of parameters of `dtype` add up, whether the model's dtype was applied to
+        the parameters already or not."""
         wanted = self.options.accumulation_dtype
         if not dtype.is_floating_point:
             return dtype
@@ -370,7 +371,7 @@ class Holding:
 
     @property
     def gradient_memory(self) -> Sequence[Tensor]:
-        """What of the gradients lives from step to step, by unit; maybe without memory."""
+        """The tensors of gradients that live from step to step, by unit; they may be without memory."""
         return self._gradients
 
     @property

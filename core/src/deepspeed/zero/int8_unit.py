@@ -19,11 +19,12 @@ from deepspeed.zero.unit_groups import UnitRanks
 
 
 class Int8Unit(ParamUnit):
-    """As `ParamUnit`, with one byte per element and 4 bytes per block. `shard_S` are the codes.
+    """An `Int8Unit` is a `ParamUnit` whose shard takes one byte per element and 4 bytes per block. `shard_S` has the
+    codes.
 
     Args:
-        params: frozen, and fp32, bf16 or fp16 as weights.
-        names, ranks, keys: as of `ParamUnit`; of two ranks at least.
+        params: frozen parameters, in fp32, bf16 or fp16 as weights.
+        names, ranks, keys: those of `ParamUnit`; `ranks` has two ranks at least.
     """
 
     def __init__(self, params: list[Parameter], names: list[str], ranks: UnitRanks, **keys: Any) -> None:

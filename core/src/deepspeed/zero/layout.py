@@ -109,7 +109,7 @@ class UnitLayout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def padding(self, rank: int) -> int:
-        """How many elements at the end of the shard of `rank` belong to no parameter."""
+        """Return how many elements at the end of the shard of `rank` belong to no parameter."""
         return self.shard_numel - sum(fragment.numel for fragment in self.owned_by(rank))
 
     def owned_by(self, rank: int) -> list[Fragment]:

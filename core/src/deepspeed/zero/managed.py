@@ -35,7 +35,7 @@ def note_write() -> None:
 
 
 def num_writes() -> int:
-    """How often `note_write` was called: whether an engine wrote weights between two moments."""
+    """Return how often `note_write` was called; if the number is the same later, no engine wrote weights meanwhile."""
     return _num_writes
 
 

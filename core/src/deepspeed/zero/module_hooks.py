@@ -217,7 +217,7 @@ class ModuleHooks:
             self.param_coordinator.compare_order()
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
-        """Those of its own parameters, of external ones, and, of the module of a unit, the unit."""
+        """Return the units of the module's own parameters, of its external ones, and those that it is the module of."""
         units = dict.fromkeys(self._units_of_module.get(module, ()))
         for param in _own_params(module):
             unit = unit_of(param)  # of another engine: its own hooks on the module gather it
@@ -295,7 +295,7 @@ class ModuleHooks:
 
 
 class _NoHooks(ModuleHooks):
-    """What a copy of the module has in place of `ModuleHooks`: its parameters are plain."""
+    """`_NoHooks` stands for `ModuleHooks` in a copy of the module, whose parameters are plain."""
 
     def __init__(self) -> None:
         self.module = Module()
@@ -438,7 +438,7 @@ class ParamGathering:
             unit.shards_changed()
 
     def release_borrowed(self) -> None:
-        """As `release`, for the units of other engines that hold parameters of this one."""
+        """Release the units of other engines that hold parameters of this one: their shards are about to change."""
         for hooks in dict.fromkeys(unit.hooks for unit in self._borrowed_units()):
             if hooks is not None:
                 hooks.param_coordinator.release_all()

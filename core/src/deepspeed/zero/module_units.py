@@ -72,7 +72,11 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[Module]:
-    """As `set_z3_leaf_modules_by_name`, for the modules whose names end so."""
+    """Mark the modules whose names end with these suffixes, or with `flag=False` take the marks back; returns them.
+
+    Raises:
+        ValueError: if no module's name ends with a suffix, unless `raise_if_not_found` is False.
+    """
     return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -214,7 +218,7 @@ _MAX_PARTED = 3  # times that a peer is elsewhere while units are gathered for t
 
 @dataclass(frozen=True, kw_only=True)
 class Stage3Options:
-    """What stage 3 needs of the configuration besides `ShardingOptions`. Sizes are numbers of elements."""
+    """`Stage3Options` carries what stage 3 needs besides `ShardingOptions`. Sizes are numbers of elements."""
 
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
@@ -229,7 +233,7 @@ class Stage3Options:
     home: ShardHome | None = None  # of the shards; None: the device
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must have alike, by key of the configuration."""
+        """Return, as text by key of the configuration, the options in which all ranks must be alike."""
         values = {
             "stage3_prefetch_bucket_size": self.prefetch_numel,
             "stage3_max_live_parameters": self.max_live_numel,

@@ -30,7 +30,7 @@ _SHOWN = 8  # names in one message
 
 
 class SavedStates(ABC):
-    """What a checkpoint has of the parameters that were trained, by their names."""
+    """`SavedStates` gives what a checkpoint has of the parameters that were trained, by their names."""
 
     shapes: Mapping[str, torch.Size]
     trained: frozenset[str]
@@ -41,23 +41,23 @@ class SavedStates(ABC):
 
     @abstractmethod
     def master(self, name: str, start: int, numel: int) -> Tensor:
-        """[numel] elements of the weights that the optimizer updates, in fp32."""
+        """Return [numel] elements, from `start` on, of the weights that the optimizer updates, in fp32."""
 
     @abstractmethod
     def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """Of the states that have one number per element of the parameter."""
+        """Return, by name, the dtypes of the states that have one number per element of the parameter."""
 
     @abstractmethod
     def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
-        """[numel] elements of such a state."""
+        """Return [numel] elements, from `start` on, of a state that `dtypes` names."""
 
     @abstractmethod
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """States that are one number; none for a parameter that was never updated."""
+        """Return the states that are one number; none for a parameter that was never updated."""
 
     @abstractmethod
     def others(self, name: str) -> Mapping[str, Tensor]:
-        """States of other shapes."""
+        """Return the states of other shapes."""
 
 
 def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: bool) -> None:
@@ -137,7 +137,7 @@ def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, 
 
 
 def _names(sharding: Stateful) -> dict[int, str]:
-    """Of the parameters that the optimizer has, by attached index."""
+    """Return the names of the parameters that the optimizer has, by attached index."""
     names = {id(param): name for name, param in sharding.named_parameters}
     return {index: names[id(sharding.params[index])] for group in sharding.saved_groups for index in group}
 

@@ -1,4 +1,4 @@
-"""What users hold as `engine.optimizer` when the engine, not the optimizer, makes the step.
+"""`ZeroOptimizer` is what users hold as `engine.optimizer` when the engine, not the optimizer, makes the step.
 
 It has the face of a torch optimizer (schedulers and libraries read and write `param_groups`), but its `step` and
 `zero_grad` are the engine's.
@@ -87,7 +87,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self.loss_scaler.is_dynamic
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step with clipping and loss scaling, as `engine.step()` makes it at a boundary.
+        """Make one step with clipping and loss scaling, as `engine.step()` does at a boundary.
 
         Raises:
             ValueError: if a closure is given; the loss was computed by the engine.
@@ -100,7 +100,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._sharding.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Scaled backward of a loss, as `engine.backward` makes it without gradient accumulation."""
+        """Run the scaled backward of a loss, as `engine.backward` does without gradient accumulation."""
         with self._sharding.window.opened():
             self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
         self._sharding.window.close()
@@ -112,11 +112,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """As `DeepSpeedEngine.offload_states`."""
+        """Move states to host memory, as `DeepSpeedEngine.offload_states` does."""
         offload_states(self._sharding, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """As `DeepSpeedEngine.reload_states`."""
+        """Move the states back, as `DeepSpeedEngine.reload_states` does."""
         reload_states(self._sharding, non_blocking=non_blocking)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

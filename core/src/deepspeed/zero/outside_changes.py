@@ -178,7 +178,7 @@ class OutsideChanges:
 
 
 def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
-    """What to say of a parameter that the engine has in `dtype` on `device`."""
+    """Return the error message for a parameter with the value `found` that the engine has in `dtype` on `device`."""
     if found.is_meta:
         advice = "It has no values there, so build the model and the engine again"
     elif found.device != device:

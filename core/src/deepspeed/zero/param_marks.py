@@ -136,7 +136,7 @@ def _set_memory(param: Any, *source: Any, **keys: Any) -> Any:
 
 
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
-    """A plain parameter.
+    """Return a copy that is a plain parameter.
 
     Raises:
         StateError: if `param` is not whole: the copy would be empty.
@@ -147,7 +147,7 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
 
 
 def _reduce(param: Any, protocol: int) -> Any:
-    """What is pickled: a plain parameter, which owns its memory.
+    """Return how `param` is pickled: as a plain parameter, which owns its memory.
 
     Raises:
         StateError: if `param` is not whole: what is read again would be empty.
@@ -169,7 +169,7 @@ def _require_whole(param: Any, asked: str) -> None:
 
 
 def _summary(param: Any, **_: Any) -> dict[str, Any]:
-    """What is known of the parameter, for a log."""
+    """Return what is known of the parameter, for a log: its id, its status, and its sizes whole and as a shard."""
     return {
         "id": param.ds_id,
         "status": param.ds_status.name,

@@ -201,17 +201,17 @@ class ParamUnit:
 
     @property
     def device(self) -> torch.device:
-        """Of whole parameters."""
+        """The device that whole parameters are on."""
         return self.nothing.device
 
     @property
     def kept_bytes(self) -> int:
-        """Of the weights that this rank keeps between uses: its shard, and its part of the second copy (hpZ)."""
+        """The bytes of weights that this rank keeps between uses: its shard, and its part of the second copy (hpZ)."""
         near = self._near.ranks.world_size if self._near is not None else 0
         return self.shard_S.nbytes + (self.numel // near * self._full_N.itemsize if near else 0)
 
     def kept_tensors(self) -> list[Tensor]:
-        """What of the weights this rank keeps between uses."""
+        """Return the weights that this rank keeps between uses: its shard, and its part of the second copy, if any."""
         near_S = None if self._near is None else self._near.shard
         return [self.shard_S] if near_S is None else [self.shard_S, near_S]
 
@@ -222,7 +222,7 @@ class ParamUnit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of whole parameters."""
+        """The dtype that whole parameters have."""
         return self.nothing.dtype
 
     def set_shard(self, values_S: Tensor) -> None:
@@ -414,7 +414,7 @@ class ParamUnit:
             self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
     def accept_changes(self) -> None:
-        """What was changed up to now was kept, or dropped on purpose."""
+        """Accept all changes up to now, which were kept or dropped on purpose, so that only later ones are seen."""
         self._versions = [param._version for param in self.params]
 
     def expect_load(self, index: int) -> None:
@@ -591,7 +591,7 @@ def is_rounded(value: Tensor, other: Tensor) -> bool:
 
 
 def num_references(tensor: Tensor) -> int:
-    """How many tensors and other objects share the memory of `tensor`."""
+    """Return how many tensors and other objects share the memory of `tensor`."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
 
 

@@ -18,11 +18,13 @@ from deepspeed.errors import StateError
 
 @dataclass(frozen=True, eq=False)
 class PendingTensor:
-    """Args:
-    shape, dtype: of the whole tensor, which is contiguous.
-    pieces: the first element of each, and its values: 1-D, contiguous, of `dtype`, in host memory. They do not
-        overlap; what none of them has is zero.
-    is_held: the values stay as they are until they are copied. Else a save copies them before it returns.
+    """A `PendingTensor` is a tensor of a save whose values are copied later, from where they are in host memory.
+
+    Args:
+        shape, dtype: the shape and dtype of the whole tensor, which is contiguous.
+        pieces: the first element of each, and its values: 1-D, contiguous, of `dtype`, in host memory. They do not
+            overlap; what none of them has is zero.
+        is_held: whether the values stay as they are until they are copied. Else a save copies them before it returns.
     """
 
     shape: torch.Size

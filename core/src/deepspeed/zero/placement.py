@@ -66,7 +66,7 @@ Keep = Callable[[int, Work, Tensor], Work]
 
 
 class Placement:
-    """Beside the weights, in the accelerator's memory.
+    """`Placement` keeps master weights, states and reduced gradients beside the weights, in the accelerator's memory.
 
     Args:
         memory: for an accelerator whose memory is the host's: page-locks what the optimizer keeps, on request.
@@ -152,10 +152,10 @@ class Placement:
         return own_S
 
     def keeper(self, *, adds: bool) -> Keep | None:
-        """What takes the sum of a bucket of this rank; None: it stays where it is.
+        """Return the function that takes a sum of this rank out of its bucket; None if sums stay where they are.
 
         Args:
-            adds: a sum joins what is there of this step, instead of replacing it.
+            adds: whether a sum joins what is there of this step, instead of replacing it.
         """
         return None
 
@@ -178,11 +178,11 @@ class Placement:
         """Reduced gradients were written from outside."""
 
     def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
-        """What the update that begins consists of.
+        """Prepare the update that begins.
 
         Args:
-            optimizer: has the states.
-            updated: by batch, in the order of `fetch`; empty ones are not fetched.
+            optimizer: the optimizer that has the states.
+            updated: the shards that are updated, by batch, in the order of `fetch`; empty batches are not fetched.
         """
 
     def fetch(self, number: int) -> None:
@@ -303,15 +303,15 @@ class StoredPart:
     numel: int
 
     def load(self) -> Tensor:
-        """As `OffloadedShard.load`."""
+        """Return these elements, in host memory; to be read only."""
         return self.shard.load(self.start, self.numel)
 
     def target(self) -> Tensor:
-        """As `OffloadedShard.target`."""
+        """Return host memory for new values, which `store` is then called with."""
         return self.shard.target(self.start, self.numel)
 
     def store(self, values: Tensor) -> None:
-        """As `OffloadedShard.store`; `values` of any shape."""
+        """Keep new values, of any shape, as `OffloadedShard.store` does."""
         self.shard.store(self.start, values.detach().view(-1))
 
 

@@ -90,7 +90,8 @@ class _Run(NamedTuple):
 
 
 class Packing:
-    """How S elements lie in B bytes: the scales of all blocks, then their codes. The last block may be shorter.
+    """`Packing` lays S elements out in B bytes: the scales of all blocks, then their codes. The last block may be
+    shorter.
 
     Args:
         numel: S, at least 1.

@@ -89,8 +89,8 @@ def pieces_of(
 
 
 def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
-    """Through host memory where the group has a library for it, which every such library can do, else through this
-    rank's device. As bytes, since not every library moves every dtype."""
+    """Exchange elements with all ranks: through host memory where the group has a library for it, since every such
+    library can do so, else through this rank's device. Bytes are sent, since not every library moves every dtype."""
     device = host_or_device(ranks.group)
     width = sent.element_size()
     received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
@@ -151,13 +151,13 @@ def join_parts(own: Tensor | None, param: Tensor, ranks: GroupBackend) -> Tensor
 
 
 def own_part(param: Tensor, whole: Tensor, asked: str) -> Tensor:
-    """What of the whole value this rank has.
+    """Return the part of the value `whole` that this rank has: all of it where the model does not divide `param`.
 
     Args:
         asked: what the user called.
 
     Raises:
-        ValueError: for a value of another shape.
+        ValueError: if `whole` has not the shape of the whole parameter.
     """
     part = part_held(param)
     if part is None or part.is_whole:
@@ -171,7 +171,7 @@ def own_part(param: Tensor, whole: Tensor, asked: str) -> Tensor:
 
 
 def saved_part(param: Parameter) -> Tensor:
-    """What this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
+    """Return what this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
     collective for a sharded parameter that is not whole."""
     unit = unit_of(param)
     if unit is None:

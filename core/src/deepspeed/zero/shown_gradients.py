@@ -27,7 +27,7 @@ from deepspeed.zero.managed import manager_of
 
 
 class ShownGradients:
-    """What `param.grad` shows of the gradients of one step. False while nothing is shown."""
+    """`ShownGradients` lets `param.grad` show the gradients of one step. The object is false while nothing is shown."""
 
     def __init__(self) -> None:
         self._units: list[tuple[FlatGroup, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views

@@ -326,7 +326,7 @@ class Stage3(Stage2):
         return {name: param for name, param in self.named_parameters if is_of_another(param)}
 
     def _find_lenders(self) -> list[Sharding]:
-        """Of the engines that train what this one borrows."""
+        """Return the shardings of the engines that train what this one borrows."""
         managers = dict.fromkeys(manager_of(param) for param in self._find_borrowed().values())
         return [manager for manager in managers if manager is not None]
 

@@ -62,7 +62,7 @@ class Window:
 
     @property
     def numel_here(self) -> int:
-        """Of this rank's shards."""
+        """The number of elements that this rank's shards have."""
         return sum(shard.fragment.numel for shard in self.shards)
 
 
@@ -170,7 +170,7 @@ class SavedGroup:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of the group's master weights in files: the same on all ranks."""
+        """The dtype that the group's master weights have in files; it is the same on all ranks."""
         return master_dtype(self._sharding.params[self.params[0]].dtype)
 
     @property
@@ -231,7 +231,7 @@ def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
 
 
 def masters_key(stage: int) -> str:
-    """Under which a file has the weights that the optimizer updates."""
+    """Return the key under which a file has the weights that the optimizer updates."""
     return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
@@ -368,9 +368,11 @@ def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 def _restore_states(
     optimizer: Optimizer, group: SavedGroup, window: Window, flat: dict[str, Any], odd: dict[str, dict[int, Any]]
 ) -> None:
-    """Args:
-    flat: the file's states of the group.
-    odd: those of other shapes than their parameters', of this rank's parameters.
+    """Give the optimizer the saved states of this rank's shards in `window`.
+
+    Args:
+        flat: the file's states of the group.
+        odd: the states of other shapes than their parameters', by name and by the place of this rank's parameters.
     """
     scalars = flat.get("parameter_scalars", {})
     by_name = {

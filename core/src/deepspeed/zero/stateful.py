@@ -119,7 +119,12 @@ class Stateful(Holding):
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
     def check_named_states(self, saved: named_states.SavedStates, *, with_states: bool, strict: bool = True) -> None:
-        """As `check_state`, for what another number of ranks, another stage or another program saved."""
+        """Refuse states that do not fit, before anything is changed; they may be of another number of ranks, of another
+        stage or of another program.
+
+        Raises:
+            CheckpointError: says what was found.
+        """
         named_states.check(self, saved, with_states=with_states, strict=strict)
 
     def restore_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
@@ -189,7 +194,7 @@ class Stateful(Holding):
 
     @property
     def _name(self) -> str:
-        """Of these states since they were last restored."""
+        """The name that these states have until they are restored again."""
         return f"{self._number}/{self._num_restored}"
 
     def break_by(self, error: BaseException) -> None:
@@ -204,7 +209,12 @@ class Stateful(Holding):
         self._num_restored += 1
 
     def require_unmoved(self, asked: str, *, weights_only: bool = False) -> None:
-        """As `require_states`, for what restores states that are not of one step."""
+        """Refuse what needs states that `offload_states` has moved. Unlike `require_states`, let states of two steps
+        pass, which a load replaces.
+
+        Raises:
+            StateError: if they were moved; names the call to make.
+        """
         moved = self.moved_states
         if moved is not None and (moved.has_weights or not weights_only):
             kinds = ", ".join(sorted(moved.kinds))
@@ -214,7 +224,7 @@ class Stateful(Holding):
 
     @contextmanager
     def among_peers(self) -> Iterator[None]:
-        """Around collectives of a save or a load: if this rank fails, peers that wait for it raise."""
+        """Enclose the collectives of a save or a load: if this rank fails inside, peers that wait for it raise."""
         try:
             yield
         except BaseException:

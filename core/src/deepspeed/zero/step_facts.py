@@ -37,7 +37,7 @@ def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -
 
 
 def _counted(grad: Tensor, shard: ParamShard, param: Tensor) -> Tensor:
-    """What of a shard's gradient no earlier tensor-parallel rank has."""
+    """Return the part of a shard's gradient that no earlier tensor-parallel rank has."""
     numel = counted_numel(param)
     return grad if numel is None else grad.reshape(-1)[: max(0, numel - shard.fragment.param_start)]
 
@@ -90,10 +90,12 @@ class UseSlots:
 
 
 class StepFacts:
-    """Args:
-    backend: of the ranks that agree.
-    model_ranks: one per axis (tp, pp) along which the caller divided the model.
-    is_offloaded: the optimizer is on the host, which reads the norm anyway.
+    """`StepFacts` lets all ranks agree once per step on the norm, the used parameters and the late gradients.
+
+    Args:
+        backend: the backend of the ranks that agree.
+        model_ranks: one per axis (tp, pp) along which the caller divided the model.
+        is_offloaded: whether the optimizer is on the host, which reads the norm anyway.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class StepFacts:
         return sums_N.tolist()  # type: ignore[no-any-return]
 
     def _sum_and_read(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[float, list[float]]:
-        """Both in one all-reduce of the device, for whose sums the host waits."""
+        """Sum the squares and the flags over the ranks, in one all-reduce of the device for which the host waits."""
         sums_N = self._backend.allocate(1 + len(flags), torch.float32, self._device)
         sums_N[:1] = self._squares(norms)
         sums_N[1:] = torch.tensor(flags, dtype=torch.float32, device=self._device)

@@ -73,7 +73,7 @@ def _zero_grad(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Calla
 
 
 class Sharding(Reducing):
-    """What happens to the gradients and weights of one engine; a subclass for each stage."""
+    """`Sharding` reduces the gradients and updates the weights of one engine; each stage is a subclass."""
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
@@ -389,7 +389,7 @@ class Sharding(Reducing):
 
     @property
     def average_factor(self) -> float:
-        """What reduced gradients are still to be multiplied by to be averages over ranks; `update` does."""
+        """The factor that makes reduced gradients averages over ranks; `update` multiplies by it."""
         return self._after_sum
 
     def gradient_was_replaced(self, index: int) -> None:

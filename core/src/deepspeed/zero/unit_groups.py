@@ -69,12 +69,12 @@ class UnitRanks:
 
     @property
     def world_size(self) -> int:
-        """Number of shards."""
+        """The number of shards that one copy has."""
         return self.shards.world_size
 
     @property
     def rank(self) -> int:
-        """Which of them this rank holds."""
+        """The index of the shard that this rank holds."""
         return self.shards.rank
 
     def holders(self, shard: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class UnitRanks:
         return tuple(copy[shard] for copy in self.copies) or (shard,)
 
     def counted(self, gradients_S: Tensor) -> Tensor:
-        """What this rank adds to the norm of gradients that all copies have."""
+        """Return the gradients that this rank adds to the norm: copies, which have the same ones, divide them."""
         if self.replicas is None:
             return gradients_S
         return gradients_S.tensor_split(self.replicas.world_size)[self.replicas.rank]
@@ -95,7 +95,7 @@ def source_in(group: ProcessGroup, global_rank: int) -> int:
 
 
 class Copies(Enum):
-    """What the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
+    """`Copies` says what the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
 
     NONE = auto()  # nothing of their own
     MODEL = auto()  # each a copy of the sharded model (MiCS)

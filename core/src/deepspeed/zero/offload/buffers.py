@@ -136,7 +136,7 @@ class Mark:
         self._orders = orders
 
     def wait(self) -> None:
-        """What is queued on the current stream from now on comes after the mark. The host does not wait."""
+        """Let what is queued on the current stream from now on come after the mark. The host does not wait."""
         if self._orders:
             self._accelerator.current_stream().wait_event(self._event)
 

@@ -83,7 +83,7 @@ class _Arrival:
 
 
 class HostPlacement(Placement):
-    """In host memory, beside an accelerator with a memory of its own.
+    """`HostPlacement` keeps what a `Placement` does in host memory, beside an accelerator with a memory of its own.
 
     Args:
         accelerator: the one that holds the weights.
@@ -271,9 +271,11 @@ class _HostWeights(OffloadedShard):
 
 
 class HostShards(ShardHome):
-    """Args:
-    accelerator: the one that gathers; its memory is not the host's.
-    pins: whether the shards are page-locked, so that the device copies them beside its computation.
+    """`HostShards` keeps the shards of parameters in host memory.
+
+    Args:
+        accelerator: the accelerator that gathers; its memory is not the host's.
+        pins: whether the shards are page-locked, so that the device copies them beside its computation.
     """
 
     name = "cpu"

@@ -89,11 +89,11 @@ class MovedStates:
         return _Kind.lp_params in self.kinds or bool(self._params or self._units)
 
     def value_of(self, param: Parameter) -> Tensor:
-        """What `param.data` is when everything is where it was."""
+        """Return the tensor that `param.data` is once everything is back where it was."""
         return self._params.get(param, param.data)
 
     def put_back(self, *, non_blocking: bool) -> None:
-        """Everything is where it was."""
+        """Move everything back to where it was."""
         for moved in self._moved.values():
             moved.whole.untyped_storage().resize_(moved.host.nbytes)
             moved.whole.copy_(moved.host, non_blocking=True)
@@ -106,7 +106,7 @@ class MovedStates:
 
 
 def tensors_of(sharding: Sharding, kind: _Kind) -> Iterator[Tensor]:
-    """What an engine has of a kind of state, wherever it is."""
+    """Yield the tensors that an engine has of a kind of state, whatever memory they are in."""
     if kind is _Kind.optim_states and sharding.optimizer is not None:
         for state in sharding.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

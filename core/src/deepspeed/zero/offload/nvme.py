@@ -63,7 +63,7 @@ class _Arrival(NamedTuple):
 
 
 class NvmePlacement(HostPlacement):
-    """In a swap file.
+    """`NvmePlacement` keeps master weights, states and reduced gradients in a swap file.
 
     Args:
         accelerator: the one that holds the weights.

@@ -48,7 +48,7 @@ class Region:
 
 
 def padded(num_bytes: int) -> int:
-    """What so many bytes take of a file."""
+    """Return how many bytes of a file `num_bytes` bytes take: the next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -138,7 +138,7 @@ def _take_lock(folder: Path) -> int | None:
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:
-    """A child of the process has the finalizer too, and no right to the folder."""
+    """Delete the folder and close its lock; not in a child of the process, which has the finalizer but no right to."""
     if os.getpid() == pid:
         _delete(path)
         _locks.discard(lock)
@@ -146,7 +146,7 @@ def _remove(path: Path, lock: int, pid: int) -> None:
 
 
 def _close_locks() -> None:
-    """In a forked child: a lock is held until all have closed it."""
+    """Close the locks in a forked child: a lock is held until all processes have closed it."""
     while _locks:
         os.close(_locks.pop())
 
@@ -155,7 +155,7 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def _delete(folder: Path) -> bool:
-    """Whether it is gone; else a warning says what is left."""
+    """Delete the folder and return whether it is gone; else a warning says what is left."""
     shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
         return True
@@ -169,7 +169,7 @@ def _host() -> str:
 
 
 def _job() -> str:
-    """What the launcher or the scheduler calls the run."""
+    """Return what the launcher or the scheduler calls the run, as part of a file name; else "run"."""
     return _plain(os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run")
 
 

@@ -69,7 +69,7 @@ class SwappedGroup:
         return found
 
     def _place(self, num_bytes: int) -> Region:
-        """Of a state: in the group's region, or apart where that has no place for it."""
+        """Return a region for a tensor: within the group's, or apart from it where that has no place."""
         for spare in self._spares:
             if num_bytes <= spare.num_bytes:
                 self._spares.remove(spare)
@@ -369,7 +369,7 @@ class SwapSlots:
                 return
 
     def _spare(self) -> list[SwapSlot]:
-        """Those that the update does not need any more, and that have nothing to be written, or are being written."""
+        """Return the slots that the update needs no more and that have nothing to be written, or are being written."""
         spare = [slot for slot in self._slots if slot.state is not SlotState.LENT and slot.group not in self._due]
         return [slot for slot in spare if slot.state is SlotState.WRITING or not slot.dirty]
 
@@ -443,5 +443,5 @@ class SwapSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """The number of bytes that all buffers have."""
         return sum(slot.num_bytes for slot in self._slots)

@@ -141,14 +141,18 @@ class _Storing(NamedTuple):
 
 
 class SwappedShards(ShardHome):
-    """Args:
-    accelerator: the one that gathers.
-    section: `offload_param`, with an `nvme_path`.
-    memory: where shards up to `max_in_cpu` elements are; None: beside the whole parameters.
-    rank: of this process, for the name of its folder.
+    """`SwappedShards` keeps the shards of parameters in a swap file.
+
+    Args:
+        accelerator: the accelerator that gathers.
+        section: `offload_param`, with an `nvme_path`.
+        aio: how the file is read and written.
+        memory: keeps shards of at most `max_in_cpu` elements together; None: these stay beside the whole parameters.
+        pins: whether the buffers that shards are read into are page-locked.
+        rank: the rank of this process, for the name of its folder.
 
     Raises:
-        ConfigError: nothing can be written below `nvme_path`, or there is none.
+        ConfigError: if nothing can be written below `nvme_path`, or there is none.
     """
 
     name = "nvme"
