@@ -45,7 +45,7 @@ Read = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What `checkpoint` says.
+    """`CheckpointFiles` lists the files that `checkpoint` names, and says how they divide the weights.
 
     Args:
         what: how messages call it.
@@ -198,11 +198,11 @@ class Found:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of the whole weight, which is what is read at least."""
+        """The bytes of one row of the whole weight; no read is of less than a row."""
         return self.shape[1:].numel() * self.dtype.itemsize
 
     def reader(self, part: ModelPart) -> Read:
-        """What reads elements of `part` of the whole weight: [numel] from an element of the part on."""
+        """Return a function (start, numel) -> [numel] that reads `part` of the weight from element `start` on."""
         if self.is_own:
             return self.held[0][1].read
         source = Source([(own or _all_of(self.shape), stored.read) for own, stored in self.held], self.name)

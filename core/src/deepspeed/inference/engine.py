@@ -27,8 +27,8 @@ from deepspeed.zero.optimizer import not_copied
 
 @absent_members("inference.engine:InferenceEngine")
 class InferenceEngine(ModuleWrapper):
-    """What `deepspeed.init_inference` returns. Attributes that it does not have are those of the module, so that
-    pipelines of transformers take it for the model.
+    """The engine that `deepspeed.init_inference` returns calls the model. Attributes that it lacks are looked up in the
+    module, so that pipelines of transformers take the engine for the model.
 
     Args:
         module: in evaluation mode, on its device.
@@ -57,12 +57,12 @@ class InferenceEngine(ModuleWrapper):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype that the weights have, or had before they were packed."""
         return self._dtype
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, without gradients. Ranks that share a model give the same inputs, and get the same
+        """Call the module without gradients. Ranks that share a model give the same inputs, and get the same
         outputs. Where graphs are asked for it is replayed; see `graphs.GraphedForward`, also
         for what that raises."""
         if self._graphs is None:
@@ -72,7 +72,8 @@ class InferenceEngine(ModuleWrapper):
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`. Ranks that share a model are given the same inputs, and sample the same tokens.
+        """Call the module's `generate` without gradients. Ranks that share a model give the same inputs, and sample the
+        same tokens.
 
         Raises:
             ConfigError: the module does not generate.
@@ -124,7 +125,7 @@ class InferenceEngine(ModuleWrapper):
             own.around_token = self._times.measured
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call of this, or since `profile_model_time`.
+        """Return the milliseconds of each forward since the last `model_times`, or since `profile_model_time`.
 
         Raises:
             StateError: `profile_model_time` was not called.

@@ -1,7 +1,7 @@
-"""What an inference engine writes of its model.
+"""An inference engine writes its model by the functions of this file.
 
-`export`: plain transformers again, in a folder that `from_pretrained` reads. `save_parts`: the parts of a divided model
-as each rank holds them, which load without being divided again.
+`export` writes plain transformers again, in a folder that `from_pretrained` reads. `save_parts` writes the parts of a
+divided model as each rank holds them, which load without being divided again.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ def save_parts(module: nn.Module, mesh: Mesh | None, dtype: torch.dtype, path: P
 
 
 def division_of(module: nn.Module, mesh: Mesh | None) -> list[str]:
-    """Of each tensor-parallel rank a digest of which parts it holds. A collective of them; [] of an undivided model."""
+    """Return a digest of the parts that each tensor-parallel rank holds; [] if undivided. A collective of the ranks."""
     if mesh is None:
         return []
     parts = {name: part.to_plain() for name, part in sorted(parts_held(module).items())}

@@ -53,7 +53,7 @@ class StaticGeneration:
         model.generate = self  # type: ignore[assignment]
 
     def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `generate`.
+        """Generate as transformers' `generate` does, with its arguments and results.
 
         Raises:
             ConfigError: prompt and new tokens are more than max_out_tokens.
@@ -67,7 +67,7 @@ class StaticGeneration:
         return self.original(inputs, *args, **kwargs)
 
     def _loop(self, args: tuple[Any, ...], config: Any, kwargs: dict[str, Any]) -> DecodeLoop | None:
-        """Ours, where it serves what is asked for."""
+        """Return our own loop; None where it does not serve what the caller asks for."""
         if self.decoder is None or len(args) > 1 or any(kwargs.get(name) is not None for name in _FOR_THEIR_LOOPS):
             return None
         if not hasattr(self.model, "_prefill"):  # transformers before 5.0
@@ -89,7 +89,7 @@ class StaticGeneration:
             )
 
     def _is_theirs(self, config: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether caches and loops of transformers were asked for."""
+        """Return whether the caller or the model asks for caches or loops of transformers."""
         if kwargs.get("past_key_values") is not None or kwargs.get("assistant_model") is not None:
             return True
         if any(self._setting(name, config, kwargs) is not None for name in _OF_THEIR_OWN):
@@ -98,7 +98,7 @@ class StaticGeneration:
         return (num_groups or 1) > 1 or self._setting("use_cache", config, kwargs) is False
 
     def _setting(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
-        """As transformers finds it: an argument, else in the caller's configuration, else in the model's own."""
+        """Find a setting as transformers does: in the arguments, else the caller's configuration, else the model's."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(config, name, None)

@@ -145,7 +145,7 @@ def load_weights(
 
 
 def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
-    """How files may call a weight that the model has under `names`: with the prefix of the model inside, or without."""
+    """Yield the names that files may give a weight that the model has under `names`: with `prefix` and without."""
     for name in names:
         yield name
         if prefix:
@@ -153,7 +153,7 @@ def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
 
 
 def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
-    """What this rank holds of the weight, once the weight is known to fit."""
+    """Return the part of the weight that this rank holds; CheckpointError if shape or kind of type do not fit."""
     shape = tensor.shape or torch.Size([1])
     own = part_held(tensor) or ModelPart(shape, 0, ((0, shape[0]),))
     whole = own.shape if part_held(tensor) is not None else tensor.shape
@@ -225,7 +225,7 @@ def _some(names: list[str]) -> str:
 
 
 def _warn_of_unused(model: nn.Module, weights: CheckpointWeights) -> None:
-    """What the model has no place for may be layers that its configuration leaves out."""
+    """Warn of weights that the model has no place for: they may be layers that its configuration leaves out."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     of_buffers = {name for name, _ in model.named_buffers()}
     names = [

@@ -40,14 +40,14 @@ class PackedExperts(ConvertedExperts, HoldsPacked):
         return packed_grouped_linear(rows, self.packed_weights[name], counts, getattr(self, f"{name}_bias", None))
 
     def bytes_of(self, name: str) -> Tensor:
-        """The packed bytes, with one expert's at each index where the parameter has one at each."""
+        """Return the packed bytes, [E, out, bytes of a row] where the parameter has one expert at each index."""
         packed = self.packed_weights[name]
         if self.get_parameter(name).dim() == 2:
             return packed.data
         return packed.data.view(self.num_held, packed.shape[0] // self.num_held, packed.data.shape[1])
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """What a packed weight stands for, as the module had it."""
+        """Return the numbers that a packed weight stands for, in the shape that the module's weight had."""
         numbers = super().numbers_of(name, dtype)
         stacked = numbers.view(self.num_held, -1, numbers.shape[1])
         if self.is_transposed_of[name]:
@@ -108,7 +108,7 @@ class ExpertsOfPart(ConvertedExperts):
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """How a module of experts keeps their weights, and what it becomes when they are packed.
+    """`ExpertsForm` says how a module of experts keeps its weights, and which class the module gets when packed.
 
     Fields:
         base: the module gets a class derived from this one.

@@ -66,7 +66,7 @@ class PackedLinear(MayBePacked):
 
 
 def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
-    """How many groups a layer's weight has at least; None: weights are not quantized.
+    """Return the function path -> least number of groups of that layer's weight; None: weights are not quantized.
 
     Raises:
         ConfigError: `quantization_setting` has another form, or is given without a dtype that packs.
@@ -101,7 +101,7 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
 
 
 def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
-    """Of a layer's weight, or of the output layer's; None: it is not packed."""
+    """Return the bits of a number in a layer's packed weight, or the output layer's; None: it is not packed."""
     config, dtype = settings.quant.weight, settings.dtype
     floating = dtype != "int8"
     bits = config.num_bits if not floating else int(dtype.removeprefix("fp"))
@@ -160,7 +160,7 @@ class _Weight:
 
     @property
     def num_parts(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices that the weight consists of: one per expert, or 1."""
         return max(self.num_experts, 1)
 
     @property
@@ -171,7 +171,7 @@ class _Weight:
 
     @property
     def tensor(self) -> Tensor:
-        """As it is now."""
+        """The parameter that the module has now."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
@@ -244,7 +244,7 @@ class Packing:
         return id(param) in self._by_param
 
     def num_parts_of(self, param: Tensor) -> int:
-        """In how many equal parts along its first dimension a parameter may be taken: experts, one by one."""
+        """Return how many equal parts along its first dimension a parameter may be taken in: one per expert."""
         return self._by_param[id(param)].num_parts
 
     def take(self, param: Tensor, parts: Iterable[Tensor]) -> None:
@@ -273,7 +273,7 @@ class Packing:
             announce(f"dtype {self._settings.dtype}: {name} ({path}) {kept}")
 
     def _packed(self, weight: _Weight, parts: Iterable[Tensor]) -> PackedWeight:
-        """Of experts (E out, in)."""
+        """Pack the matrices in `parts` one below the other: (E out, in) for experts."""
         settings = self._settings
         form = (weight.bits, weight.group_size, settings.quant.weight.q_type == "symmetric")
         floating = settings.dtype != "int8"

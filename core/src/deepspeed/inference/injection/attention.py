@@ -76,7 +76,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `rotate_halves`, with x_1 the even and x_2 the odd elements; cos, sin: [B or 1, 1, T, R/2]."""
+    """Rotate as `rotate_halves` does, with x_1 the even and x_2 the odd elements; cos, sin: [B or 1, 1, T, R/2]."""
     width = 2 * cos.shape[-1]
     even, odd = x[..., 0:width:2], x[..., 1:width:2]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)

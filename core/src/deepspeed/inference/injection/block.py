@@ -353,7 +353,7 @@ class FusedNorm:
 
     @property
     def weight(self) -> Tensor | None:
-        """What the normed rows are multiplied with."""
+        """The factor that multiplies normalized rows: weight, 1 + weight if `is_from_one`, or None if there is none."""
         weight: Tensor | None = self.module.weight
         return 1 + weight.float() if self.is_from_one and weight is not None else weight
 

@@ -20,7 +20,7 @@ Policies = Mapping[type[nn.Module] | str, InjectionPolicy | tuple[InjectionPolic
 
 @dataclass
 class Injected:
-    """What `inject` did.
+    """`Injected` says which layers `inject` replaced in a model, and can restore them.
 
     model: the one given; its class, names of parameters and their values are unchanged.
     replaced: names of the layers that compute by fused blocks.

@@ -282,7 +282,7 @@ POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
 
 @dataclass(frozen=True)
 class DecoderPolicy:
-    """What a causal model computes before its first layer and behind its last. Paths are attributes of the model.
+    """A policy says what a causal model computes before its layers and behind them. Paths are attributes of the model.
 
     Args:
         layers: the list of layers.

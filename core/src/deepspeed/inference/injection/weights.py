@@ -61,7 +61,7 @@ class FusedLinear:
         self._addresses = self._found_addresses()
 
     def _found_addresses(self) -> list[int]:
-        """Of every weight and bias; 0: there is none."""
+        """Return the address of each linear's weight and bias in turn; 0 for one that is None."""
         return [
             0 if each is None else each.data_ptr() for linear in self.linears for each in (linear.weight, linear.bias)
         ]

@@ -85,7 +85,7 @@ class WholeLayers:
 
 
 def _parts_of(layer: DecoderLayer, ranks: TensorRanks | None) -> list[DecoderLayer]:
-    """What is computed between two sums over the ranks."""
+    """Cut a layer into the parts that are computed between two sums over the ranks; only rank 0 adds the residual."""
     if ranks is None:
         return [layer]
     is_first = ranks.rank == 0

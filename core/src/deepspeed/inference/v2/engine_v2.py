@@ -66,7 +66,7 @@ class SchedulingError(StateError):
 
 
 class InferenceEngineV2:
-    """Called by schedulers (`scheduler.py`), or by hand.
+    """The engine computes the new tokens of many sequences at once; schedulers (`scheduler.py`) or users call it.
 
     Args:
         policy: a causal language model of transformers, which `init_inference` is called with, or the engine that it
@@ -132,7 +132,7 @@ class InferenceEngineV2:
 
     @property
     def config(self) -> RaggedInferenceEngineConfig:
-        """What the engine was given."""
+        """The configuration that the engine was given, with defaults for the keys that were not."""
         return self._config
 
     @property
@@ -167,7 +167,7 @@ class InferenceEngineV2:
 
     @property
     def tracked_uids(self) -> tuple[int, ...]:
-        """Of the sequences in the cache, in the order in which they came."""
+        """The uids that the sequences in the cache have, in the order in which the sequences came."""
         return tuple(self._sequences)
 
     def num_tokens(self, uid: int) -> int:
@@ -301,9 +301,9 @@ class InferenceEngineV2:
         return SchedulingResult.Success, ""
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """How many of so many new tokens the sequence can take with so many blocks more, and the blocks they need.
+        """Return how many of so many new tokens the sequence can take with so many more blocks, and the blocks needed.
 
-        (0, 0): none; also for a uid that is not tracked where no sequence more can be.
+        Return (0, 0) if it can take none, also for a uid that is not tracked where no further sequence can be.
         """
         uid = _whole("query: uid", uid)
         if uid not in self._sequences and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
@@ -427,7 +427,7 @@ def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> Inferenc
 
 
 def _initialized(model: nn.Module, config: RaggedInferenceEngineConfig, **keys: Any) -> InferenceEngine:
-    """What `init_inference` gives, with further keys of its own."""
+    """Call `init_inference` with kernel injection and what `config` asks for; `keys` are further arguments."""
     _check_model(model)
     check_supported(config)
     mode = config.quantization.quantization_mode
@@ -457,8 +457,8 @@ def _check_model(model: Any) -> None:
 
 
 def _rotary_types(config: Any) -> Iterator[Any]:
-    """Of all layers. transformers before 5.0 has `rope_scaling`, with the type as "type" in older files; later
-    versions may have a table for each kind of layers."""
+    """Yield the rotary types of all layers. transformers before 5.0 has `rope_scaling`, whose type is "type" in older
+    files; later versions may have a table for each kind of layers."""
     for key in ("rope_parameters", "rope_scaling"):
         table = getattr(config, key, None)
         if isinstance(table, Mapping):
@@ -467,7 +467,7 @@ def _rotary_types(config: Any) -> Iterator[Any]:
 
 
 def _fused_blocks(model: Any) -> list[FusedBlock]:
-    """Of all layers, in order.
+    """Return the fused blocks of all layers, in order.
 
     Raises:
         ConfigError: a layer has none, or computes attention that a cache in blocks cannot.

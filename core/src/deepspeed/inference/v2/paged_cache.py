@@ -51,11 +51,11 @@ class AttentionGroup:
 
 
 class RaggedBatch:
-    """What one forward computes.
+    """A ragged batch holds the tokens that one forward computes, side by side, and where their keys and values go.
 
     tokens, positions: [1, T].
     slots: [T], where the keys and values are written.
-    last: [sequences], of the last token of each sequence, in the order in which they were given.
+    last: [sequences], the index of the last token of each sequence, in the order in which they were given.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class RaggedBatch:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """heads: of keys and values, on this rank."""
+    """A layer's shape gives its key-value heads on this rank, and their size."""
 
     heads: int
     head_dim: int
 
     def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Of a block's keys and values."""
+        """Return the bytes of one block's keys and values."""
         return 2 * block_size * self.heads * self.head_dim * dtype.itemsize
 
 
@@ -188,16 +188,16 @@ class PagedCache:
     is_compileable = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """1, so that a bias by position that a model makes has at least two, and with them its slope. Masks and
-        positions of the model's own making are not used."""
+        """Return 1, so that a bias by position that a model makes has at least two positions, and with them its slope.
+        Masks and positions of the model's own making are not used."""
         return 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As `get_seq_length`."""
+        """Return 1, as `get_seq_length` does."""
         return 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Of a mask that is not used."""
+        """Return the sizes of a mask that models make and no fused block uses."""
         return query_length + 1, 0
 
     def update(self, *_: object, **__: object) -> None:

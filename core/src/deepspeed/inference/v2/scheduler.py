@@ -32,8 +32,8 @@ Finish = Literal["", "stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from its logits. A request has random numbers of its own, so that its tokens do not
-    depend on which others are there.
+    """`Sampling` says how the next token is chosen from its logits. A request has random numbers of its own, so that
+    its tokens do not depend on which other requests there are.
 
     temperature: divides the logits; 0: the greatest is taken.
     top_k: only so many of the greatest; 0: all.
@@ -112,7 +112,7 @@ class RequestError(DeepSpeedError, RuntimeError):
 
 @dataclass(eq=False)
 class Request:
-    """pending: tokens that were not computed yet: of the prompt, or the last generated one."""
+    """A request generates tokens after its prompt; `pending` holds the tokens that are still to be computed."""
 
     uid: int
     prompt: tuple[int, ...]
@@ -125,15 +125,15 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        """Whether the prompt was computed."""
+        """Whether the last generated token alone is pending, as all tokens before it were computed."""
         return len(self.pending) == 1 and bool(self.generated)
 
     def restart(self) -> None:
-        """All tokens are to be computed again, and the next one is chosen after them."""
+        """Make all tokens pending, so that they are computed again and the next one is chosen after them."""
         self.pending = [*self.prompt, *self.generated]
 
     def finish_after(self, token: int) -> Finish:
-        """Of a token that was just generated."""
+        """Return how the request ends with `token`, which was just generated: "" if it goes on."""
         if token in self.stop_tokens:
             return "stop"
         return "length" if len(self.generated) == self.max_new_tokens else ""
@@ -413,7 +413,7 @@ def _chosen(request: Request, logits: Tensor, best: int, greatest: float) -> int
 
 
 def _listed(given: Any) -> list[Any] | None:
-    """What an iterable, a tensor or an array holds; None: it is one value, as a text is."""
+    """Return the list of what an iterable, tensor or array holds; None if `given` is one value, as a text is."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
