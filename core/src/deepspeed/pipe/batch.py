@@ -36,11 +36,11 @@ class DataFailed(Exception):
 
 @dataclass(frozen=True)
 class Batch:
-    """What a stage has of a batch.
+    """A `Batch` holds the micro-batches that a stage loads of one batch.
 
     Args:
         micro_batches: (inputs, labels) of each; none on stages that load nothing.
-        shapes_vary: between stages shapes may change from micro-batch to micro-batch.
+        shapes_vary: shapes between stages may change from micro-batch to micro-batch.
     """
 
     micro_batches: list[tuple[Any, Any]] = field(default_factory=list)

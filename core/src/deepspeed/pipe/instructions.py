@@ -1,10 +1,10 @@
-"""What a stage of a pipeline is told to do: the words of a schedule, under DeepSpeed's names."""
+"""The instructions that a schedule gives to a stage of a pipeline have DeepSpeed's names."""
 
 from typing import Any
 
 
 class PipeInstruction:
-    """One thing to do; its arguments become attributes. Two with the same name and arguments are equal."""
+    """An instruction is one thing to do; its arguments become attributes. Two of equal name and arguments are equal."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -35,7 +35,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """Works on what a stage keeps of one micro-batch.
+    """The instruction works on what a stage keeps of one micro-batch.
 
     Args:
         buffer_id: which of the stage's buffers.
@@ -60,15 +60,15 @@ class ForwardPass(BufferOpInstruction):
 
 
 class BackwardPass(BufferOpInstruction):
-    """Gradients of inputs and weights."""
+    """Compute the gradients of inputs and weights."""
 
 
 class BackwardInput(BufferOpInstruction):
-    """Gradients of the inputs, and of the weights that are not worth waiting."""
+    """Compute the gradients of the inputs, and of the weights that are not worth deferring."""
 
 
 class BackwardWeight(BufferOpInstruction):
-    """The gradients of weights that a `BackwardInput` has left."""
+    """Compute the gradients of weights that a `BackwardInput` has left."""
 
 
 class SendActivation(BufferOpInstruction):

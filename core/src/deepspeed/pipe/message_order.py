@@ -45,11 +45,11 @@ class _InMessageOrder(PipeSchedule):
         self._instructions = list(_ordered(schedules, stage_id))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """All in one."""
+        """Yield all instructions in one step."""
         yield self._instructions
 
     def num_pipe_buffers(self) -> int:
-        """As many as without an order."""
+        """Return as many buffers as the schedule needs without the order of messages."""
         return self._num_buffers
 
 

@@ -140,7 +140,7 @@ class GradientInbox:
 
 
 class Outbox:
-    """What is being sent; each tensor is kept until it has left."""
+    """An outbox sends tensors to other stages, and keeps each until it has left."""
 
     def __init__(self, peers: PointToPoint) -> None:
         self._peers = peers
@@ -158,12 +158,12 @@ class Outbox:
         self._send(tensors, to, _GRADIENTS)
 
     def finish(self) -> None:
-        """Return when all has left."""
+        """Wait until every tensor has left."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
 
     def forget(self) -> None:
-        """Keep nothing; `give_up` has ended the messages."""
+        """Drop all tensors, after `give_up` has ended their messages."""
         self._in_flight.clear()
 
     def _send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:
@@ -176,6 +176,6 @@ class Outbox:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """What the next micro-batch does not overwrite before the peer has read it: without gradients it may be memory that
-    the layer uses for each of them, such as a mask in a buffer."""
+    """Return a tensor that the next micro-batch does not overwrite before the peer has read it: a tensor without
+    gradients is copied, as it may be memory that the layer uses for every micro-batch, such as a mask in a buffer."""
     return tensor if tensor.requires_grad else tensor.clone()

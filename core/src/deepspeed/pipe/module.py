@@ -40,7 +40,9 @@ Layer = LayerSpec | Module | Callable[[Any], Any]
 
 @absent_members("runtime.pipe.module:PipelineModule")
 class PipelineModule(Module):
-    """Args:
+    """A `PipelineModule` is a model given as a list of layers, of which each rank builds those of its stage.
+
+    Args:
         layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized,
             and all ranks build their stages together.
         num_stages: default: that of `topology`.
@@ -392,7 +394,7 @@ def _run(layers: Sequence[_Layer], inputs: Any) -> Any:
 
 
 def _as_function(layers: Sequence[_Layer]) -> Callable[..., Any]:
-    """What a checkpoint function runs: the inputs are its arguments."""
+    """Return a function that runs the layers; a checkpoint function calls it with the inputs as its arguments."""
 
     def run(*inputs: Any) -> Any:
         return _run(layers, inputs if len(inputs) > 1 else inputs[0])
@@ -407,7 +409,7 @@ def _name(spec: Layer) -> str:
 
 
 class _OneParameter(Module):
-    """What `zero.Init` would shard."""
+    """The module has one parameter, which is sharded if it is built inside of `zero.Init`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,12 +61,12 @@ __all__ = [
 
 @absent_members("runtime.pipe.schedule:PipeSchedule")
 class PipeSchedule(ABC):
-    """What one stage does in one batch. Iterate over it, or call `steps()`.
+    """A schedule lists what one stage does in one batch. Iterate over it, or call `steps()`.
 
     Args:
-        micro_batches: in the batch.
-        stages: of the pipeline.
-        stage_id: which of them.
+        micro_batches: number of micro-batches in the batch.
+        stages: number of stages of the pipeline.
+        stage_id: number of the stage, from 0.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -80,10 +80,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, in order."""
+        """Yield the steps in order, each a list of instructions."""
 
     def num_pipe_buffers(self) -> int:
-        """Number of micro-batches of which the stage keeps something at a time."""
+        """Return the number of micro-batches of which the stage keeps something at a time."""
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -91,17 +91,17 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
-        """Number of the stage."""
+        """The number that the stage has, from 0."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline."""
+        """The number of stages that the pipeline has."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """In the batch."""
+        """The number of micro-batches that the batch has."""
         return self.micro_batches
 
     @property
@@ -241,10 +241,10 @@ class _OrderedSchedule(PipeSchedule):
 
     @abstractmethod
     def _passes(self) -> Sequence[_Pass]:
-        """In order. A micro-batch has its buffer from its forward to its last backward."""
+        """Return the passes in order. A micro-batch has its buffer from its forward to its last backward."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """A pass per step, with its communication."""
+        """Yield one pass per step, with its communication."""
         passes = list(self._passes())
         buffers = _assign_buffers(passes)
         for at, (kind, micro, chunk) in zip(buffers, passes, strict=True):
@@ -268,11 +268,11 @@ class _OrderedSchedule(PipeSchedule):
             yield end
 
     def _end(self) -> list[PipeInstruction]:
-        """What follows all passes."""
+        """Return the instructions that follow all passes, or [] if none do."""
         return _end_of_step()
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches between their forward and their last backward."""
+        """Return the most micro-batches that are between their forward and their last backward at a time."""
         return 1 + max(_assign_buffers(list(self._passes())))
 
 
@@ -312,7 +312,7 @@ class InterleavedSchedule(_OrderedSchedule):
 
 
 class InterleavedInferenceSchedule(_OrderedSchedule):
-    """Forwards only, of several parts per stage; any number of micro-batches.
+    """The schedule has forwards only, of several parts per stage and any number of micro-batches.
 
     Args:
         num_chunks: parts per stage.
@@ -323,7 +323,7 @@ class InterleavedInferenceSchedule(_OrderedSchedule):
         self.num_chunks = num_chunks
 
     def _passes(self) -> list[_Pass]:
-        """As many micro-batches as there are stages go through one part after another."""
+        """Return forwards in which as many micro-batches as there are stages go through one part after another."""
         firsts = range(0, self.micro_batches, self.stages)
         groups = (range(first, min(first + self.stages, self.micro_batches)) for first in firsts)
         return [

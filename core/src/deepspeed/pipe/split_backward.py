@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Product(NamedTuple):
-    """X W^T + b in a backward: what the gradients of W and b are computed from."""
+    """A product X W^T + b in a backward keeps the tensors from which the gradients of W and b are computed."""
 
     weight: Parameter
     bias: Parameter | None
@@ -42,7 +42,7 @@ class _Product(NamedTuple):
     outputs: Tensor  # the gradient of them
 
     def gradients(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Of the weight, and of the bias where there is one."""
+        """Yield the weight with its gradient, then the bias with its gradient where there is one."""
         if self.inputs._version != self.version:
             raise RuntimeError(
                 f"pipeline: the input of shape {tuple(self.inputs.shape)} of a linear layer was changed in place "

@@ -41,16 +41,16 @@ _BACKWARDS = (BackwardPass, BackwardInput, BackwardWeight)
 
 
 class Compute(Protocol):
-    """What a stage computes with."""
+    """A stage runs its layers, losses and updates by the methods of `Compute`."""
 
     def forward(self, inputs: Any, chunk: int) -> Any:
-        """Run one of the own parts."""
+        """Run the stage's part of number `chunk`."""
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
-        """Of a micro-batch; the outputs themselves for a model without loss function."""
+        """Return the loss of a micro-batch, which is `outputs` itself for a model without loss function."""
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
-        """Gradients of the leaves; see [Note: the last backward].
+        """Compute the gradients of the leaves; see [Note: the last backward].
 
         Args:
             tensors: outputs that require gradients; or a loss.
@@ -59,18 +59,18 @@ class Compute(Protocol):
         """
 
     def backward_weights(self, roots: Sequence[Tensor], *, ends: bool) -> None:
-        """The gradients that a backward has left (`DeferredWeights.roots`); `ends` as in `backward`."""
+        """Compute the gradients that a backward has left (`DeferredWeights.roots`); `ends` as in `backward`."""
 
     def reduce(self) -> None:
-        """Reduce what was accumulated."""
+        """Reduce the accumulated gradients over the ranks."""
 
     def step(self) -> None:
-        """Update."""
+        """Update the weights."""
 
 
 @dataclass
 class _Buffer:
-    """What is kept of one micro-batch in one part."""
+    """A `_Buffer` keeps what one part of the stage needs of one micro-batch."""
 
     inputs: Any = None
     labels: Any = None
@@ -84,20 +84,22 @@ class _Buffer:
 
 @dataclass
 class Results:
-    """Of the micro-batches of a batch, on the last stage; empty on others."""
+    """`Results` holds the losses and outputs of a batch's micro-batches on the last stage; both are empty on others."""
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
 
 
 class Stage:
-    """Args:
-    compute: what instructions do.
-    peers: the ranks of the pipeline, by stage.
-    stage_id: of this rank.
-    num_stages: of the pipeline.
-    num_chunks: parts per stage.
-    device: of the stage.
+    """A `Stage` carries out the instructions of a schedule: it computes by `compute`, and swaps tensors with `peers`.
+
+    Args:
+        compute: what instructions do.
+        peers: the ranks of the pipeline, by stage.
+        stage_id: number of this rank's stage.
+        num_stages: number of stages of the pipeline.
+        num_chunks: parts per stage.
+        device: the device of the stage.
     """
 
     def __init__(
@@ -291,7 +293,7 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def leaf(tensor: Tensor) -> Tensor:
-        """What gets the gradient of a tensor: of its shape, one element of memory."""
+        """Return the leaf that gets the gradient of `tensor`; a leaf of that shape takes one element of memory."""
         return tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
 
     @staticmethod
@@ -305,5 +307,5 @@ class _Arrival(torch.autograd.Function):
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """Of an input that the layers may not have used."""
+    """Return the gradient of a received input, or zeros if the layers did not use the input."""
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if leaf.grad is None else leaf.grad

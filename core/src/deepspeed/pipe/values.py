@@ -1,7 +1,7 @@
-"""What stages send each other: a tensor or a tuple of tensors, and the header that describes it.
+"""Stages send each other values, a tensor or a tuple of tensors, and a header that describes the value.
 
-A header is an int64 tensor of `HEADER_NUMEL`: whether it is a tuple, the number of tensors, and for each tensor dtype,
-whether it requires a gradient, number of dimensions, dimensions.
+A header is an int64 tensor of `HEADER_NUMEL`: whether the value is a tuple, the number of tensors, and for each tensor
+dtype, whether it requires a gradient, number of dimensions, dimensions.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,35 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """A `TensorSpec` describes a tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate a tensor of this spec, without values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A tensor, or a tuple of tensors, without values."""
+    """A `ValueSpec` describes a tensor, or a tuple of tensors, without values."""
 
     tensors: tuple[TensorSpec, ...]
     is_tuple: bool
 
     @property
     def gradients(self) -> "ValueSpec":
-        """Of the tensors that require one."""
+        """The spec that the gradients have: a tuple of the tensors that require a gradient."""
         return ValueSpec(tuple(tensor for tensor in self.tensors if tensor.needs_grad), is_tuple=True)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """What a layer takes."""
+        """Return the value that a layer takes: `tensors` as a tuple, or the only one of them."""
         return tuple(tensors) if self.is_tuple else tensors[0]
 
     def header(self) -> Tensor:
-        """On the host."""
+        """Return the header on the host; ConfigError if there is no room for all shapes."""
         numbers = [int(self.is_tuple), len(self.tensors)]
         for tensor in self.tensors:
             numbers += [_DTYPES.index(tensor.dtype), int(tensor.needs_grad), len(tensor.shape), *tensor.shape]
@@ -70,7 +70,7 @@ class ValueSpec:
 
 
 def read_header(header: Tensor) -> ValueSpec:
-    """What `ValueSpec.header` has written."""
+    """Return the spec from which `ValueSpec.header` made the header."""
     numbers = iter(header.tolist())
     is_tuple, num_tensors = bool(next(numbers)), next(numbers)
     tensors = []
