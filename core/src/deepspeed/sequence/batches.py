@@ -74,7 +74,7 @@ class UlyssesSPDataLoaderAdapter:
         self.pad_to_sp_multiple = pad_to_sp_multiple
 
     def __len__(self) -> int:
-        """Steps of an epoch, if all ranks load as many batches as this one."""
+        """Return the steps of an epoch, if all ranks load as many batches as this one."""
         return len(self.dl) * self.sp_world_size
 
     def __getattr__(self, name: str) -> Any:
@@ -97,7 +97,7 @@ class UlyssesSPDataLoaderAdapter:
             yield from shared
 
     def _parts_of(self, batch: Mapping[str, Any] | None) -> "_Parts":
-        """What of this rank's batch goes to each rank; nothing at the end."""
+        """Cut this rank's batch into a part for each rank; return `_NOTHING` for None, at the loader's end."""
         if batch is None:
             return _NOTHING
         try:
@@ -110,7 +110,7 @@ class UlyssesSPDataLoaderAdapter:
         return _Parts(record, [torch.cat([_bytes(tensor) for tensor in theirs]) for theirs in pieces])
 
     def _share(self, own: "_Parts", error: BaseException | None) -> list[dict[str, Any]]:
-        """This rank's parts of the batches of all ranks that have one. A collective.
+        """Return this rank's parts of the batches of all ranks that have one. A collective.
 
         Args:
             error: of this rank, in place of a batch. Then all ranks raise, also those that wait in a step for one of
@@ -154,7 +154,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Parts(NamedTuple):
-    """Of a rank's batch: what it is, and the bytes for each rank."""
+    """The parts of a rank's batch are the bytes for each rank, and a record of their layout, None without a batch."""
 
     record: dict[str, Any] | None
     to_each: list[torch.Tensor]

@@ -95,7 +95,7 @@ class _ScatterHeads(torch.autograd.Function):
 
 
 class _GatherHeads(torch.autograd.Function):
-    """Of several tensors; where the parts of one overlap, they are added."""
+    """The function gathers the heads of several tensors; where the parts of one overlap, they are added."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,7 @@ _OUTPUT_DIMS = {"sequence_dim": 1, "head_dim": 2}
 
 @dataclass(frozen=True)
 class _Former:
-    """What was registered under a name before; None: nothing."""
+    """`_Former` keeps the functions that were registered under a name before; attention is None if there was none."""
 
     attention: Callable[..., Any] | None
     mask: Callable[..., Any]

@@ -80,7 +80,7 @@ def sequence_tiled_compute(
 
 @absent_members("runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute")
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` with the values of the keys as positional arguments, as autograd functions take them."""
+    """`apply` calls `sequence_tiled_compute` with positional arguments, as autograd functions take them."""
 
     @staticmethod
     def apply(
@@ -95,10 +95,10 @@ class SequenceTiledCompute:
         output_reduction: Reduction,
         *args: Any,
     ) -> torch.Tensor:
-        """As `sequence_tiled_compute`; `args`: the values of `keys_to_shard`, then of `keys_to_pass`.
+        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then of `keys_to_pass`.
 
         Raises:
-            ValueError: as there, and for another number of values than keys.
+            ValueError: as `sequence_tiled_compute`, and for another number of values than keys.
         """
         keys = [*keys_to_shard, *keys_to_pass]
         if len(args) != len(keys):
