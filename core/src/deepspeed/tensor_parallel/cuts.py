@@ -23,11 +23,11 @@ from deepspeed.tensor_parallel.shares import HeadShare, Range, scaled, spread
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank holds of a dim.
+    """A `Cut` says which elements of a dim one rank holds.
 
     Args:
         total: elements of the whole dim.
-        ranges: of this rank.
+        ranges: the elements that this rank holds.
         shared: this many of the last elements may be on other ranks, too: key and value heads fewer than ranks.
         share: of the heads, where the dim has heads.
     """
@@ -39,14 +39,14 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Elements of this rank."""
+        """The number of elements that this rank holds."""
         return sum(stop - start for start, stop in self.ranges)
 
 
 def cut_dim(
     rule: Rule, total: int, where: str, shares: Sequence[HeadShare], *, num_ranks: int, grain: int
 ) -> list[Cut]:
-    """What each rank holds of a dim of `total` elements.
+    """Cut a dim of `total` elements: return for each rank what it holds.
 
     Args:
         where: path of the module, for errors.

@@ -1,4 +1,4 @@
-"""What goes into a divided model: equal inputs on all ranks, and per-head inputs cut to the heads of a rank."""
+"""The inputs of a divided model are checked to be equal on all ranks, and per-head inputs are cut to a rank's heads."""
 
 import hashlib
 from collections.abc import Iterator

@@ -47,11 +47,11 @@ class HoldsPacked(Module):
         self.register_load_state_dict_pre_hook(_refuse_packed)
 
     def bytes_of(self, name: str) -> Tensor:
-        """The packed bytes, in the shape that the parameter has."""
+        """Return the packed bytes, in the shape that the parameter has."""
         return self.packed_weights[name].data
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """What a packed weight stands for, in the shape that the layer's weight had; [out, in] here."""
+        """Return the numbers that a packed weight stands for, in the shape of the layer's weight; [out, in] here."""
         return unpack_weight(self.packed_weights[name], dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HoldsPacked":
@@ -85,7 +85,7 @@ class MayBePacked(HoldsPacked):
 
     @property
     def packed(self) -> PackedWeight | None:
-        """What takes the weight's place; None: it is plain."""
+        """The packed weight that takes the weight's place; None: the weight is plain."""
         return self.packed_weights.get("weight")
 
     def pack(self, packed: PackedWeight) -> None:
@@ -93,7 +93,7 @@ class MayBePacked(HoldsPacked):
         self.hold_packed({"weight": packed})
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """What the packed weight stands for, as the layer had it."""
+        """Return the numbers that the packed weight stands for, [out, in], or [in, out] where `transposed`."""
         weight = super().numbers_of(name, dtype)
         return weight.t().contiguous() if self.transposed else weight
 

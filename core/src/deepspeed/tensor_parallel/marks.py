@@ -1,4 +1,4 @@
-"""What the parameters of a divided model carry: marks, and hooks that sum gradients.
+"""The parameters of a divided model carry marks of what they hold, and hooks that sum gradients.
 
 Both belong to a parameter, and a copy of the model, or its move to some devices, makes new parameters. So the modules
 remember them, and `mark_params` puts them on the current ones: after the division, and when an engine is built.
@@ -67,7 +67,7 @@ def _sum_of(cut: Cut | None, ranks: TensorRanks, only_where_divided: bool) -> Ca
         return ranks.sum_in_place(grad.clone(memory_format=torch.contiguous_format))
 
     def sum_shared(grad: Tensor) -> Tensor:
-        """Of all key heads in one sum, as the ranks that share one are no group."""
+        """Sum the last rows over the ranks, for all key heads at once: the ranks that share a head are no group."""
         assert cut is not None
         assert cut.share is not None
         rows = grad[grad.shape[0] - cut.shared :]

@@ -18,7 +18,7 @@ from deepspeed.errors import ConfigError
 
 
 class Along(enum.Enum):
-    """What lies along the divided dim of a weight. Legend: H query heads, G key and value heads."""
+    """`Along` says what lies along the divided dim of a weight. Legend: H query heads, G key and value heads."""
 
     FEATURES = "features"
     QUERIES = "query heads"
@@ -29,7 +29,7 @@ class Along(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """How the modules at a place are divided.
+    """A rule says how the modules at the paths that it matches are divided.
 
     Args:
         path: the end of the module's path; "*" is any one name.

@@ -1,4 +1,4 @@
-"""How heads, features and tokens of a vocabulary are spread over tensor-parallel ranks. Pure integers.
+"""The functions of this file spread heads, features and vocabulary tokens over tensor-parallel ranks, in integers.
 
 Sizes need not be multiples of the number of ranks: the first ranks hold one more. A head is never divided.
 """
