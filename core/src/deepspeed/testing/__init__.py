@@ -1,4 +1,4 @@
-"""What tests of this project and of vendors' plugins stand on. Ships with core.
+"""`testing` is what the tests of this project and of vendors' plugins stand on. It ships with core.
 
 May import everything below `runtime`; nothing but tests, benchmarks and examples imports it. Read `distributed.py`
 (run a function on warm ranks), `models.py` (the small GPT of the tests, the demo and the benchmarks), then

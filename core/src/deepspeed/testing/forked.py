@@ -27,7 +27,7 @@ Variables: TypeAlias = Mapping[str, str]
 
 
 class ForkedRank:
-    """What callers need of `subprocess.Popen`, for a process that is the child of a server."""
+    """A `ForkedRank` stands for a server's child process, with the methods of `subprocess.Popen` that callers use."""
 
     def __init__(self, pid: int, report: Connection) -> None:
         self.pid = pid
@@ -35,11 +35,11 @@ class ForkedRank:
         self._report = report  # brings the exit code
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self.wait(0.0) if self.returncode is None and self._report.poll() else self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit code, once the process has ended.
+        """Wait until the process has ended, and return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: it runs after `timeout` seconds.

@@ -51,7 +51,7 @@ def create_engine(precision: str, section: dict[str, Any], model: torch.nn.Modul
 
 
 def dtype_of(engine: "DeepSpeedEngine") -> torch.dtype:
-    """Of the weights."""
+    """Return the dtype of the weights."""
     return next(engine.module.parameters()).dtype
 
 
@@ -86,7 +86,7 @@ def train(precision: str, section: dict[str, Any], steps: int = 20) -> Result:
 
 
 def access(precision: str, section: dict[str, Any]) -> list[Any]:
-    """What users read and change of single parameters, between steps and beside a second engine; as lists."""
+    """Read and change single parameters as users do, between steps and beside a second engine; return lists."""
     engine, other = create_engine(precision, section), create_engine(precision, section)
     run(engine, 1)
     model: Any = engine.module

@@ -74,7 +74,7 @@ def _take_over(streams: list[int], unused: list[int]) -> None:
 
 
 def run(command: list[str], environment: Mapping[str, str], directory: str) -> None:
-    """What `python *command` does."""
+    """Run a script or a module as `python *command` does, with these variables and in this directory."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -206,7 +206,7 @@ def _name(nodeid: str) -> str:
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
-    """What one phase of a test came to; None where it says nothing: a setup or teardown that went well."""
+    """Return the outcome of one phase of a test; None for a setup or teardown that went well, which says nothing."""
     if report.skipped:
         return "expected" if hasattr(report, "wasxfail") else "skipped"
     if report.failed:

@@ -1,4 +1,4 @@
-"""What a test needs of the current accelerator. A test asks for a capability, never for a device by name.
+"""A requirement is what a test needs of the current accelerator: a capability, never a device by name.
 
     from deepspeed.testing import requirements
 

@@ -1,4 +1,4 @@
-"""What every test of the suite is given: the accelerator, watched, and the state of the process put back afterwards."""
+"""The fixtures give every test of the suite the watched accelerator, and restore the state of the process after it."""
 
 import random
 from collections.abc import Iterator

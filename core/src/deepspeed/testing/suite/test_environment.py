@@ -1,4 +1,4 @@
-"""What the launcher, the compiler and profilers ask: environment variables, back ends, named ranges, late calls."""
+"""The launcher, compiler and profilers ask for environment variables, back ends, named ranges and late calls."""
 
 import os
 import subprocess

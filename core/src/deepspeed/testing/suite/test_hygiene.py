@@ -74,7 +74,7 @@ print(json.dumps({
 
 
 def _fresh_plugin() -> dict[str, Any]:
-    """What a fresh process saw of the import and the probe of the plugin in use."""
+    """Import and probe the plugin in use in a fresh process, and return what that process saw."""
     requirements.plugin.check()
     name = str(explain().plugin)
     if not importlib_metadata.entry_points(group=ACCELERATORS, name=name):

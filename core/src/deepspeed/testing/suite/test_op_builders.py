@@ -19,7 +19,7 @@ def test_each_builder_gives_its_op_or_says_why_not(accelerator: DeepSpeedAcceler
 
 
 def _failure(kind: Any) -> str | None:
-    """What is wrong with a builder: it cannot be made, is silent about why it does not serve, or breaks its promise."""
+    """Return how a builder fails: it cannot be made, gives no reason, or breaks its promise; None if it does not."""
     builder, reason = construct(kind)
     if builder is None:
         return reason
