@@ -1,8 +1,9 @@
-"""What of DeepSpeed's documented interface works, works in another way, or is not here yet: one table, pure data.
+"""The table says whether a name of DeepSpeed's documented interface works, works differently, or is not here yet.
 
-Read by `deepspeed._absent` (names that are not here yet), by the engine (its methods), by the launcher (its flags) and
-by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature arrives, its lines here go and the
-generated modules with them. May import nothing of the project. Read `records.py` first.
+The table is pure data. It is read by `deepspeed._absent` (names that are not here yet), by the engine (its methods), by
+the launcher (its flags) and by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature
+arrives, its lines here go and the generated modules with them. May import nothing of the project. Read `records.py`
+first.
 """
 
 from deepspeed.compatibility.defaults import DEFAULTS

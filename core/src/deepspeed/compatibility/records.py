@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class State(enum.Enum):
-    """How far a documented name goes."""
+    """`State` says whether a documented name works, works differently, or is not here yet."""
 
     WORKS = "works"
     DIFFERS = "differs"
