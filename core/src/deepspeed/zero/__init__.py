@@ -1,8 +1,8 @@
 """ZeRO: optimizer states, gradients and parameters sharded over ranks.
 
 May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py` (the contract), then
-`stages.py` beside it, `holding.py`, `layout.py`, `unit_groups.py`, `gradient_reduction.py`, `bucket.py`, `update.py`,
-`backward_window.py`.
+`stages.py` beside it, `holding.py`, `layout.py`, `unit_groups.py`, `backward.py` (where gradients are averaged),
+`gradient_reduction.py`, `bucket.py`, `update.py`, `backward_window.py`.
 Stage 3: `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py`
 (`zero.Init`) and `gather.py`. Checkpoints: `stateful.py`, `state_dict.py`, `named_states.py`, `redistribute.py`. Names
 load on first use.

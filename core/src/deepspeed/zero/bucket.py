@@ -115,7 +115,7 @@ class Bucket:
         """Forget which gradients have arrived; what was accumulated stays.
 
         Args:
-            factor: by which the gradients of this backward are multiplied.
+            factor: multiplies the gradients of this backward; it contains the division by the number of ranks.
         """
         self.finish()
         self.was_launched = False

@@ -121,7 +121,10 @@ class ParamFetcher:
                 reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
 
     def drop(self, unit: ParamUnit) -> None:
-        """The last user of `unit` is done with it."""
+        """Release a unit that its last user is done with, or keep it whole for its next use (`max_reuse_numel`).
+
+        What is kept is released when room is needed or when the weights change, at the latest in the step.
+        """
         if unit.status is not _AVAILABLE or unit.num_contexts or unit in self._kept:
             return
         if self._is_used_again_soon(unit):

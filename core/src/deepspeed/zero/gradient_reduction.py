@@ -12,7 +12,8 @@ Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and 
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
 last: it takes what is there of the whole bucket. What is left is taken when the backward is over. A large gradient is
 taken at once because the host's cache still holds it; on a device, where that gains nothing and the host's part of a
-backward is what there is to save, only the first parameter of each bucket has a hook. Where gradients are shown then
+backward is what there is to save, only the first parameter of each bucket has a hook. All parameters of a sharded unit
+(stage 3) have one, as the unit is dropped after its last gradient. Where gradients are shown on a device
 (stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
 open; the step would average a gradient of this rank too late for those who read it.
 
@@ -179,7 +180,8 @@ class GradientReduction:
 
         Args:
             reduces: whether its gradients are needed after it.
-            factor: by which they are multiplied.
+            factor: multiplies its gradients as they are written to their bucket; it contains the division by the number
+                of ranks (`Reducing._before_sum`), so that the sum over the ranks is an average.
             refusal: raised when a gradient is taken.
         """
         self._reduces = reduces

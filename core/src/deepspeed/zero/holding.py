@@ -87,7 +87,7 @@ class Holding:
         self.buckets: list[Bucket] = []  # one for each unit, in the order in which a backward fills them
         self.saved_groups: list[list[int]] = []  # attached parameters as a checkpoint has them
         self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights
-        self._is_whole = False  # the optimizer looks at whole matrices: fragments are whole parameters
+        self._is_whole = False  # the optimizer is not known to be elementwise: fragments are whole parameters
         self._widens = False  # gradients are copied to fp32 before the update, part by part
         self._bucket_bytes = 0  # that the backend prefers
         self._total_numel = 0  # elements that train

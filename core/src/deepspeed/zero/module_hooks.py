@@ -4,7 +4,7 @@
     forward of the root without gradients                           after: ranks compare what they have gathered
     gradient of an output     its units are used (the backward of the module begins)
     gradient of an input      units whose gradients have all arrived, and frozen ones, are dropped
-    the last gradient of a unit has arrived                         it is dropped (`ParamGathering`)
+    the last gradient of a unit has arrived                         it is dropped (hook in `gradient_reduction.py`)
     the end of the backward                                         all are dropped
 
 Hooks sit on the root, on every module that owns a sharded parameter, and on the module of every unit. A forward inside
@@ -398,7 +398,10 @@ class ParamGathering:
             unit.num_missing = unit.num_gradients = len(unit.params)
 
     def gradient_arrived(self, unit: ParamUnit) -> None:
-        """A gradient of `unit` was taken; after the last one it is dropped."""
+        """Count a gradient of `unit` that was taken, and drop the unit after its last one.
+
+        Called by the hook of a parameter (`GradientReduction.arrived`), through `Stage3._after_arrival`.
+        """
         unit.num_missing -= 1
         if unit.num_missing == 0 and unit.num_users == 0:
             self._fetcher.drop(unit)

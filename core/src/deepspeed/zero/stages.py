@@ -37,7 +37,7 @@ from deepspeed.zero.whole_state_dict import unwatch, watch
 class Stage0(Sharding):
     """Stage 0, plain data parallelism: every rank holds parameters, gradients and optimizer states whole.
 
-    Averaged gradients are shown as `param.grad`. 16 bytes in fp32.
+    A bucket is all-reduced (`Reducing._reduce`); averaged gradients are shown as `param.grad`. 16 bytes in fp32.
     """
 
     shows_gradients = True

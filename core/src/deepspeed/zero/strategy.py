@@ -95,7 +95,7 @@ class Sharding(Reducing):
         return group.ranks.replicas is None or group.ranks.replicas.rank == 0
 
     def _prepare(self, module: torch.nn.Module, optimizer: Optimizer | None) -> None:
-        """Look at the module before parameters are laid out."""
+        """Look at the module before parameters are laid out, and refuse an optimizer that the stage cannot serve."""
 
     def _after_reduce(self) -> None:
         """Reduced gradients are there; where no rank has whole ones, `param.grad` stays None."""
@@ -389,7 +389,10 @@ class Sharding(Reducing):
 
     @property
     def average_factor(self) -> float:
-        """The factor that makes reduced gradients averages over ranks; `update` multiplies by it."""
+        """The rest of the division by the number of ranks, by which `update` multiplies.
+
+        1.0 where all of the division is done before the sum, that is without `gradient_predivide_factor`.
+        """
         return self._after_sum
 
     def gradient_was_replaced(self, index: int) -> None:
