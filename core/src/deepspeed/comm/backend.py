@@ -34,7 +34,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the sharding may want to know of a group's library.
+    """`Capabilities` says what a group's library can do, and at which sizes; the sharding plans by it.
 
     Args:
         native_reduce_scatter: a reduce-scatter is one operation of the library and moves (W - 1) / W of the buffer;

@@ -91,8 +91,10 @@ def go_to(number: int) -> None:
 
 
 def unheard() -> PeerFailed | None:
-    """What a rank is to raise that waits for another one, which may be where the failure is that this one has not heard
-    of."""
+    """Return the error for a rank that waits for another one, after a failure that this rank has not heard of.
+
+    The other rank may have left because of that failure. Return None if no such failure is noted.
+    """
     key = _told(_num_told + 1)
     cause = _ask(lambda store: store.get(key) if store.check([key]) else b"")
     return _consequence(cause) if cause else None
@@ -105,7 +107,7 @@ def note_broken(name: str, text: str) -> None:
 
 
 def broken(name: str) -> str:
-    """What the first rank has noted of `name`; "" where none has."""
+    """Return what `note_broken` first noted of `name`; "" if no rank has noted anything."""
     return _ask(lambda store: store.get(_broken(name)) if store.check([_broken(name)]) else b"")
 
 
@@ -131,7 +133,7 @@ def _ask(question: Callable[[Store], bytes]) -> str:
 
 
 class FailureRecord:
-    """Who failed first in `group`, and why, per epoch.
+    """A `FailureRecord` keeps, per epoch, which rank failed first in `group`, and why.
 
     [Note: one epoch per failed step] A rank that goes on after a failure begins the next epoch, whether it failed by
     itself or because a peer did, and however often that has failed meanwhile. A peer that has failed in two steps in a
@@ -146,7 +148,7 @@ class FailureRecord:
 
     @property
     def name(self) -> str:
-        """Of this record, on all ranks of the group."""
+        """The name of this record, which is the same on all ranks of the group."""
         return self._prefix
 
     def record(self, epoch: int) -> None:
@@ -176,10 +178,10 @@ class FailureRecord:
         return _ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
 
     def refusal(self, epoch: int, *, has_met: bool) -> PeerFailed | None:
-        """What a rank is to raise that waits for others who are to come to this epoch; None while they may.
+        """Return the error for a rank that waits for others to come to this epoch; None while they may still come.
 
         Args:
-            has_met: they have been in an earlier one together, so that each of them has the record.
+            has_met: the ranks have been in an earlier epoch together, so that each of them has the record.
         """
         cause = self.first(epoch)
         if cause:
@@ -201,7 +203,7 @@ class FailureRecord:
         _ask(put)
 
     def noted(self, key: str, wait_s: float) -> str:
-        """What another rank has put there, or puts there within `wait_s` seconds; "" otherwise."""
+        """Return the text that another rank put under `key`, or puts there within `wait_s` seconds; "" otherwise."""
         key = f"{self._prefix}/{key}"
         if wait_s == 0.0:
             return _ask(lambda store: store.get(key) if store.check([key]) else b"")

@@ -22,8 +22,10 @@ from deepspeed.errors import CommError
 
 
 class HostSums:
-    """Args:
-    group: this process is a member of it.
+    """`HostSums` sums a few numbers of the hosts across the ranks of a group, by gloo connections of its own.
+
+    Args:
+        group: the group of a device; this process is a member of the group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""What a rank has issued in a group whose library matches collectives by their order alone, compared between ranks.
+"""Ranks compare the collectives that they issued in a group whose library matches collectives by their order alone.
 
 gloo pairs the n-th collective of a rank with the n-th of its peers, whatever they are for. Ranks that take different
 paths through a model get wrong numbers where the sizes agree, and wait for each other where they do not. So
@@ -39,7 +39,7 @@ GRACE_S = 10.0
 
 
 class Collective(NamedTuple):
-    """What one collective is; equal on all ranks that do the same."""
+    """A `Collective` identifies one collective, and is equal on all ranks that issue the same one."""
 
     kind: str
     numel: int
@@ -81,11 +81,11 @@ class Issued:
 
     @property
     def number(self) -> int:
-        """How many are issued."""
+        """The number of collectives that this rank has issued."""
         return self._number
 
     def num_started(self) -> dict[str, int]:
-        """For `parted.py`."""
+        """Return the number of issued collectives by the name of this order, for `parted.py`."""
         return {self.name: self._number}
 
     def add(self, collective: Collective) -> None:
@@ -150,7 +150,10 @@ class Issued:
         self._failures.note(f"{key}/{self._rank}", f"{self._number} {self._checksum}")
 
     def _shown(self, key: str, wait_s: float, *, is_longer: bool = False) -> dict[str, Any]:
-        """What a peer has put there; empty where it has not, or has issued the same. `is_longer`: no less, either."""
+        """Return what a peer has put under `key`; empty if nothing is there, or the peer issued the same as this rank.
+
+        A peer that issued fewer, but the same so far, is left out, too, unless `is_longer`.
+        """
         said = self._failures.noted(key, wait_s)
         if not said:
             return {}
@@ -163,7 +166,7 @@ class Issued:
         return dict(json.loads(noted)) if noted else {}
 
     def _told(self) -> dict[str, Any]:
-        """What this rank has issued, for its peers."""
+        """Return the collectives that this rank has issued and still keeps, as text, for its peers."""
         first = self._number - len(self._collectives)
         return {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
 

@@ -11,7 +11,7 @@ from deepspeed.errors import CommError
 
 
 def no_group_error(asked: str) -> CommError:
-    """What to say when something needs a process group and there is none."""
+    """Return the error for `asked`, which needs a process group where there is none."""
     return CommError(f"{asked} was asked for, but no process group exists; call deepspeed.init_distributed() first")
 
 
@@ -50,8 +50,8 @@ def barrier_devices(group: ProcessGroup) -> list[int] | None:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long a collective of `group` waits for a peer; torch's default where this torch or a library of a plugin does
-    not say it."""
+    """Return how long a collective of `group` waits for a peer, or torch's default if this torch or a plugin's library
+    does not say how long."""
     host = torch.device("cpu")
     try:
         library = group._get_backend(host if serves(group, host) else group._device_types[0])

@@ -59,7 +59,10 @@ class PartedByFailure(RanksParted, PeerFailed):
 
 
 def ranks_parted(text: str) -> RanksParted:
-    """What a rank raises that waits for others in another call, as `text` says."""
+    """Return the error for a rank that waits for others which are in another call, as `text` says.
+
+    Where a rank has failed before and this rank has not heard of that, the error is a `PartedByFailure`.
+    """
     heard = unheard()
     if heard is None or RanksParted.__name__ in heard.cause:  # the rank that found this has raised it already
         return RanksParted(text)
@@ -70,7 +73,7 @@ class Counted(Protocol):
     """Something that starts collectives or messages."""
 
     def num_started(self) -> Mapping[str, int]:
-        """How many, by a name that all ranks know."""
+        """Return the number of collectives or messages started so far, by a name that all ranks know."""
 
 
 class Wait(NamedTuple):
@@ -92,7 +95,7 @@ _ended: set[str] = set()
 
 
 def count(each: Counted) -> None:
-    """What `each` has started goes into the notes of this rank, as long as it lives."""
+    """Put what `each` has started into the notes of this rank, as long as `each` lives."""
     _counted.add(each)
 
 
@@ -102,7 +105,7 @@ def count_no_more(each: Counted) -> None:
 
 
 class Note(NamedTuple):
-    """What a rank that waits for others puts into the store."""
+    """A `Note` is put into the store by a rank that waits for others."""
 
     call: str
     """In which call, for messages."""
@@ -163,8 +166,8 @@ def values_in(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
 def find(
     ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, kind: str | None = None
 ) -> RanksParted | None:
-    """What a rank is to raise that waits for others of `ranks` in a collective or a message, see `parting`; None while
-    they may still come."""
+    """Return the error for a rank that waits for others of `ranks` in a collective or a message, see `parting`; None
+    while they may still come."""
     text = parting(ranks, waits_in, never_comes, kind=kind)
     return ranks_parted(text) if text else None
 
@@ -219,7 +222,7 @@ def _unless_store_is_gone() -> Iterator[None]:
 
 
 def advice(call: str) -> str:
-    """What to do where not all ranks make a call."""
+    """Say what a user is to do where not all ranks make a call."""
     if " " in call:  # no function
         return _SAME_ORDER
     named = f"{call} ({_ALSO_BY[call]})" if call in _ALSO_BY else call

@@ -127,7 +127,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class CommsLogger:
-    """What is recorded, and the record so far, in DeepSpeed's shape.
+    """`CommsLogger` keeps which operations are recorded, and the record so far, in DeepSpeed's shape.
 
     `comms_dict[op][num_bytes]` is `[count, latencies in ms, algorithm bandwidths in Gbit/s, bus bandwidths in Gbit/s]`,
     with one entry of each list per call.
@@ -194,7 +194,7 @@ class CommsLogger:
         }
 
     def stragglers(self) -> dict[str, dict[int, dict[str, float]]]:
-        """How long this rank waited for the slowest, by operation and message size. A collective of all ranks.
+        """Return how long this rank waited for the slowest, by operation and message size. A collective of all ranks.
 
         Of each call the shortest time of any rank is the communication's, since the last rank to come waits for nobody;
         what this rank spent beyond it is its wait (DeepSpeed, tutorial "Communication Logging"). Left out is what the

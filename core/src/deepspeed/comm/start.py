@@ -94,7 +94,7 @@ _LONGEST = timedelta(days=3650)  # what torch and the system can wait for
 
 
 def default_timeout() -> timedelta:
-    """How long collectives wait where `init_distributed` is not told: DEEPSPEED_TIMEOUT in minutes, or 10 minutes.
+    """Return how long collectives wait where `init_distributed` gets no timeout: DEEPSPEED_TIMEOUT minutes, or 10.
 
     Raises `CommError` unless the variable is a positive number.
     """
@@ -289,7 +289,7 @@ def _has_agent_store() -> bool:
 
 
 def _loopback_starter(library: str, timeout: timedelta, placement: Placement, address: str) -> Callable[[], None]:
-    """As `env://`, whose store listens on all interfaces; ours is reached from this machine only."""
+    """Return a function that starts as `env://` does, with a store on `address` alone instead of all interfaces."""
 
     def start() -> None:
         is_master = placement.rank == 0

@@ -45,7 +45,7 @@ class TorchGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the library for the group's device, or for host memory where the group has no other.
+        """The capabilities of the library that serves the group's device, or host memory where the group has no other.
 
         64 MiB on a device: a bucket costs the host what the backward of a layer does, and a block of up to 16 million
         elements is one unit of stage 3. 8 MiB for few ranks of a host library: a byte costs little less beyond it, and
@@ -86,7 +86,7 @@ class TorchGroup:
         return self._start("an all-reduce", tag, full_N, lambda transport, text: transport.all_reduce(full_N, text))
 
     def _all_reduce_few(self, values_N: torch.Tensor, tag: str | int | None) -> Work:
-        """With a checksum of what was issued before it, where the library would not notice that ranks differ."""
+        """Sum with a checksum of what was issued before, where the library would not notice that ranks differ."""
         if not isinstance(self._transport_for(values_N), GlooOnHost):
             return self._start("an all-reduce", tag, values_N, lambda way, text: way.all_reduce(values_N, text))
         carrier_N = self.watch.issued.with_checksum(values_N)
@@ -214,7 +214,7 @@ class TorchGroup:
         return self._libraries.get(device_type, self._libraries.get("", ""))
 
     def transport(self, device_type: str) -> Transport:
-        """What moves tensors of such a device."""
+        """Return the transport that moves tensors of such a device."""
         library = self.library(device_type)
         if library == "gloo" and device_type == "cpu":
             return GlooOnHost(self.own_group, self.staging)

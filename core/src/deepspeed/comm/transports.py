@@ -1,6 +1,6 @@
-"""How the collectives of a group are made of what torch.distributed's library has for such tensors.
+"""A transport makes the collectives of a group from what torch.distributed's library has for tensors of a device.
 
-`torch_group.py` chooses one per device, and has checked the arguments. All start without waiting for a peer.
+`torch_group.py` chooses a transport per device, and has checked the arguments. All start without waiting for a peer.
 
 Transports that add by themselves, instead of the library, add in the order of ranks, so that every rank computes the
 same bits. They take a buffer of a `StagingPool` per collective or sum for the values of other ranks, and give it back

@@ -35,7 +35,7 @@ _NUM_LOOKS = 3
 
 
 class Watch:
-    """What this rank has in flight in one group over gloo, and whether that failed.
+    """A `Watch` starts the collectives of this rank in one group over gloo, and says why they failed.
 
     Args:
         group: this process is a member of it.
@@ -97,7 +97,7 @@ class Watch:
             raise self.explained(error, collective) from error
 
     def explained(self, error: RuntimeError, collective: Collective) -> CommError:
-        """What a collective that fails so is to raise: which rank failed before, or how the ranks differ."""
+        """Return what a collective that fails with `error` is to raise: who failed before, or how the ranks differ."""
         if isinstance(error, CommError):
             return error
         if self._parted is not None:
@@ -125,8 +125,8 @@ class Watch:
     def looker(
         self, waits_in: object, never_comes: Callable[[int, parted.Note], bool], kind: str | None = None
     ) -> Callable[[], None]:
-        """What another thread calls while this rank waits, see `parted.find`; if that finds something the wait raises
-        it."""
+        """Return the function that another thread calls while this rank waits, see `parted.find`; if the function finds
+        an error, the wait raises that error."""
         # the wait may fail meanwhile, and this rank begin the next epoch
         group, epoch, issued = self.group, self._epoch, self.issued
 
@@ -145,7 +145,7 @@ class Watch:
         return look
 
     def _difference(self, error: RuntimeError) -> str:
-        """How the ranks differ, the first time that it is asked for."""
+        """Say how the ranks differ; from the second call of an epoch on, say only where to read the cause."""
         if not self._is_compared:
             self._is_compared = True
             is_late = "timed out" in str(error).lower()  # else a peer ended, or its connections are closed
@@ -172,11 +172,11 @@ class Watch:
         self.join_epoch(self._epoch + 1, leaves_works=bool(over_gloo))
 
     def never_free(self) -> None:
-        """The group, of which a thread may wait for what does not end."""
+        """Keep the group as long as the process, since one of its threads may wait for what does not end."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def epoch(self) -> tuple[str, int]:
-        """For `give_up.py`."""
+        """Return the name and the number of the present epoch, for `give_up.py`."""
         return self._failures.name, self._epoch
 
     def join_epoch(self, epoch: int, *, leaves_works: bool = False) -> None:
