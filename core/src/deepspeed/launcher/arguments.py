@@ -262,13 +262,13 @@ def check_launcher(args: argparse.Namespace) -> None:
 
 
 def elastic_limits(args: argparse.Namespace, num_nodes: int) -> ElasticLimits:
-    """What --elastic_training asks for.
+    """Return the limits that --elastic_training asks for; all are 0 without that flag.
 
     Args:
-        num_nodes: that the job starts with.
+        num_nodes: the number of nodes that the job starts with.
 
     Raises:
-        ConfigError: more are needed than may take part.
+        ConfigError: more nodes are needed than may take part.
     """
     if not args.elastic_training:
         return ElasticLimits()

@@ -33,7 +33,7 @@ _CONSEQUENCE = re.compile(
 
 
 class RankEnd(NamedTuple):
-    """How one rank ended, and what it said.
+    """A `RankEnd` says how one rank ended, and holds what the rank wrote at its end.
 
     Args:
         rank: global rank.
@@ -127,7 +127,7 @@ def _describe_others(cause: RankEnd, others: Sequence[RankEnd]) -> list[str]:
 
 
 def exit_code_of(return_code: int) -> int:
-    """What the shell is to see: the rank's own code, or 128 + the number of the signal that killed it."""
+    """Return the exit code for the shell: the rank's own code, or 128 + the number of the signal that killed it."""
     return 128 - return_code if return_code < 0 else return_code
 
 

@@ -34,7 +34,7 @@ _NUM_ARGUMENTS = 3  # at least: PLAN NODE_RANK SCRIPT
 
 
 class Placement(NamedTuple):
-    """How many ranks run here, and the variables that show them their devices."""
+    """A `Placement` says how many ranks run here, and holds the variables that show them their devices."""
 
     num_ranks: int
     environment: dict[str, str]
@@ -316,7 +316,7 @@ def _pass_on_signals(pass_on: Callable[[int], None]) -> None:
 
 
 class _Orders:
-    """What the process that watches this node writes to stdin; read in a thread, from the start on.
+    """`_Orders` reads, in a thread and from the start on, what the process that watches this node writes to stdin.
 
     `agent` is set once there is one. Until its ranks run, every order to end is a plain SIGTERM.
     """

@@ -44,14 +44,14 @@ class _Member:
 
 
 class Verdict(NamedTuple):
-    """How the job ended; `failure` is None where all went well."""
+    """A `Verdict` says how the job ended; `failure` is None where all went well, or a signal ended the job."""
 
     exit_code: int
     failure: NodeFailure | None
 
 
 class Membership:
-    """Who takes part. Each node is known by a number that the caller gives it.
+    """`Membership` decides which nodes take part. Each node is known by a number that the caller gives it.
 
     Args:
         min_nodes: fewer do not train; they wait.
@@ -137,7 +137,7 @@ class Membership:
             self._end(failure.exit_code, failure)
 
     def wait_s(self, now_s: float) -> float | None:
-        """How long until `pass_time` has something to do; None: nothing is waited for."""
+        """Return how many seconds it is until `pass_time` has something to do; None if nothing is waited for."""
         if self.verdict is not None or not self._is_forming:
             return None
         limit = LAST_CALL_S if self._round < 0 and self._num_ready() >= self._min_nodes else MEETING_TIMEOUT_S
@@ -267,7 +267,7 @@ class Coordinator:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How the job ended; None while it goes on."""
+        """The verdict that says how the job ended; None while the job goes on."""
         return self._membership.verdict
 
     def start(self) -> None:

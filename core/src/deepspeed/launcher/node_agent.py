@@ -59,7 +59,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankCommand(NamedTuple):
-    """What one local rank runs: the argument list, its own environment variables, and its cores (`None`: any)."""
+    """A `RankCommand` holds the arguments, own environment variables and cores (`None`: any) of one local rank."""
 
     arguments: Sequence[str]
     environment: dict[str, str]
@@ -71,7 +71,7 @@ class NodeAgent(SimpleElasticAgent):
 
     After a run that failed, `cause` is the end of the rank to blame, or `cause_elsewhere` the failure of another node.
     `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others. `max_restarts`: how often
-    torch forms the ranks again. `grace_s`: that ranks have to end after a SIGTERM to this process.
+    torch forms the ranks again. `grace_s`: the seconds that ranks have to end after a SIGTERM to this process.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class NodeAgent(SimpleElasticAgent):
         self.cause = end._replace(return_code=1) if stopped and end.return_code < 0 else end
 
     def _end_of(self, local_rank: int) -> RankEnd:
-        """How a rank ended, as far as is known by now; the return code of one that runs is 0."""
+        """Return how a rank ended, as far as is known by now; the return code of a rank that still runs is 0."""
         rank = self._worker_group.workers[local_rank].global_rank
         process = self._processes[local_rank]
         self._output.drain(rank)
@@ -291,7 +291,7 @@ class NodeAgent(SimpleElasticAgent):
             before = now
 
     def ends(self) -> list[RankEnd]:
-        """How each rank ended; for after the run."""
+        """Return how each rank ended. Called after the run."""
         return [self._end_of(local_rank) for local_rank in self._processes]
 
     def pass_on(self, number: int) -> None:
@@ -309,7 +309,7 @@ class NodeAgent(SimpleElasticAgent):
         self._end_ranks(self._steps_after(death_sig), is_asked=death_sig == signal.SIGTERM)
 
     def _steps_after(self, number: int) -> tuple[tuple[signal.Signals, float], ...]:
-        """How the ranks are ended when the launcher gets this signal."""
+        """Return the steps by which the ranks are ended when the launcher gets this signal."""
         return INTERRUPT_STEPS if number == signal.SIGINT else ((signal.SIGTERM, self._grace_s),)
 
     def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]], is_asked: bool = False) -> None:
@@ -357,7 +357,7 @@ def _watch(local_rank: int, process: "subprocess.Popen[bytes]", ended: "queue.Si
 
 
 def rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
-    """What torchrun gives a rank, and the names that DeepSpeed's launcher adds."""
+    """Return the variables that torchrun gives a rank, and those that DeepSpeed's launcher adds."""
     spec = group.spec
     return {
         "RANK": str(worker.global_rank),
@@ -404,7 +404,7 @@ def _start(
 
 
 def _child_setup(cores: Sequence[int] | None) -> Callable[[], None]:
-    """What a rank does between fork and exec: ask to die with the launcher (Linux), and keep to its cores."""
+    """Return what a rank runs between fork and exec: it asks to die with the launcher (Linux), and binds to `cores`."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     launcher_pid = os.getpid()
 

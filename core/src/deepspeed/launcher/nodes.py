@@ -196,7 +196,7 @@ class NodePeers:
         self._ask(lambda store: store.append("nodes/failed", f"{self._node_rank} "))  # type: ignore[attr-defined]
 
     def failures(self) -> list[NodeFailure]:
-        """Of other nodes, in the order in which they were posted."""
+        """Return the failures of other nodes in the order in which they were posted, or the loss of node 0."""
         noted = self._get("nodes/failed") or b""
         nodes = [node for node in map(int, noted.split()) if node != self._node_rank]
         texts = [self._get(f"nodes/{node}/failure") for node in nodes]
@@ -246,5 +246,5 @@ class NodePeers:
 
 
 def _interval_s(num_nodes: int) -> float:
-    """How often a node asks while it waits: all together at a rate that one store serves."""
+    """Return how many seconds a waiting node pauses between requests, so that one store serves all nodes."""
     return max(0.1, num_nodes / _REQUESTS_PER_S)

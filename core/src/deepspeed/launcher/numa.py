@@ -114,7 +114,7 @@ def check_for_numactl_pkg() -> bool:
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """How many cores a rank gets, and the beginning of a command that binds it to them.
+    """Return how many cores a rank gets, and the beginning of a command that binds the rank to these cores.
 
     The launcher needs no such command: `--bind_cores_to_rank` binds the ranks itself, to the same cores.
 

@@ -1,4 +1,4 @@
-"""What the ranks print: passed on at once, copied to files if asked for, its end remembered for the failure report.
+"""The output of the ranks is passed on at once, copied to files if asked for, and its end kept for failure reports.
 
 `node_agent.py` opens the pipes before a rank starts; one thread here empties them all, whatever happens to the console
 and to the files: a rank whose pipe is full stands still. Bytes go through untouched, so progress bars and colors
@@ -334,7 +334,7 @@ class OutputReader:
                 key.data.finish()
 
     def _seconds_to_next_report(self) -> float | None:
-        """How long to wait for output at most. Prints the uncaught exceptions of ranks that run on."""
+        """Print the uncaught exceptions of ranks that run on, and return the seconds until the next is due, or None."""
         now = time.monotonic()
         waits = [reports.print_if_due(now) for reports in self._uncaught.values()]
         return min((wait for wait in waits if wait is not None), default=None)

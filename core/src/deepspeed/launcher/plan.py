@@ -1,4 +1,4 @@
-"""What the first process (`runner.py`) and the per-node process (`launch.py`) tell each other.
+"""The first process (`runner.py`) sends the per-node process (`launch.py`) a plan, and gets reports of failures back.
 
 `LaunchPlan` goes down, as one word of a command line: URL-safe base64 of JSON, which passes unharmed through any shell
 between the two. `NodeReport` comes back from a node that is watched (`multinode/watch.py`), as marked lines on stderr.
@@ -32,7 +32,7 @@ _PIECE = re.compile(rb"^(?:(?P<host>\S+): )?\x1e(?P<sign>[+.])(?P<piece>[\w=-]*)
 
 
 class ElasticLimits(NamedTuple):
-    """Of a job that goes on when nodes are lost; `min_nodes` is 0 for one that does not."""
+    """`ElasticLimits` bounds a job that goes on when nodes are lost; `min_nodes` is 0 for any other job."""
 
     min_nodes: int = 0
     max_nodes: int = 0
@@ -40,10 +40,11 @@ class ElasticLimits(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """What was asked for, validated as far as that goes without asking the accelerator.
+    """A `LaunchPlan` holds what was asked for, validated as far as that goes without asking the accelerator.
 
     `include` and `exclude` are slots of this node; at most one of `num_ranks`, `include`, `exclude` is set; none
-    means every slot. `num_slots` is the hostfile's word on how many slots there are. `log_only`: not on the console.
+    means every slot. `num_slots` is the hostfile's word on how many slots there are. With `log_only` the
+    console gets the output only where there is no log file.
     """
 
     num_ranks: int | None = None

@@ -117,8 +117,10 @@ def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
 
 
 def _nodes_of_slurm(args: "argparse.Namespace") -> int:
-    """How many nodes srun is to use: those of --num_nodes, else of the allocation that we run in, if that is one. A
-    filter, which names this machine where there is no hostfile, leaves that one."""
+    """Return how many nodes srun is to use: --num_nodes, else the nodes of the allocation that we run in, else 1.
+
+    --include or --exclude, which name this machine where there is no hostfile, leave one node.
+    """
     if args.num_nodes is not None or args.include or args.exclude:
         return args.num_nodes or 1
     return environment_int("SLURM_JOB_NUM_NODES", 1, least=1)

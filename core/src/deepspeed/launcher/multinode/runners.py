@@ -88,7 +88,7 @@ class MultiNodeRunner(ABC):
         return dict(environment)
 
     def rank_command(self) -> list[str]:
-        """What one rank runs: the user's program with its arguments. For use in `get_cmd`."""
+        """Return what one rank runs: the user's program with its arguments. For use in `get_cmd`."""
         program = [] if self.args.no_python else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
         return [*program, self.args.user_script, *self.args.user_args]
 
@@ -97,7 +97,7 @@ _WITH_VENV = '. "$0" && exec "$@"'  # for sh: $0 is the script, the rest is the 
 
 
 class RankStarter(MultiNodeRunner):
-    """What they have in common. Of `programs` the first that is installed is taken."""
+    """A `RankStarter` starts the ranks by MPI or Slurm, with the first of `programs` that is installed."""
 
     def validate_args(self) -> None:
         if self.args.ssh_port is not None and not self.ssh_port_words():
@@ -111,11 +111,11 @@ class RankStarter(MultiNodeRunner):
         return next(name for name in self.programs if shutil.which(name))
 
     def ssh_port_words(self) -> list[str]:
-        """The options for `--ssh_port`; none where there is no such."""
+        """Return the options for `--ssh_port`; [] if the launcher has none, or the flag is not given."""
         return []
 
     def rank_words(self) -> list[str]:
-        """What one rank runs, after `--venv_script`."""
+        """Return what one rank runs, with `--venv_script` read first if that is given."""
         if self.args.venv_script is None:
             return self.rank_command()
         return ["sh", "-c", _WITH_VENV, os.path.abspath(self.args.venv_script), *self.rank_command()]
@@ -125,7 +125,7 @@ class RankStarter(MultiNodeRunner):
         return shlex.split(self.args.launcher_args)
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """What each rank is given."""
+        """Return the environment variables that each rank is given."""
         found = exported(environment, read_environment_files())
         if self.args.master_addr:
             found["MASTER_ADDR"] = self.args.master_addr
@@ -252,7 +252,7 @@ _PER_NODE_FLAGS = frozenset({"bind_cores_to_rank", "log_dir", "enable_each_rank_
 
 
 class RemoteShellRunner(MultiNodeRunner):
-    """What `ssh` and `pdsh` have in common."""
+    """A `RemoteShellRunner` starts the per-node process on each host by the host's shell, over `ssh` or `pdsh`."""
 
     flags = _PER_NODE_FLAGS
 
@@ -351,7 +351,7 @@ def _ssh(args: "argparse.Namespace") -> list[str]:
 
 
 def reach_hosts(args: "argparse.Namespace", hosts: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What `hostname -I` prints on each host, all asked at the same time.
+    """Return what `hostname -I` prints on each host; all hosts are asked at the same time.
 
     Raises:
         ConfigError: naming the hosts that cannot be reached, and why the first cannot.
