@@ -24,7 +24,7 @@ from deepspeed.ops.op_builder.compiling import BuildError
 
 
 class Outcome(NamedTuple):
-    """What became of one op.
+    """An `Outcome` says what became of one op.
 
     Fields:
         op: its short name.

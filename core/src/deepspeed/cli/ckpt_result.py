@@ -1,4 +1,4 @@
-"""What a command of `ds_ckpt` found, and the words that its tables share."""
+"""The commands of `ds_ckpt` return a `Result` each, and share functions for tags, sizes and console output."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

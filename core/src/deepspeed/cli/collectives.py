@@ -137,7 +137,7 @@ def figures(op: str, num_bytes: int, seconds: float, num_ranks: int) -> Row:
 
 
 def make_call(op: str, library: ModuleType, full_N: "torch.Tensor", async_op: bool) -> Call:
-    """What one trial calls on this rank, with memory of its own that all trials use.
+    """Return the function that each trial calls on this rank; all trials use the memory that is allocated here.
 
     Args:
         op: one of the operations of the command line.

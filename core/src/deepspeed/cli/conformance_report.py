@@ -103,7 +103,7 @@ def counted(counts: Counter[str]) -> str:
 
 
 def theme_rows(record: Record) -> list[list[str]]:
-    """How many tests of each theme came to which outcome; themes in the order of the run."""
+    """Return a row per theme, in the order of the run: its name, and how many tests came to each outcome, "" for 0."""
     themes: dict[str, Counter[str]] = {}
     for test in record["tests"]:
         themes.setdefault(test["theme"], Counter())[test["outcome"]] += 1

@@ -1,5 +1,6 @@
-"""What the commands share: their parser, sizes on their command lines, and their console and tables, which have colors
-on a terminal only and no folded lines elsewhere.
+"""The commands share a parser, the reading of sizes on their command lines, a console and tables.
+
+The console and the tables have colors on a terminal only, and no folded lines elsewhere.
 """
 
 import argparse

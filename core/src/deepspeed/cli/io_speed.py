@@ -41,14 +41,14 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured, in bytes per second; None: not asked for."""
+    """A `Speed` holds the measured rates in bytes per second; a rate that was not asked for is None."""
 
     read: float | None
     write: float | None
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of one read and one write of each byte, as offload does them: what a choice is judged by."""
+        """The seconds that one read and one write of a byte take, as offload does both; choices are judged by them."""
         return sum(1 / rate for rate in (self.read, self.write) if rate)
 
 
@@ -131,7 +131,7 @@ def run(program: str, action: Callable[[], None]) -> int:
 
 
 def describe(bench: Bench, report: FolderReport) -> dict[str, Any]:
-    """What was measured, and where; the head of the JSON."""
+    """Return the head of the JSON: the folder, the engine, and how many bytes each measurement moved how often."""
     return {
         "folder": report.folder,
         "file_system": report.file_system,

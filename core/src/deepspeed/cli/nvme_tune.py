@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def combinations(options: argparse.Namespace) -> list[Parameters]:
-    """What is measured, small numbers first."""
+    """Return the combinations that are measured, small numbers first."""
     sizes = (options.intra_op_parallelism, options.queue_depth, options.block_size)
     flags = ((False, True), (True, False))
     return [

@@ -71,7 +71,7 @@ def import_torch() -> list[dict[str, Any]]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """What a broken one means, in one line."""
+    """Say in one line why the package of `row` makes `import torch` fail, and what to do."""
     return (
         f"import torch fails, because it loads {row['name']!r} of {row['origin']}: {row['error']}. Repair or uninstall "
         f"that package; {VARIABLE}=0 keeps torch from loading it"
@@ -262,12 +262,12 @@ def _versions() -> dict[str, str | None]:
 
 
 def _device(choice: "Choice") -> dict[str, Any]:
-    """What the chosen accelerator says of itself."""
+    """Return the answers of the chosen accelerator to the methods of `_ASKED`, by their names."""
     return {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
 
 
 def _answer(method: Callable[[], Any]) -> Any:
-    """What the accelerator answers, dtypes as their names; a vendor's failure is shown in its place."""
+    """Return what the accelerator answers, dtypes as their names, or a vendor's failure as text."""
     try:
         answer = method()
     except Exception as error:  # noqa: BLE001 - a report shows a broken vendor package, whatever it raises
@@ -355,7 +355,7 @@ def _dotted(name: str, value: Any) -> str:
 
 
 def _show_faults(report: dict[str, Any], console: Console) -> None:
-    """What is wrong with the installation as a whole."""
+    """Print what is wrong with the installation as a whole."""
     for row in report["torch_backends"]:
         if row["error"]:
             console.print(describe(row), style="bold red", markup=False)
