@@ -68,7 +68,7 @@ class PluginManager:
         return sorted(registered | {entry.name for entry in self._group(group)})
 
     def failure(self, name: str, group: str = ACCELERATORS) -> PluginError | None:
-        """What loading, probing or building `name` ended with, its `__cause__` the plugin's own error; for reports."""
+        """Return the error of loading, probing or building `name`, or None; its `__cause__` is the plugin's error."""
         return self._failures.get((group, name)) or self._faults.get((group, name))
 
     def refusal(self, name: str, group: str = ACCELERATORS) -> str | None:
@@ -224,10 +224,10 @@ class PluginManager:
             self._offers[name] = dataclasses.replace(self.probe(name), available=False, reason=f"broken: {error}")
 
     def build_accelerator(self, name: str, accept: Callable[[Any], Any] = lambda built: built) -> Any:
-        """What `ds_accelerator` of the plugin `name` returns.
+        """Build the accelerator of the plugin `name` by its `ds_accelerator`, and return what `accept` makes of it.
 
         Args:
-            accept: makes of it what is returned here; refuses it with a `PluginError`, which then names the plugin.
+            accept: may refuse the accelerator with a `PluginError`, which then names the plugin.
 
         Raises:
             PluginError: the plugin cannot be loaded, has no such hook, failed in it, or what it built is refused.
@@ -268,7 +268,7 @@ class PluginManager:
         return builders
 
     def ask(self, name: str, hook_name: str, /, **values: Any) -> Any:
-        """What the accelerator plugin `name` answers to a hook by name, active or not; None where it has no such hook.
+        """Return what the accelerator plugin `name`, active or not, answers to a hook; None if it has no such hook.
 
         Raises:
             PluginError: the plugin cannot be loaded, or failed in the hook.

@@ -25,7 +25,7 @@ DEFAULT_IMPORT_TIMEOUT_S = 300.0
 
 
 class _Call:
-    """Of a thread of `call_with_limit`: whether its caller still waits, and which lock of the caller it may use."""
+    """A `_Call` says whether the caller of `call_with_limit` still waits, and which of its locks the thread may use."""
 
     def __init__(self, lends: object) -> None:
         self.lends = lends
@@ -52,7 +52,7 @@ def is_lent(lock: object) -> bool:
 def timeout_s(
     variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEOUT_S, error: type[DeepSpeedError] = PluginError
 ) -> float:
-    """How long the import of an accelerator's plugin may take, and its probe, in seconds: `DS_PROBE_TIMEOUT`, or 10.
+    """Return how many seconds the import of an accelerator's plugin, or its probe, may take: `DS_PROBE_TIMEOUT`, or 10.
 
     Args:
         variable, default_s, error: another limit, and what is raised for it.
@@ -73,7 +73,7 @@ def timeout_s(
 
 
 def import_timeout_s() -> float:
-    """How long the import of a feature plugin or of op builders may take, in seconds: `DS_IMPORT_TIMEOUT`, or 300.
+    """Return how many seconds the import of a feature plugin or op builders may take: `DS_IMPORT_TIMEOUT`, or 300.
 
     Raises:
         PluginError: the variable holds no positive number.
@@ -109,11 +109,11 @@ def import_with_limit(module_name: str) -> Any:
 def call_with_limit(
     function: Callable[[], Any], seconds: float, name: str, variable: str = TIMEOUT_VARIABLE, lends: object = None
 ) -> Any:
-    """What `function` returns. Called by the manager, for the import and the `ds_probe` of each plugin.
+    """Call `function` in a thread, and return its result. Called for imports and the `ds_probe` of plugins.
 
     Args:
         seconds: the limit.
-        name: what it is called in a list of threads.
+        name: the name of the thread.
         variable: the environment variable that sets the limit, for the message.
         lends: a lock that the caller holds and `function` may use, see `is_lent`; None: `function` must not ask for a
             plugin or the accelerator (`inside_probe`).

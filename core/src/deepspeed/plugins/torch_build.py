@@ -13,9 +13,9 @@ _LINE = re.compile(r"^(\w+)\b[^=\n]*=\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|None)", re
 
 
 def torch_build() -> dict[str, str | None]:
-    """What `torch.version` states as text or None, by name: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
+    """Return what `torch.version` states, as text or None: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
 
-    From the torch in memory if it is there whole, else from its `version.py`. Empty when torch is not installed;
+    Read the torch in memory if it is there whole, else its `version.py`. Return {} when torch is not installed, and
     `{"__version__": None}` when that file cannot be read.
     """
     version = getattr(sys.modules.get("torch"), "version", None)
