@@ -40,7 +40,7 @@ _GIB = 2**30
 
 @dataclass
 class Window:
-    """What was measured since the last table: milliseconds by phase, all its steps together, and bytes by phase."""
+    """A `Window` holds, by phase, the milliseconds of all steps since the last table, and the bytes of memory."""
 
     num_steps: int = 0
     times_ms: dict[str, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Breakdown:
         return times_ms
 
     def take_window(self) -> Window:
-        """What was measured since the last call; waits for the device."""
+        """Return what was measured since the last call; waits for the device."""
         self.take_times()
         window, self._window = self._window, Window()
         return window
