@@ -216,4 +216,4 @@ def _told(error: Exception) -> str:
 
 
 def _nothing() -> None:
-    """What a plugin's monitor without `close` does at its end."""
+    """Do nothing, at the end of a plugin's monitor that has no `close`."""
