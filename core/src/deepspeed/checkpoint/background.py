@@ -38,7 +38,7 @@ _MIN_TAKEN_BYTES = 16 * 2**20  # at a time, as far as the mapping goes
 
 
 class SharedMemory:
-    """What `torch.save` needs of a file, over a mapping: where its pages were used before, a write is a plain copy.
+    """`SharedMemory` is a file for `torch.save` over a mapping, in which a write to pages used before is a plain copy.
 
     Memory is taken as it is written to, and stays for the next save. Where the system refuses it, `write` raises
     OSError: a full temporary folder, or strict accounting of memory (vm.overcommit_memory=2). A process that exceeds
@@ -168,7 +168,7 @@ class Orders:
         return True
 
     def error_of_end(self, reason: str = "") -> str:
-        """What a process that has ended without an answer is reported as; `reason` says what came of the order."""
+        """Return the message about a process that ended without an answer; `reason` says what came of the order."""
         why = reason and f": {reason.rstrip('.')}"
         return (
             f"the writer process of this rank has ended with exit code {self._process.wait()}{why}. What it printed is "
@@ -405,7 +405,7 @@ def _has_answer(save: _InFlight, orders: Orders, within_s: float = 0) -> bool:
 
 
 def _failure_of(save: _InFlight, orders: Orders) -> CheckpointError | None:
-    """What has failed; None if nothing has. Waits."""
+    """Wait until the save has ended, and return the error to raise for it; None if the save is complete."""
     wait([save.number])
     if (error := save.number.exception()) is not None:
         return CheckpointError(

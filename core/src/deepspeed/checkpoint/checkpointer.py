@@ -115,7 +115,7 @@ class Checkpointer:
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
 
     def store_of(self, path: Path) -> Store:
-        """What keeps `path`: the store of this object, or for a URL the one for object stores."""
+        """Return the store that keeps `path`: the store of this object, or for a URL the store of object stores."""
         return self._objects if is_remote(path) else self.store
 
     @property

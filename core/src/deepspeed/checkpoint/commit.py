@@ -62,7 +62,7 @@ def write_script(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What `plan_prune` found; tags are in the order of their steps, the first ones first."""
+    """A `PrunePlan` lists the tags to remove and the tags to keep, in the order of their steps, first ones first."""
 
     removed: list[SavedTag]
     kept: dict[str, str]
@@ -138,7 +138,7 @@ def _why_never(tag: SavedTag, directory: Path) -> str:
 
 
 def _linked_in(directory: Path) -> set[Path]:
-    """What the symbolic links in `directory` lead to."""
+    """Return the paths that the symbolic links in `directory` lead to."""
     return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
 
 

@@ -111,7 +111,7 @@ def tag_folder(checkpoint_dir: str | Path, tag: str | int | None) -> Path:
 
 
 def _tags_there(root: Path) -> str:
-    """What tags can be asked for instead, in the order of their numbers."""
+    """Return the end of an error message that lists the tags in `root`, in the order of their numbers."""
     folders = {file.parent.name for file in root.glob("*/*_states.pt")}
     found = [re.fullmatch(r"([^.].*)|\.(.+)\.former", name) for name in folders]
     tags = {name[1] or name[2] for name in found if name}
@@ -251,7 +251,7 @@ def naming_files(
 
 
 def _prefix_of(number: int, keys: Collection[str], named: Collection[str]) -> str:
-    """What the names of the weights of a layer begin with; `named` are those of parameters that were trained."""
+    """Return the prefix that a layer's weights have in the module; `named` has the names of trained parameters."""
     shared: dict[str, set[str]] = {}
     for name in named:
         if match := re.match(r"tied_modules\.[^.]+\.", name):
@@ -337,7 +337,7 @@ def _check_file(
 
 
 def _checksums(path: Path, block_bytes: int, advance: Callable[[int], object] | None) -> Iterator[str]:
-    """Of each block of a file."""
+    """Yield the CRC-32 of each block of a file, as 8 hexadecimal digits."""
     buffer = memoryview(bytearray(2**20))
     checksum, in_block = 0, 0
     with path.open("rb", buffering=0) as file:
@@ -369,7 +369,7 @@ def read_shards(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def _shards_of_one(folder: Path, files: list[Path]) -> list[dict[str, Any]]:
-    """Of one model-parallel rank."""
+    """Read every `optimizer_state_dict` of one model-parallel rank, and check that all are there and no others."""
     ranks = [_rank_order(path)[0] for path in files]
     if ranks != list(range(len(ranks))):
         raise CheckpointError(f"{folder} is incomplete or mixed: it holds the optimizer shards of ranks {ranks}.")

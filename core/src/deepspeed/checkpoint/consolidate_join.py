@@ -145,7 +145,7 @@ def _from_module(value: torch.Tensor | LazyTensor) -> LazyTensor:
 
 
 class _Held(NamedTuple):
-    """What one rank has of a weight."""
+    """A `_Held` has one rank's values of a weight, and says which part of the whole weight they are."""
 
     weight: LazyTensor
     part: Mapping[str, Any] | None  # of the whole; None: all of it

@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a `.metadata` says."""
+    """`Metadata` says what entries a checkpoint has and where their bytes lie, as its `.metadata` file records them."""
 
     paths: Mapping[str, tuple[str | int, ...]]
     """The keys of the nested state dict that was saved, by the name of each entry."""
@@ -216,11 +216,13 @@ def is_dcp_folder(folder: Path) -> bool:
 
 
 class DcpFolder:
-    """Args:
-    folder: holds `.metadata`.
+    """A `DcpFolder` reads the tensors and the other values of a DCP checkpoint from its mapped files.
+
+    Args:
+        folder: holds `.metadata`.
 
     Raises:
-        CheckpointError: it cannot be read, or asks for more than data.
+        CheckpointError: `.metadata` cannot be read, or asks for more than data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -232,15 +234,15 @@ class DcpFolder:
 
     @cached_property
     def tensors(self) -> dict[str, "DcpTensor"]:
-        """By name."""
+        """The tensors that the folder holds, by name."""
         return {name: DcpTensor(self, name, tensor) for name, tensor in self._metadata.tensors.items()}
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor.
+        """Return a value that is no tensor.
 
         Raises:
-            NotPlainData: it is of classes that are not loaded.
-            CheckpointError: it is missing or damaged.
+            NotPlainData: the value is of classes that are not loaded.
+            CheckpointError: the value is missing or damaged.
         """
         view = self.piece(name, None)
         try:
@@ -289,7 +291,7 @@ class DcpFolder:
 
 
 def _classes_in(view: memoryview) -> str:
-    """What the pickle in a file of torch.save asks for that is not loaded; empty for a damaged one."""
+    """Name what the pickle in a file of torch.save asks for that is not loaded; empty for a damaged file."""
     try:
         return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(view)))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError):

@@ -30,7 +30,7 @@ _OF_ANOTHER_FORM = (AttributeError, LookupError, TypeError, ValueError, Arithmet
 
 
 def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
-    """What the DCP checkpoint in `folder` holds; weights and states stay in the files.
+    """Return what the DCP checkpoint in `folder` holds; weights and states stay in its files.
 
     Raises:
         CheckpointError: a file is missing or damaged, or, with `needs_states`, there is no optimizer's state.
@@ -82,7 +82,7 @@ def _is_of_optimizer(name: str, prefix: str | None) -> bool:
 
 
 def _optimizer_prefix(source: DcpFolder) -> str | None:
-    """What is before `state.` and `param_groups.` of the optimizer's entries; None where there are none."""
+    """Return what precedes `state.` and `param_groups.` in names of the optimizer's entries; None if there are none."""
     keys = [name for name in source.paths if name.startswith(_GROUPS) or f".{_GROUPS}" in name]
     found = sorted({name[: name.index(_GROUPS)] for name in keys})
     if len(found) > 1:
@@ -104,7 +104,7 @@ def _states(source: DcpFolder, prefix: str) -> dict[str, dict[str, DcpTensor]]:
 
 
 def _weights_prefix(source: DcpFolder, prefix: str | None, states: Iterable[str]) -> str:
-    """What is before the names of the weights: of the nested dict that has all that were trained, else the largest."""
+    """Return what precedes the names of the weights: the path of the largest dict that has all trained parameters."""
     found: dict[str, set[str]] = {}
     for name in source.tensors:
         if not _is_of_optimizer(name, prefix):
@@ -122,7 +122,7 @@ def _weights_prefix(source: DcpFolder, prefix: str | None, states: Iterable[str]
 
 
 def _optimizer_state(source: DcpFolder, prefix: str, states: Mapping[str, Mapping[str, DcpTensor]]) -> dict[str, Any]:
-    """As torch's own state dict, with the names of the parameters beside it."""
+    """Return the optimizer's state in the form of torch's state dict, with the parameters' names as `param_names`."""
     by_group: dict[str, dict[str, Any]] = {}
     for key in source.paths:
         if key.startswith(prefix + _GROUPS):

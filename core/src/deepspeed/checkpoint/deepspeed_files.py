@@ -1,4 +1,6 @@
-"""What DeepSpeed 0.19 wrote, in the form in which this package writes it: its own checkpoints and its universal format.
+"""This module turns files of DeepSpeed 0.19, its checkpoints and its universal format, into the form of this package.
+
+`reader.py` and `saved_run.py` call it with what they have read.
 
 A file of DeepSpeed has objects of its own: the loss scaler and the stage, and the addresses of parameters in a shard.
 They are loaded as plain records of their attributes; no other class of DeepSpeed is admitted.
@@ -25,7 +27,8 @@ model file that has none. Patterns match from the beginning of a name, as `re.ma
     parameter_with_sub_params                  of `{"patterns", "shape", "partition_dim"}`: several, as `shape` says
     vocabulary_parameter_patterns              divided along dimension 0, as all that match nothing
 
-Those of the last one are written without the rows from `original_vocab_size` on, and are filled with zeros at a load.
+Parameters that match the last one are written without the rows from `original_vocab_size` on; a load fills these rows
+with zeros.
 """
 
 import math
@@ -91,7 +94,7 @@ def loss_scale_in(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def constant_scaler() -> LossScaler:
-    """What DeepSpeed has without fp16, and wants in files of stage 3."""
+    """Return the loss scaler that DeepSpeed has without fp16, a constant scale of 1, and wants in files of stage 3."""
     scaler = LossScaler.__new__(LossScaler)
     vars(scaler).update(cur_scale=1.0, dynamic=False)
     return scaler
@@ -212,7 +215,7 @@ def vocabulary_rows(client_state: Mapping[str, Any], name: str) -> int | None:
 
 
 def _part(name: str, shape: torch.Size, info: Mapping[str, Any], rank: int, size: int) -> ModelPart | None:
-    """What a rank has of a parameter, of which it has `shape`; None: all of it."""
+    """Return the part that a rank with a tensor of `shape` has of a parameter; None if it has the whole one."""
     is_whole = any(
         _matches(name, info.get(key)) for key in (TP_REPLICATED_PARAMETER_PATTERNS, PARAMETER_TO_AVERAGE_PATTERNS)
     )

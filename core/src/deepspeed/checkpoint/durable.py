@@ -31,7 +31,7 @@ _fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
 class SequentialFile:
-    """What `torch.save` needs of a file. A context manager; `sync` is its last call inside.
+    """A `SequentialFile` is a file for `torch.save`, and a context manager; `sync` is the last call inside.
 
     Args:
         path: is created, or emptied.
@@ -60,7 +60,10 @@ class SequentialFile:
         return len(data)
 
     def write_lasting(self, data: memoryview) -> None:
-        """As the first `write`, of memory that begins at a page and does not change until `sync`: it is not copied."""
+        """Write the file's first bytes from memory that begins at a page and stays as it is until `sync`.
+
+        Whole blocks are not copied; only the rest after the last one is.
+        """
         assert self._offset + self._filled == 0
         for first in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
             block = data[first : first + _BLOCK_BYTES]
@@ -101,7 +104,7 @@ class SequentialFile:
             written.result()
 
     def _put(self, block: memoryview, offset: int) -> None:
-        """In the thread."""
+        """Write a block at `offset` of the file, in the thread."""
         try:
             _write_all(self._descriptor, block, offset)
         except OSError as error:
@@ -238,7 +241,7 @@ def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError
 
 
 def _free_space(path: Path) -> str:
-    """How much room is left where `path` should lie, as a clause for an error message."""
+    """Say in a clause for an error message how much room is left where `path` should lie; empty if that is unknown."""
     for folder in path.parents:
         with contextlib.suppress(OSError):
             return f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"

@@ -68,7 +68,7 @@ class ChecksumWriter:
         self._file.flush()
 
     def checksums(self) -> list[str]:
-        """As `BlockSums.as_text`, of what was written."""
+        """Return the checksums of what was written, as `BlockSums.as_text` gives them."""
         return self._sums.as_text()
 
 
@@ -132,7 +132,7 @@ def _sum_of_block(descriptor: int, first: int) -> int:
 
 
 def _sums_in_order(path: Path, advance: Callable[[int], object] | None) -> list[str]:
-    """Of an object in an object store, which has one stream."""
+    """Return the checksums of the blocks of an object in an object store, which is read as one stream."""
     sums = BlockSums()
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
@@ -174,7 +174,7 @@ class FileEntry:
     """At a save: why `tensors` of a file of torch.save are not known, where that should not be."""
 
     def as_json(self) -> dict[str, Any]:
-        """What the index says of it."""
+        """Return what the index says of the file."""
         about: dict[str, Any] = {"name": self.name, "bytes": self.num_bytes, "crc32": self.checksums}
         if self.tensors is not None:
             about["tensors"] = [
@@ -183,12 +183,12 @@ class FileEntry:
         return about
 
     def as_message(self) -> dict[str, Any]:
-        """The same with `parameters` and `unlisted`, for the rank that writes the index."""
+        """Return `as_json` with `parameters` and `unlisted`, for the rank that writes the index."""
         return {**self.as_json(), "parameters": self.parameters, "unlisted": self.unlisted}
 
     @classmethod
     def parse(cls, known: Mapping[str, Any]) -> "FileEntry":
-        """From `as_json` or `as_message`. ValueError, TypeError or KeyError where it is neither."""
+        """Parse what `as_json` or `as_message` gave. Raises ValueError, TypeError or KeyError for anything else."""
         name, num_bytes, sums, listed = known["name"], known["bytes"], known["crc32"], known.get("tensors")
         _require(isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0"), "name", name)
         _require(num_bytes is None or _is_count(num_bytes), f"bytes of {name}", num_bytes)

@@ -291,7 +291,7 @@ def store_failures(directory: object) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What failed, in one line: stores raise `OSError`s without a number, and time-outs without a text."""
+    """Say in one line what failed: stores raise `OSError`s without a number, and time-outs without a text."""
     text = getattr(error, "strerror", None) or str(error).strip()
     return text if isinstance(error, OSError) and text else f"{type(error).__name__}{text and f': {text}'}"
 

@@ -149,7 +149,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_name_or_row(value: Any) -> bool:
-    """Of a weight, with its row where several experts have one."""
+    """Return whether `value` is the name of a weight, or a name and a row where one weight has several experts."""
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     return _is_name(value) or (is_pair and _is_name(value[0]) and _is_count(value[1]))
 
@@ -218,7 +218,7 @@ class StatesByName:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `Checkpointer.load` found."""
+    """A `LoadedCheckpoint` holds what `Checkpointer.load` found."""
 
     path: str
     """The model file that this rank read."""
@@ -291,7 +291,7 @@ def find_folder(load_dir: Path, tag: str) -> Path:
 
 
 def tag_folder_hint(load_dir: Path) -> str:
-    """What to pass instead when `load_dir` is the folder of one tag and not of all; else empty."""
+    """Say what to pass when `load_dir` is the folder of one tag and not of all tags; else return an empty text."""
     path = load_dir.absolute()
     if not path.is_dir() or not any(layout.is_checkpoint_file(file.name) for file in path.iterdir()):
         return ""

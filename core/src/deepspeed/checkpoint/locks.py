@@ -305,10 +305,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Ending:
-    """What came of one asynchronous save, for who does not commit it, and for a rank whose writer was killed.
+    """`Ending` finds what came of an asynchronous save, for a rank that does not commit it or whose writer was killed.
 
-    The result of the committing writer says it. Where that writer has died without one, or has removed it, the
-    checkpoint in its place does: its index has the moment of the save.
+    The result of the committing writer says what came of it. Where the committing writer has died without a result, or
+    has removed its result, the checkpoint in its place says it: its index has the moment of the save.
 
     A result is `{}` where the save is complete, or has an `"error"`; `"is_known": False` is in it too where the save
     may be complete all the same.
@@ -329,15 +329,15 @@ class Ending:
         return asdict(self)
 
     def wait_for_committer(self) -> dict[str, Any]:
-        """The result; a living writer calls it when its files are written and its report says so."""
+        """Wait for the result and return it; for a living writer whose files are written and whose report says so."""
         return self._wait(self._look_at_committer)
 
     def wait_without_writer(self) -> dict[str, Any]:
-        """The result; a rank calls it whose writer process has ended without an answer."""
+        """Wait for the result and return it; for a rank whose writer process has ended without an answer."""
         return self._wait(self.look_without_writer)
 
     def look_without_writer(self) -> dict[str, Any] | None:
-        """As `wait_without_writer`, but None while it is not known."""
+        """Return the result as `wait_without_writer` does, but None while the result is not known."""
         own = _result(self._report(self.name))
         if own is not None and "error" in own:
             return own

@@ -39,7 +39,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Division:
-    """How a run divides its model.
+    """A `Division` says how a run divides its model over ranks.
 
     Args:
         axes: ranks along "pp" and "tp".
@@ -58,7 +58,7 @@ class Division:
         return any(each.holders[0] == dp_rank for each in self.experts.values())
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values, for a file."""
+        """Return the division as plain values, for a file."""
         parts = {name: part.to_plain() for name, part in self.parts.items()}
         experts = {name: [list(each.holders), list(each.names)] for name, each in self.experts.items()}
         own = {"axes": dict(self.axes), "parts": parts, "experts": experts}
@@ -66,10 +66,12 @@ class Division:
 
     @classmethod
     def of_file(cls, model_state: Mapping[str, Any], path: str) -> "Division | None":
-        """What a model file says; None if nothing.
+        """Return the division that a model file records; without a record, the undivided one of a single rank.
+
+        Return None if several model-parallel ranks saved the file and it has no record.
 
         Raises:
-            CheckpointError: what it says is of another form.
+            CheckpointError: the record is of another form.
         """
         state = model_state.get(DIVISION)
         if state is None:
@@ -139,7 +141,7 @@ class SavedModelRank:
         }
 
     def part(self, name: str) -> ModelPart:
-        """What this rank has of a weight."""
+        """Return the part of a weight that this rank has."""
         return self.parts.get(name) or _all_of(self.shapes[name])
 
     def check_shape(self, name: str) -> None:
@@ -161,7 +163,7 @@ class SavedModelRank:
         return self._names[name] != name
 
     def whole_name(self, name: str) -> str:
-        """Of a weight, in the undivided model."""
+        """Return the name that a weight has in the undivided model."""
         part = self.parts.get(name)
         return (part.name if part is not None else "") or name
 
@@ -263,7 +265,7 @@ class Source:
         return result
 
     def _held_rows(self, part: ModelPart, read: Read, first: int, stop: int) -> Iterable[tuple[int, int, Tensor]]:
-        """What a rank has of rows [first, stop): of a division of rows, rows [low, high) with their values."""
+        """Yield (low, high, values) for each run of rows in [first, stop) that a rank has: its part of these rows."""
         own = part.own_shape
         if own.numel() == 0:
             return
@@ -280,7 +282,7 @@ class Source:
 
 
 class _Mean(Source):
-    """Of a parameter that several ranks have whole, with values of their own: the mean of these."""
+    """`_Mean` reads the mean, in fp32, of a parameter that several ranks have whole with values of their own."""
 
     def __init__(self, held: Sequence[tuple[ModelPart, Read]], what: str) -> None:
         super().__init__(held, what)
@@ -402,13 +404,16 @@ class AcrossRanks(SavedStates):
         return rank.shapes[local] if is_same else self._own_part(name).own_shape
 
     def _own_part(self, name: str) -> ModelPart:
-        """What this run holds, of the shape of the save: a model of another shape is refused by whoever compares."""
+        """Return the part of the saved parameter that this run holds; all of it if this run has no part of its shape.
+
+        Whoever compares the shapes refuses a model of another shape.
+        """
         rank, local = self._held[name][0]
         shape, part = rank.part(local).shape, self._own.get(name)
         return part if part is not None and part.shape == shape else _all_of(shape)
 
     def _holders(self, name: str) -> list[tuple[ModelPart, SavedStates, str]]:
-        """What each rank whose optimizer had the parameter has of it, and the name there."""
+        """Return the part, the states and the name there, for each saved rank whose optimizer had the parameter."""
         return [
             (rank.part(local), *found) for rank, local in self._held[name] if (found := rank.trained(local)) is not None
         ]

@@ -45,10 +45,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleFiles:
-    """Args:
-    places: of this rank.
-    expp_file: of the optimizer's state of this rank, which holds experts.
-    num_experts: of each mixture of experts of the module.
+    """`ModuleFiles` says which of a rank's weights go into files of their own, and divides a save's state accordingly.
+
+    Args:
+        places: the weights of this rank that go into such files.
+        expp_file: the file of this rank's optimizer state, where the module has experts; else None.
+        num_experts: the number of experts of each mixture of experts in the module.
     """
 
     places: Sequence[Place]
@@ -56,11 +58,11 @@ class ModuleFiles:
     num_experts: Sequence[int] = ()
 
     def divide(self, state: Mapping[str, Any], model_file: str, dp_rank: int) -> dict[str, dict[str, Any]]:
-        """The contents of this rank's files, by name.
+        """Return the contents of this rank's files, by name.
 
         Args:
             state: content of a model file, with all weights.
-            model_file: its name. Of another than the first data-parallel rank it is `expp_file`.
+            model_file: its name; `expp_file` on all data-parallel ranks but the first.
         """
         weights = state["module"]
         rest, files = _like(weights, weights), dict[str, dict[str, Any]]()
@@ -122,7 +124,10 @@ def _add_metadata(weights: Mapping[str, Any], place: Place, content: dict[str, A
 
 
 def module_files(module: torch.nn.Module, mesh: Mesh, zero_stage: int) -> ModuleFiles | None:
-    """What this rank writes; None: its model file has all. At stage 3 the weights are in the optimizer's shards."""
+    """Return the files of their own that weights of this rank go into; None if its model file has them all.
+
+    None at stage 3 too, whose weights are in the optimizer's shards.
+    """
     if zero_stage == 3:
         return None
     mixtures = {path: layer for path, layer in module.named_modules() if isinstance(layer, MoE)}
@@ -146,7 +151,7 @@ def _of_layers(module: PipelineModule, mesh: Mesh) -> ModuleFiles:
 
 
 def _of_experts(mixtures: Mapping[str, MoE], mesh: Mesh) -> Iterator[Place]:
-    """Of the experts that this rank is the first to hold."""
+    """Yield the places of the experts that this rank is the first to hold."""
     for number, (path, layer) in enumerate(mixtures.items()):
         ranks = mesh.experts(layer.ep_size)
         if ranks.rank("edp") > 0:

@@ -85,7 +85,7 @@ def _with_defaults(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flattened(states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """As `get_optimizer_state_dict` with `flatten_optimizer_state_dict` has it."""
+    """Flatten states and groups as `get_optimizer_state_dict` does with `flatten_optimizer_state_dict`."""
     flat = {f"state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
     for group in groups:
         for name in group["params"]:
@@ -101,7 +101,7 @@ class _Planner(DefaultSavePlanner):
         self._makers: dict[int, Callable[[], Tensor]] = {}
 
     def later(self, shape: torch.Size, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """What to put into the state dict for a tensor that `make` gives."""
+        """Return a placeholder to put into the state dict; the tensor that `make` gives is written in its place."""
         placeholder = torch.empty(shape, dtype=dtype, device="meta")
         self._makers[id(placeholder)] = make
         return placeholder
@@ -113,7 +113,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write(state: Mapping[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:
-    """What `torch.distributed.checkpoint.save` does, in one process with a plan, and so a file, for each few tensors.
+    """Save as `torch.distributed.checkpoint.save` does, in one process, with a plan, and so a file, per few tensors.
 
     The writer keeps the tensors of a plan until the plan is written.
     """
@@ -222,7 +222,7 @@ def _save_value(run: SavedRun, value: Tensor, shape: torch.Size, path: Path, row
 
 
 def _optimizer_state(run: SavedRun) -> dict[str, Any]:
-    """What a shard has besides tensors. `params` of a group count the dicts of `param_shapes`."""
+    """Return what a shard has besides tensors. `params` of a group are positions in the list `param_shapes`."""
     assert run.states is not None
     buffers = run.model_state["param_shapes"]
     number_of = {name: number for number, buffer in enumerate(buffers) for name in buffer}

@@ -45,7 +45,7 @@ Verify = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Reader:
-    """Args: see `Checkpointer`, and its `load` for those of a load."""
+    """A `Reader` reads one tag for one rank; `Checkpointer` and its `load` describe the arguments."""
 
     store: Store
     position: Position
@@ -60,7 +60,7 @@ class Reader:
     map_location: Any
 
     def read(self, directory: Path, tag: str) -> LoadedCheckpoint:
-        """What `Checkpointer.load` returns. Raises `CheckpointError`, on this rank."""
+        """Return what `Checkpointer.load` returns. Raises `CheckpointError`, on this rank only."""
         folder = find_folder(directory, tag)
         with as_damage(folder):
             return self._read(folder, tag)
@@ -198,12 +198,15 @@ class Reader:
         return cast(dict[str, Any], state)
 
     def _of_own_share(self, files: Iterable[list[Path]], verify: Verify, rank: int, world_size: int) -> Verify:
-        """Of files that `world_size` ranks read by range, `rank` verifies some."""
+        """Limit `verify` to the share of `rank` in files that `world_size` ranks read by range."""
         share = {path for paths in files for path in paths[rank::world_size]}
         return lambda path: verify(path) if path in share else None
 
     def _verifier(self, folder: Path) -> Verify:
-        """What to call with the path of each file that this rank is about to load; reads each file once."""
+        """Return what to call with the path of each file that this rank is about to load; it verifies a file once.
+
+        With `checks_sizes`, the sizes of the files of a load are compared here, before any is read.
+        """
         store = self.store
         index = store.read_index(folder) if isinstance(store, IndexedStore) else None
         if index is None:

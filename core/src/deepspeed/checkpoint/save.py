@@ -157,7 +157,7 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
 def describe_save(
     tag: str, model_state: Mapping[str, Any] | None, shard_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What the index says of a save, as far as the rank knows it that has these states; see `Index.saved`."""
+    """Return what the index says of a save, as far as a rank with these states knows it; see `Index.saved`."""
     shard = (shard_state or {}).get("optimizer_state_dict", {})
     return {
         "tag": tag,
@@ -236,7 +236,7 @@ def _write(save: Save, ranks: Ranks, store: Store) -> None:
 
 
 def _entry(store: Store, folder: Path, name: str, num_bytes: int | None) -> FileEntry:
-    """What the index says of a file that this rank wrote."""
+    """Return what the index says of a file that this rank wrote."""
     path = layout.staging_folder(folder) / name
     checksums = store.checksums(folder, name) if isinstance(store, IndexedStore) else None
     if not (isinstance(store, FolderStore) and path.is_file()):  # a remote one would be read from where it went

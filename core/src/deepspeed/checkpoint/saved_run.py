@@ -41,12 +41,14 @@ from deepspeed.zero.redistribute import part_of_parts
 
 
 class SavedRun:
-    """Args:
-    directory: as given to `save_checkpoint`.
-    tag: default: what `latest` names.
+    """A `SavedRun` has the weights and the optimizer's states of one tag by name; they stay in the files.
+
+    Args:
+        directory: the one that was given to `save_checkpoint`.
+        tag: default: the tag that `latest` names.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or the optimizer's state does not name its parameters.
     """
 
     def __init__(self, directory: Path, tag: str | None = None) -> None:
@@ -101,7 +103,7 @@ class SavedRun:
 
     @cached_property
     def _counts(self) -> dict[str, frozenset[str]]:
-        """By parameter the states of one number that those of its group have which were updated. SGD has none."""
+        """The names of the one-number states that some parameter of the same group has, by parameter. SGD has none."""
         assert self.states is not None
         counts: dict[str, frozenset[str]] = {}
         for names in self.states.names:
@@ -111,13 +113,13 @@ class SavedRun:
 
     @cached_property
     def state_names(self) -> list[str]:
-        """Of the states with one number per element."""
+        """The names of the states that have one number per element."""
         if self.states is None:
             return []
         return list(dict.fromkeys(key for name in sorted(self.states.trained) for key in self.states.dtypes(name)))
 
     def step(self, name: str) -> float:
-        """How often a parameter was updated."""
+        """Return how often a parameter was updated; 0 where the save has no count of it."""
         assert self.states is not None
         count = self.states.scalars(name).get("step", 0)
         return float(count)
@@ -186,10 +188,12 @@ class _Weight:
 
 
 class JoinedRun(SavedRun):
-    """Args: see `SavedRun`. Its `model_state` is one that a run of one rank would have saved, without the weights.
+    """A `JoinedRun` is the `SavedRun` of a divided model, whose ranks' parts it joins; the arguments are the same.
+
+    Its `model_state` is one that a run of one rank would have saved, without the weights.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it cannot be joined.
+        CheckpointError: a file is missing or damaged, or the parts cannot be joined.
     """
 
     def __init__(self, directory: Path, tag: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint have of the optimizer's side, by parameter and by range, whoever saved them.
+"""`DividedStates` and `TorchStates` read the optimizer's side of a checkpoint by parameter and by range.
 
 Files divide the parameters among the ranks that saved them. A rank reads of all files what its shards need
 (`zero/named_states.py`), so that none holds whole states:
@@ -30,10 +30,12 @@ PARAM_NAMES = "param_names"
 
 
 class DividedStates(SavedStates):
-    """Args:
-    parts: `optimizer_state_dict` of each data-parallel rank; one of all parameters for stage 0 with master weights.
-    groups: shapes of the parameters of each group, in the order of the file.
-    holders: of each group the ranks whose parts divide it; None: all ranks.
+    """`DividedStates` reads the states of flat groups, which the ranks of the save divided among them.
+
+    Args:
+        parts: `optimizer_state_dict` of each data-parallel rank; one of all parameters for stage 0 with master weights.
+        groups: shapes of the parameters of each group, in the order of the file.
+        holders: for each group, the ranks whose parts divide it; None: all ranks.
 
     Raises:
         CheckpointError: the parts have not as many elements as the parameters.
@@ -67,7 +69,7 @@ class DividedStates(SavedStates):
         self._runs = [_by_param(self._divide(index, group)) for index, group in enumerate(groups)]
 
     def _parts_of(self, index: int) -> Sequence[Mapping[str, Any]]:
-        """Of the ranks that divide a group."""
+        """Return the parts of the ranks that divide a group."""
         return self._parts if self._holders is None else [self._parts[rank] for rank in self._holders[index]]
 
     def _divide(self, index: int, group: Mapping[str, Any]) -> list[Run]:
@@ -177,10 +179,12 @@ def _by_buffer(
 
 
 class TorchStates(SavedStates):
-    """Args:
-    weights: of the module, by name: tensors, or `StoredTensor`s. So may be the states.
-    state: torch's state dict of its optimizer.
-    names: of the parameters of each group, in the order of `state`.
+    """`TorchStates` reads states that lie whole in torch's state dict, and the module's weights as the master weights.
+
+    Args:
+        weights: tensors or `StoredTensor`s of the module, by name. The states may be either, too.
+        state: torch's state dict of the module's optimizer.
+        names: names of the parameters of each group, in the order of `state`.
     """
 
     def __init__(self, weights: Mapping[str, Any], state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
@@ -204,7 +208,10 @@ class TorchStates(SavedStates):
         )
 
     def _is_by_element(self, key: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
-        """As in `state_dict.collect`: the step count of a parameter of no dimensions looks like its moments."""
+        """Return whether the state `key` has one number per element in all of `held`, as in `state_dict.collect`.
+
+        A parameter of no dimensions alone does not show it: its step count looks like its moments.
+        """
         present = [(state[key], self.shapes[name]) for name, state in held.items() if key in state]
         fits = all(isinstance(value, Tensor | StoredTensor) and value.shape == shape for value, shape in present)
         return fits and any(value.dim() > 0 for value, _ in present)
@@ -238,7 +245,7 @@ def states_of(
     weights: Mapping[str, Any],
     holders: Sequence[Sequence[int]] | None = None,
 ) -> SavedStates | None:
-    """What a checkpoint has of the parameters that were trained; None where it has no names of them.
+    """Return the states of the parameters that were trained; None where the checkpoint has no names of them.
 
     Args:
         model_state: content of a model file.

@@ -270,7 +270,7 @@ _METHODS = ("create", "save", "wait", "commit", "discard", "load")
 
 
 def built_in_store(path: Path) -> TorchStore | ObjectStore:
-    """What keeps checkpoints at `path`, as `layout.location` gave it."""
+    """Return the built-in store for `path` as `layout.location` gave it: for a URL `ObjectStore`, else `TorchStore`."""
     return ObjectStore() if is_remote(path) else TorchStore()
 
 

@@ -142,18 +142,18 @@ class SavedTag:
 
     @property
     def num_bytes(self) -> int:
-        """Of the checkpoint's files as they are now."""
+        """The number of bytes that the checkpoint's files have now."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if layout.is_own_file(path.name))
 
     @cached_property
     def saved_at(self) -> datetime:
-        """When it was saved; without an index, when its folder was last changed."""
+        """The time at which the tag was saved; without an index, at which its folder was last changed."""
         if self.index is not None and self.index.saved.get("at"):
             return datetime.fromisoformat(self.index.saved["at"]).astimezone()
         return datetime.fromtimestamp(self.folder.stat().st_mtime).astimezone()
 
     def faults(self, *, content: bool, advance: Callable[[int], object] | None = None) -> dict[str, str]:
-        """What is wrong with the files, by the name of each that is missing or damaged. Without an index: its trouble.
+        """Return what is wrong with each file that is missing or damaged, by name; without an index, `trouble`, if any.
 
         Args:
             content: read the files and compare their checksums, and read the lists of tensors; else only sizes are
@@ -169,7 +169,7 @@ class SavedTag:
 
     @cached_property
     def fault_in_table(self) -> str:
-        """What is wrong with the lists of tensors in the index, which are read for this; empty when nothing is."""
+        """The fault that is in the index's lists of tensors, which are read for this; empty when there is none."""
         try:
             index = read_index(self.folder)
         except CheckpointError as error:
@@ -178,7 +178,7 @@ class SavedTag:
         return f"{self.folder / layout.INDEX_FILE}: {fault}. Load another tag." if fault else ""
 
     def fault_in(self, name: str, *, content: bool, advance: Callable[[int], object] | None = None) -> str:
-        """What is wrong with one file of the index; empty when nothing is."""
+        """Return what is wrong with one file of the index; empty when nothing is."""
         assert self.index is not None
         entry = self.index.entry(name)
         assert entry is not None
@@ -238,7 +238,7 @@ def _newest_first(directory: Path) -> list[str]:
 
 
 def _fault_in_share(directory: Path, name: str, share: tuple[int, int]) -> str | None:
-    """What this rank finds wrong with its share of a tag's files; None when nothing is."""
+    """Return the first fault that this rank finds in its share of a tag's files; None when there is none."""
     rank, world_size = share
     try:
         tag = next(iter(saved_tags(directory, [name])), None)

@@ -61,7 +61,7 @@ def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
 
 
 def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None, file: BinaryIO | None) -> FileEntry:
-    """What an index says of a file that was written. A file that cannot be listed does not fail its save.
+    """Return what an index says of a file that was written. A file that cannot be listed does not fail its save.
 
     Args:
         file: open for reading; None where its content is not known.
@@ -127,7 +127,7 @@ class _ModelRank:
         self._optimizer = beside.get(self._parameters.get("optimizer_file", ""), (self._models or files)[0])
 
     def _weights(self) -> Iterator[tuple[Any, int, Key, TensorRecord]]:
-        """Of each weight in the model file, or beside it, the name, the file's number, the key there."""
+        """Yield the name, the file's number, the key there and the record of each weight of the model, in any file."""
         number, model = self._models[0]
         for key, record in _tensors(model).items():
             if len(key) == 2 and key[0] in ("module", "ds_module_rest"):
@@ -257,7 +257,7 @@ def _tensors(entry: FileEntry) -> Mapping[Key, TensorRecord]:
 
 
 def parameters_in(model_state: Any) -> dict[str, Any] | None:
-    """What the table needs of a model file's content, as JSON: names and shapes. None for another content."""
+    """Return the names and shapes that the table needs of a model file's content, as JSON; None for other content."""
     if not isinstance(model_state, dict) or not model_state.keys() & {"module", "optimizer"}:
         return None
     optimizer = model_state.get("optimizer") or {}
@@ -368,7 +368,7 @@ class TensorTable:
 
 
 def fault_in_table(index: Index) -> str:
-    """What is wrong with the table of an index, which as a whole is as it was written; empty where nothing is."""
+    """Return what is wrong with the table of an index whose checksum fits; empty where nothing is."""
     if index.tensors is None:
         return ""
     try:

@@ -107,8 +107,10 @@ def _dense_tensors(item: Any) -> Iterator[Tensor]:
 
 
 class StoredTensor(ABC):
-    """Args:
-    shape, dtype: of the whole tensor.
+    """A `StoredTensor` is a tensor whose elements are read by range from where they are stored.
+
+    Args:
+        shape, dtype: of the whole tensor.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -130,7 +132,7 @@ class StoredTensor(ABC):
         """
 
     def whole(self) -> Tensor:
-        """All of it, with its shape."""
+        """Return the whole tensor, with its shape."""
         return self.read(0, self.numel()).view(self.shape)
 
 

@@ -1,4 +1,4 @@
-"""What is in a file that `torch.save` wrote, without torch, and without its tensors being read.
+"""`TorchFile` reads what is in a file that `torch.save` wrote, without torch and without reading its tensors.
 
 Such a file is a zip of records that are not compressed: `data.pkl`, a pickle in which each tensor refers to a storage,
 and `data/<number>`, the bytes of a storage. The pickle is loaded with placeholders for all classes: no code is run.
@@ -46,16 +46,18 @@ class TensorRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchFile:
-    """Args:
-    value: what was saved, with `TensorRecord`s in place of tensors. Objects that are neither tensors nor plain
-        values are opaque.
+    """A `TorchFile` has the content of a file that `torch.save` wrote, and lists its tensors.
+
+    Args:
+        value: what was saved, with `TensorRecord`s in place of tensors. Objects that are neither tensors nor plain
+            values are opaque.
     """
 
     value: Any
 
     @classmethod
     def read(cls, file: BinaryIO) -> "TorchFile | None":
-        """None where `torch.save` did not write the file, or wrote it in its form before 1.6.
+        """Read the file; None where `torch.save` did not write it, or wrote it in the form before torch 1.6.
 
         Raises:
             OSError: the file cannot be read.
@@ -115,8 +117,10 @@ def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 
 def _walk(value: Any, key: Key, inside: set[int]) -> Iterator[tuple[Key, TensorRecord]]:
-    """Args:
-    inside: the containers that `value` is in: one may hold itself.
+    """Yield each tensor in `value` that has elements, after the key that leads to it; `key` leads to `value`.
+
+    Args:
+        inside: the ids of the containers that `value` is in: one may hold itself.
     """
     if isinstance(value, TensorRecord):
         if value.numel:

@@ -150,7 +150,7 @@ def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _orders() -> Iterator[dict[str, Any]]:
-    """What the rank asks for on stdin, until it says "end", closes the pipe, or has ended."""
+    """Yield the orders that the rank gives on stdin, until it says "end", closes the pipe, or has ended."""
     rank, pipe, unread = os.getppid(), sys.stdin.fileno(), b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
