@@ -40,7 +40,7 @@ _SHOWN_SIZES = 12  # of a long list in a message
 
 
 class ElasticBatch(NamedTuple):
-    """What is chosen.
+    """An `ElasticBatch` is the global batch size that was chosen, with the numbers of ranks that can compute it.
 
     Args:
         train: samples per update over all ranks.
