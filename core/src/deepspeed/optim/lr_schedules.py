@@ -66,7 +66,7 @@ def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[
 
 
 class Schedule:
-    """What all schedules share: counting, writing the learning rates, state. A subclass writes `get_lr`."""
+    """A `Schedule` counts steps, writes the learning rates and keeps its count as state. A subclass writes `get_lr`."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
@@ -325,7 +325,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then a straight line back down to min at `total_num_steps` (T), where it stays.
+    """Raises the learning rate as `WarmupLR`, then lowers it linearly to min at `total_num_steps` (T) and holds it.
 
     gamma(n) = max(0, (T - n) / max(1, T - W)) for n >= W.
 
@@ -395,7 +395,7 @@ class WarmupCosineLR(Schedule):
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        """What the groups' own learning rates are multiplied by at `last_batch_iteration`."""
+        """Return the factor by which the groups' own learning rates are multiplied at `last_batch_iteration`."""
         n, W = self.last_batch_iteration, self.warmup_num_steps
         if n < 0:
             return 0.0

@@ -64,7 +64,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip_coefficient(total_norm: Tensor | float, max_norm: float) -> Tensor:
-    """What gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), 0-D; nan for nan, 0 for inf.
+    """Return the factor for the gradients: min(1, max_norm / (norm + 1e-6)), 0-D; nan for nan, 0 for inf.
 
     `max_norm` <= 0 means no clipping (1), as the config key `gradient_clipping` has it.
     """

@@ -94,7 +94,7 @@ def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
-    """How many states of its own size a parameter gets, at most; 2 for an optimizer that is not in the table here."""
+    """Return the most states of its own size that a parameter gets; 2 for an optimizer that the table here lacks."""
     kind = _kind_of(_unwrapped(optimizer))
     if kind is None:
         return 2
@@ -217,7 +217,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _label(saved: frozenset[str], options: frozenset[str]) -> str:
-    """What a saved state is called; only what it holds can tell."""
+    """Return the name of the kind of optimizer that left a saved state; only what the state holds can tell."""
     return next((kind.label for kind in _KINDS if kind.takes(saved, options)), "another optimizer")
 
 

@@ -44,8 +44,10 @@ _CHUNK_NUMEL = 1 << 22
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the weights that an optimizer updates for parameters of `dtype`, as checkpoints have them: fp32, but for
-    parameters that have more bits than it or are complex."""
+    """Return the dtype, as checkpoints have it, of the weights that an optimizer updates for parameters of `dtype`.
+
+    It is fp32, or, for a `dtype` that has more bits or is complex, the type that torch promotes it and fp32 to.
+    """
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What the engine must know of an optimizer before it shards the state: decided by type, never by trying."""
+"""These functions say, by type and never by trying, what the engine must know before it shards an optimizer's state."""
 
 import inspect
 import sys
@@ -111,7 +111,10 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _is_a(optimizer: Any, known: type) -> bool:
-    """Of this class, or of a subclass that did not write its own `step` (or the parts that our `step` calls)."""
+    """Return whether `optimizer` is of class `known`, or of a subclass that did not write its own `step`.
+
+    Nor may the subclass have written the parts that our `step` calls.
+    """
     cls = type(optimizer)
     if not issubclass(cls, known):
         return False
