@@ -1,4 +1,6 @@
-"""What the documented operators give when tensors have no data (meta, and `torch.compile`'s fake ones): checks, shapes.
+"""The fakes here check the tensors of the documented operators and give results of the right shapes, without data.
+
+Tensors have no data on the meta device and in `torch.compile`, which traces with fake ones.
 
 Called by `register_fakes` of an extension's builders, once, after the library was loaded. The operators that fronts
 call have one signature on every device (docs/reference/ops.md), and so have their fakes. May import torch alone.
@@ -58,7 +60,7 @@ def _tensors(label: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _nothing(*lists: Sequence[Tensor] | Tensor, **numbers: Any) -> None:
-    """Of operators that write in place."""
+    """Return nothing, as operators that write in place do."""
 
 
 def like_first(x: Tensor, *others: Any) -> Tensor:

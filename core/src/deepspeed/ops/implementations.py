@@ -28,7 +28,7 @@ _ON_HOST = {op.builder for op in OPS.values() if op.on_host}
 
 @dataclass(frozen=True)
 class Implementation:
-    """What one place has under a builder's name.
+    """`Implementation` says which class one place has under a builder's name, or why it has none.
 
     Attributes:
         where: the place, for messages: `"accelerator 'xyz' (XYZ_Accelerator)"`.

@@ -59,7 +59,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; also called for the groups that the constructor is given."""
+        """Check the options of a group, then add it as torch does; also called for the constructor's groups."""
         if isinstance(param_group, dict):  # else torch says what it must be
             check_options(**{name: value for name, value in param_group.items() if name in self.defaults})
         super().add_param_group(param_group)
@@ -133,7 +133,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError(f"{type(self).__name__} has no one-pass kernel; ask takes_one_pass first")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but fp32 state of a half parameter stays fp32 (torch would round it to the parameter's dtype)."""
+        """Load as torch does, but keep fp32 state of a half parameter (torch would round it to that dtype)."""
         super().load_state_dict(state_dict)
         saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         owners = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -226,7 +226,7 @@ class KernelOptimizer(ReferenceOptimizer):
         """Update `params` in place by torch's own operations; the states are there."""
 
     def gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """What `update_params` steps with; `params` all have a gradient."""
+        """Return the gradients of `params`, which all have one, for `update_params` to step with."""
         return [param.grad for param in params if param.grad is not None]
 
     def run_kernel(self, operator: Callable[..., Any], lists: list[Any], numbers: dict[str, Any]) -> None:

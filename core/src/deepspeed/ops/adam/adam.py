@@ -148,7 +148,7 @@ def _step_tensor(state: dict[str, Any], where: torch.device) -> Tensor:
 
 
 class AdamBase(KernelOptimizer):
-    """What both fronts share: the state dictionary can be exchanged with `torch.optim.Adam` and `torch.optim.AdamW`.
+    """`AdamBase` is the base of both fronts; `torch.optim.Adam` and `AdamW` can exchange state dictionaries with it.
 
     The kernel is `adam_step_(params, grads, exp_avgs, exp_avg_sqs, steps, copies, *, lr, beta1, beta2, eps,
     weight_decay, adam_w_mode, bias_correction, maximize, grad_scale)`, of an accelerator's extension or the host's.

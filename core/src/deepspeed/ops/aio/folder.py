@@ -23,7 +23,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What `preflight` found in a folder that can be used.
+    """`FolderReport` says what `preflight` found in a folder that can be used.
 
     Attributes:
         folder: its absolute path.
@@ -31,7 +31,7 @@ class FolderReport:
         free_bytes: what this user may still write.
         direct: files can be opened with O_DIRECT, past the page cache.
         alignment: bytes; offsets and addresses that are multiples of it are read and written without a copy.
-        memlock_bytes: what this process may lock in memory; None: unlimited.
+        memlock_bytes: bytes that this process may lock in memory; None: unlimited.
         remarks: what works but slowly, and what to do about it.
     """
 
@@ -126,7 +126,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _memlock_bytes() -> int | None:
-    """What this process may lock in memory; None: as much as it wants."""
+    """Return the number of bytes that this process may lock in memory; None: there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return None

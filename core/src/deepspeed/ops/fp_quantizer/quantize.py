@@ -31,7 +31,7 @@ def format_of(q_bits: int, mantissa_bits: int = 3) -> FloatFormat:
 
 
 class Quantizer(abc.ABC):
-    """What a quantizer of tensors has.
+    """`Quantizer` is the interface of objects that store tensors in few bits and give their numbers back.
 
     Args:
         group_size: elements that share a scale.
@@ -49,7 +49,7 @@ class Quantizer(abc.ABC):
         stochastic_mode: bool = False,
         return_meta_tensor: bool = False,
     ) -> Any:
-        """`input` in few bits."""
+        """Return `input` in few bits."""
 
     @abc.abstractmethod
     def dequantize(
@@ -60,7 +60,7 @@ class Quantizer(abc.ABC):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """As numbers again."""
+        """Return the numbers that `input_q`, a result of `quantize`, stands for."""
 
 
 @absent_members("ops.fp_quantizer.quantize:FP_Quantize")
@@ -98,7 +98,7 @@ class FP_Quantize(Quantizer):
         stochastic_mode: bool = False,
         return_meta_tensor: bool = False,
     ) -> Any:
-        """`input` in few bits. No gradient.
+        """Return `input` in few bits. The result has no gradient.
 
         Args:
             input: floating, any shape, read in row-major order.
@@ -142,8 +142,7 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """What `quantize` gave, as numbers again, of the shape and type of `fp_out`, else of the tensor that was
-        quantized last.
+        """Return the numbers that `input_q` stands for, with shape and type of `fp_out` or of what was quantized last.
 
         Args:
             input_q: what `quantize` returned; its data alone where `scale` is given.
@@ -174,7 +173,7 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """`dequantize(...)[indexes]`, of the first dimension; what is not asked for is not unpacked.
+        """Return `dequantize(...)[indexes]`, of the first dimension; what is not asked for is not unpacked.
 
         Args:
             indexes: 1-D, whole numbers.
@@ -198,7 +197,7 @@ class FP_Quantize(Quantizer):
         return found if fp_out is None else fp_out.copy_(found)
 
     def get_scales(self) -> Tensor | None:
-        """fp32 (groups, 1), of the tensor that was quantized last."""
+        """Return the scales of the tensor that was quantized last, fp32 (groups, 1); None: nothing was quantized."""
         return self.scale
 
     def to(self, *args: Any, **kwargs: Any) -> "FP_Quantize":

@@ -42,7 +42,7 @@ ALL = "DS_BUILD_OPS"
 def setup_arguments(
     package: str, source_dir: str | Path = "src", environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """What `setup()` of an extension needs: nothing when no op is to be built. Called by its `setup.py`.
+    """Return the arguments that `setup()` of an extension needs; none if no op is to be built. Called by `setup.py`.
 
     Args:
         package: import name of the package whose names are the builders, for example `"ds_ext_cpu.op_builder"`.

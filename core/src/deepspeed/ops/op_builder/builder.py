@@ -124,7 +124,10 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return []
 
     def remark(self) -> str:
-        """What `ds_report` adds to the op's row: a choice that depends on the machine. Compiles nothing."""
+        """Return what `ds_report` adds to the op's row, such as a choice that depends on the machine; "": nothing.
+
+        Compiles nothing.
+        """
         return ""
 
     def register_fakes(self) -> None:

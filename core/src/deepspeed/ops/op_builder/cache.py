@@ -39,11 +39,11 @@ _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "S
 
 @dataclass(frozen=True)
 class Manifest:
-    """What lies beside a library: what it was made of, and how it looks if it is whole.
+    """A manifest lies beside a library: it says of what the library was built, and its size and digest when whole.
 
     Attributes:
         library: its file name.
-        library_bytes, sha256: of that file.
+        library_bytes, sha256: size and digest of that file.
         commands: the lines that built it, for a reader.
     """
 
@@ -79,7 +79,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest | None":
-        """None when the file is missing or cut."""
+        """Read a manifest; None when the file is missing or cut."""
         try:
             found = json.loads(path.read_text())
             return cls(**{name: found[name] for name in (part.name for part in dataclasses.fields(cls))})
@@ -231,7 +231,7 @@ class Cache:
 
 
 def this_job() -> str:
-    """What the ranks of one launch on one machine have in common; a process that no launcher started is its own job."""
+    """Return a text that the ranks of one launch on one machine share; a process without a launcher has its own."""
     launched = any(os.environ.get(name) for name in _LOCAL_RANK)
     process = os.getppid() if launched else os.getpid()
     return f"{os.uname().nodename} {process} {started_at(process) or ''}"

@@ -88,7 +88,7 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
 
 
 def timeout_s() -> float:
-    """How long one command of a build may take, in seconds.
+    """Return the number of seconds that one command of a build may take, from `DS_COMPILE_TIMEOUT`.
 
     Raises:
         ConfigError: the variable holds no positive number.

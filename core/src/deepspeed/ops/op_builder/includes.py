@@ -23,7 +23,7 @@ _STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_
 
 @dataclass(frozen=True)
 class Includes:
-    """What a scan saw.
+    """`Includes` holds the names and files of the headers that a scan found.
 
     Attributes:
         headers: files of the project, as (name in the directive, path), sorted.

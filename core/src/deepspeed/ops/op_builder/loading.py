@@ -16,7 +16,7 @@ _guard = threading.RLock()
 
 
 def load_once(key: str, load: Callable[[], Any]) -> Any:
-    """What `load` returned the first time that `key` was asked for in this process."""
+    """Return the result of `load`, which is called only the first time that `key` is asked for in this process."""
     with _guard:
         if key not in _loaded:
             _loaded[key] = load()

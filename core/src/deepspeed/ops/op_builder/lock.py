@@ -1,4 +1,4 @@
-"""What builders know of each other: a lock that ends with its process, and whose temporary folder is whose.
+"""A lock keeps builders apart and ends with its process; a mark in a temporary folder's name says whose it is.
 
 `filelock` would do where `flock` works. On a file system that refuses it (Lustre without the mount option) it waits for
 a file that a killed process has left; here several processes then build the same content. For the folders a lock is

@@ -85,12 +85,12 @@ class BuildSpec:
 
     @cached_property
     def includes(self) -> Includes:
-        """What the sources include."""
+        """The headers that the sources reach, through any number of headers."""
         return scan(self.sources, self.include_paths, self.compile_flags)
 
     @cached_property
     def source_digest(self) -> str:
-        """Of the sources, the project's headers and the flags."""
+        """The digest covers the op's own part: sources, the project's headers, flags, and its name or namespace."""
         headers = {(name, _digest_of(path)) for name, path in self.includes.headers}
         return _digest(
             {
@@ -115,12 +115,12 @@ class BuildSpec:
 
     @cached_property
     def content(self) -> str:
-        """`source_digest`, and for which torch, Python and machine."""
+        """The digest covers `source_digest`, and the torch, Python and machine that the library is for."""
         return _digest([self.source_digest, self.torch, self.python, self.target])
 
     @cached_property
     def key(self) -> str:
-        """`content`, and by which compiler and command lines. The cache's folder and a module are named after it."""
+        """The digest covers `content`, compiler and command lines. It names the cache's folder and a module."""
         if self.toolchain is None:
             return self.content
         compiler = [self.toolchain.identity, self.toolchain.flags, self._command_lines(self.toolchain)]
@@ -139,7 +139,7 @@ class BuildSpec:
 
     @property
     def load_key(self) -> str:
-        """What may be loaded once into a process: operators of one content, or a module under its name."""
+        """The key under which a process loads a library once: `content` for operators, `key` for a Python module."""
         return self.content if self.op_namespace else self.key
 
     def _command_lines(self, toolchain: Toolchain) -> list[list[str]]:

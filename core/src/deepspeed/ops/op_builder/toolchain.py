@@ -36,7 +36,7 @@ class Toolchain:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What of the command is no program but a flag, from the first one on: `-march=native` in `$CXX`."""
+        """The flags of the command, which are its words from the first flag on: `-march=native` in `$CXX`."""
         first = next((at for at, word in enumerate(self.command) if word[:1] in ("-", "@") or "=" in word), None)
         return () if first is None else self.command[first:]
 
@@ -55,7 +55,7 @@ class Toolchain:
 
     @property
     def summary(self) -> str:
-        """How it is started and the first line of the identity."""
+        """The summary has the command that starts the compiler, and the first line of its identity."""
         return f"{' '.join(self.command)}: {self.identity.partition(chr(10))[0]}"
 
 

@@ -52,22 +52,22 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The number of bits that a code has."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def name(self) -> str:
-        """As `e4m3`."""
+        """The name says how many bits exponent and mantissa have: `e4m3`."""
         return f"e{self.exponent_bits}m{self.mantissa_bits}"
 
     @property
     def bias(self) -> int:
-        """Of the exponent."""
+        """The bias that a code adds to the exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def unit(self) -> int:
-        """Elements that fill whole bytes together."""
+        """The number of elements that fill whole bytes together."""
         return 8 // math.gcd(self.bits, 8)
 
 
@@ -109,7 +109,7 @@ def quantize_floats(x: Tensor, num_groups: int, form: FloatFormat, stochastic: b
 
 
 def dequantize_floats(data: Tensor, scales: Tensor, form: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `quantize_floats` made, as numbers again: (..., G, S), rounded to `dtype` from fp32."""
+    """Return the numbers that `quantize_floats` stored: (..., G, S), rounded to `dtype` from fp32."""
     if form.dtype is not None:
         return (data.view(form.dtype).float() * scales).to(dtype)
     table = _table(form, data.device)

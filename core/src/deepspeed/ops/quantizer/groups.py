@@ -71,7 +71,7 @@ def dequantize(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What `quantize` made, as numbers again. Symmetric or not is read off `params`.
+    """Return the numbers that `quantize` stored. Whether they are symmetric is read off `params`.
 
     Operator: `dequantize_groups(q, params, group_size, num_bits, dtype)`, (G, S).
 

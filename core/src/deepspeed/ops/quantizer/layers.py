@@ -35,7 +35,7 @@ from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class StoredLayer(nn.Module):
-    """What the layers have in common. Made from an ordinary layer by `store_layers` or `await_values`."""
+    """`StoredLayer` is the base of the layers, which `store_layers` and `await_values` make of ordinary ones."""
 
     weight: Tensor
     #: by the name of the parameter
@@ -60,7 +60,7 @@ class StoredLayer(nn.Module):
 
     @property
     def form(self) -> StoredForm:
-        """How the weight of a linear layer or embedding is stored."""
+        """The form in which the weight of a linear layer or embedding is stored."""
         return self.forms["weight"]
 
     def _stored(self, name: str, value: Tensor) -> Parameter:
@@ -246,7 +246,7 @@ class StoredExperts(ConvertedExperts, StoredLayer):
 
     @property
     def num_held(self) -> int:
-        """How many experts there are."""
+        """The number of experts whose weights this module holds."""
         return next(iter(self.forms.values())).experts
 
     def product(self, rows: Tensor, name: str, counts: Sequence[int]) -> Tensor:

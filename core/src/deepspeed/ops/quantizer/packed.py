@@ -87,19 +87,19 @@ class PackedWeight:
                 )
 
     def arguments(self, bias: Tensor | None) -> tuple[Any, ...]:
-        """Of the operator, behind x."""
+        """Return the arguments of the operator that follow x."""
         given = (self.data, self.scales, self.zeros, bias, self.bits)
         return given if self.input_bits == 16 else (*given, self.input_bits)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of data, scales and zeros."""
+        """The number of bytes that data, scales and zeros take."""
         tensors = (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def form(self) -> str:
-        """How it is packed, to be shown."""
+        """The text that shows how the weight is packed: `8 bits, groups of 128`."""
         return f"{self.bits} bits{' with an exponent' if self.floating else ''}, groups of {self.group_size}"
 
     def to(self, device: torch.device | str) -> "PackedWeight":

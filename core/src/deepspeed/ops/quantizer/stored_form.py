@@ -28,10 +28,10 @@ _ALIGNMENT = 16  # bytes, so that the fp32 parts of weights that are gathered to
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How one weight is stored: see the file's docstring.
+    """`StoredForm` says how one weight is stored: see the file's docstring.
 
     Fields:
-        shape: of the weight, in the order that its layer has; of experts that of one expert's weight.
+        shape: shape of the weight, in the order that its layer has; with experts, the shape of one expert's weight.
         bits: 8 or 4; 8 or 6 where floating.
         group_size: elements that share a scale.
         group_dim: dimension along which a group lies.
@@ -83,18 +83,18 @@ class StoredForm:
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """Of the matrix that is packed: groups lie along its rows."""
+        """The shape of the matrix that is packed: groups lie along its rows."""
         rows, cols = self.shape if self.group_dim == 1 else self.shape[::-1]
         return rows * max(self.experts, 1), cols
 
     @property
     def num_groups(self) -> int:
-        """Of the weight."""
+        """The number of groups that the weight has."""
         return math.prod(self.whole_shape) // self.group_size
 
     @property
     def num_bytes(self) -> int:
-        """Elements of the stored weight."""
+        """The number of bytes, and of int8 elements, that a stored weight has."""
         data = math.prod(self.whole_shape) * self.bits // 8
         numel = _HEADER_BYTES + 4 * self.num_groups * (1 if self.symmetric else 2) + data
         return -(-numel // _ALIGNMENT) * _ALIGNMENT
@@ -142,7 +142,7 @@ class StoredForm:
         return weight if self.group_dim == 1 else weight.transpose(-1, -2)
 
     def difference(self, stored_B: Tensor) -> str:
-        """What of a stored weight is not of this form; "": nothing."""
+        """Say in what a stored weight differs from this form; "": in nothing."""
         header = stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32).tolist()
         if stored_B.numel() < _HEADER_BYTES or header[0] != _MARK:
             return "it is no weight that deepspeed.inference.quantization stored"

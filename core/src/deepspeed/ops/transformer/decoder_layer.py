@@ -53,10 +53,10 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """What a layer is; made once for a generation.
+    """`DecoderLayer` holds the weights, sizes and switches of one layer; made once for a generation.
 
     Fields:
-        qkv: of queries, keys and values: (heads + 2 kv_heads) D outputs.
+        qkv: makes queries, keys and values: (heads + 2 kv_heads) D outputs.
         out, up, down: after attention, and of the MLP; a gated one has gate and up in `up`, one after the other.
         norm_attention, norm_mlp: before the halves of the layer.
         norm_query, norm_key: of every head before it is turned, both or none.
@@ -129,7 +129,7 @@ class DecoderLayer:
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the operator, behind those of the step."""
+        """The arguments of the operator that describe the layer; they follow those of the step."""
         given: list[Any] = []
         bits, input_bits = 0, 16
         for weight, bias in self.linears:
