@@ -1,4 +1,4 @@
-"""What a section and a key declare: type, default, meaning, unit, and whether this version acts on it.
+"""Sections and keys are declared with type, default, meaning and unit, and with what this version does with them.
 
     class CommsLoggerConfig(Section):
         enabled: Flag = key(False, "Record every collective.", support=warned("nothing is recorded"))
@@ -28,7 +28,7 @@ Action = Literal["acted", "quiet", "warned", "refused"]
 
 @dataclass(frozen=True)
 class Support:
-    """What this version does with a key. Only a value the user wrote, and which differs from "off", is looked at.
+    """`Support` says what this version does with a key. Only a value that the user wrote and that is not "off" counts.
 
     action: "acted" on; "quiet": has nothing to act on (it tunes a feature that is refused as a whole, or another
         stage); "warned": ignored with one warning, results stay the same; "refused": ConfigError, because going on
@@ -202,7 +202,7 @@ class LaxSection(Section):
 
 
 def _unquoted(value: str, annotation: Any) -> Any:
-    """What a text says for a key that takes no texts; the text itself if that is nothing which the key takes."""
+    """Return a text as another type that the key takes; the text itself where the key takes texts or none reads it."""
     kinds = set(_kinds_in(annotation))
     if str in kinds:
         return value

@@ -1,4 +1,4 @@
-"""How large a config may be, so that whoever walks it later cannot fail, and how much of a value a message shows.
+"""A config is kept so small that whoever walks it later cannot fail; messages show only the beginning of a value.
 
 `read.read_config` and `intake.parse_section` call `check_bounds` before anything else looks at a user's values.
 """

@@ -115,15 +115,15 @@ class NebulaConfig(Section):
 
     @property
     def save_dir(self) -> str | None:
-        """What takes the place of the directory of `save_checkpoint`; None: nothing does."""
+        """The directory that replaces the argument of `save_checkpoint`; None: the argument holds."""
         return self.persistent_storage_path if self.enabled else None
 
     @property
     def load_dir(self) -> str | None:
-        """What takes the place of the directory of `load_checkpoint`; None: nothing does."""
+        """The directory that replaces the argument of `load_checkpoint`; None: the argument holds."""
         return self.load_path or self.persistent_storage_path if self.enabled and self.enable_nebula_load else None
 
     @property
     def keep_last(self) -> int | None:
-        """How many tags stay, where `checkpoint.keep_last` does not say it; None: all."""
+        """The number of tags that stay where `checkpoint.keep_last` does not say it; None: all stay."""
         return self.num_of_version_in_retention if self.enabled else None

@@ -22,7 +22,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `engine.offload_states(include=[...])` names."""
+    """`OffloadStateTypeEnum` names the states that `engine.offload_states(include=[...])` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

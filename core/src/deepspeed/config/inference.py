@@ -69,8 +69,8 @@ class WeightQuantConfig(LaxSection):
 
 
 class GroupWiseQuantConfig(Section):
-    """How one weight is stored in few bits: `weight_quantization.quantized_initialization`, and each pattern of
-    `post_init_quant`."""
+    """The section says how one weight is stored in few bits. It is `weight_quantization.quantized_initialization`, and
+    each pattern of `post_init_quant`."""
 
     num_bits: Literal[4, 6, 8] = key(8, "Of a weight: 8 or 4, or 8 or 6 where floating.", unit="bits")
     group_size: Int = key(64, "Elements that share a scale; must divide the dimension.", unit="elements", ge=1)

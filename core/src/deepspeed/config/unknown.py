@@ -1,4 +1,4 @@
-"""What happens to a key that no section declares: an error where it is a slip of a known one, else a warning.
+"""A key that no section declares is an error where it is a slip of a known one, else it causes a warning.
 
 A slip is a known key mistyped, with a word left out or cut short, or in the wrong place. What resembles nothing may be
 a key of a newer DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses
@@ -54,7 +54,7 @@ def unknown_key(
 
 
 def _misplaced(written: str, known: Collection[str], top_level: Collection[str]) -> str | None:
-    """What to say of a key that belongs elsewhere, or of the beginning of one; None if it is neither."""
+    """Return the hint for a key of the top level or for the beginning of a known key; None if it is neither."""
     extended = [key for key in known if key.startswith(f"{written}_")]
     if extended:
         return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"

@@ -73,7 +73,7 @@ def _takes_number(info: FieldInfo) -> bool:
 
 
 def allowed(info: FieldInfo) -> str:
-    """What a key accepts, for example "an integer >= 1 or null"."""
+    """Say what a key accepts, for example "an integer >= 1 or null"."""
     text = _words(info.annotation, info.metadata)
     if default_of(info) == AUTO and '"auto"' not in text:
         text += ' or "auto"'
