@@ -259,7 +259,7 @@ DELEGATED = {
 
 
 def read_answers(config: Any) -> dict[str, Any]:
-    """What the getters of `FROM_CONFIG` answer, by name. Called once, by `build.py`."""
+    """Return what the getters of `FROM_CONFIG` answer, by name. Called once, by `build.py`."""
     answers = {}
     for name, source in FROM_CONFIG.items():
         path, convert = (source, None) if isinstance(source, str) else source

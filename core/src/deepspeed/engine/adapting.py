@@ -185,7 +185,7 @@ def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Te
 
 
 def saved_shapes(model_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the whole parameters, as they were saved; also under the names of shared ones."""
+    """Return the shapes of the whole parameters as they were saved, also under the names of shared ones."""
     groups = [*(model_state.get("param_shapes") or []), model_state.get("frozen_param_shapes") or {}]
     shapes = {name: shape for group in groups for name, shape in group.items()}
     shared = model_state.get("shared_params") or {}

@@ -397,8 +397,8 @@ def _leave_unclipped(config: DeepSpeedConfig) -> None:
 
 
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """What decides which collectives a rank takes part in, what they hold, and how much a rank's samples count. A
-    collective of all ranks of the model."""
+    """Check that ranks agree on what decides their collectives: which ones, with what contents, and how much a rank's
+    samples count. A collective of all ranks of the model."""
     zero = config.zero_optimization
     copies = f"mics_shard_size {zero.mics_shard_size}, zero_hpz_partition_size {zero.zero_hpz_partition_size}"
     facts = {
@@ -456,7 +456,7 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
 def _create_check(
     config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
 ) -> ReplicaCheck | None:
-    """What compares copies of weights before updates, if the configuration asks for it. A collective then."""
+    """Create the check that compares copies of weights before updates, a collective; None where none is asked for."""
     if config.zero_optimization.enable_sanity_checks:
         return ReplicaCheck(module, mesh, sharding, key="zero_optimization.enable_sanity_checks", every=1)
     if every := config.watch.compare_weights_every:

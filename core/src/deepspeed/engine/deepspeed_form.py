@@ -1,4 +1,5 @@
-"""What a save writes, with the keys and the division that DeepSpeed 0.19 loads (`checkpoint.format` "deepspeed").
+"""This file puts what a save writes into the keys and the division that DeepSpeed 0.19 loads (`checkpoint.format`
+"deepspeed").
 
 The names of files and most keys are the same in any case. DeepSpeed wants
 

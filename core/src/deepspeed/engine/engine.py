@@ -51,19 +51,19 @@ else:
 @absent_members("runtime.engine:DeepSpeedEngine")
 @with_accessors
 class DeepSpeedEngine(ModuleWrapper, Accessors):
-    """What `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
+    """`DeepSpeedEngine` is what `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
     Built by `engine/build.py`, which reads the configuration; the engine has values and parts, and only asks these.
     Attributes that it does not have are looked up in the wrapped module.
 
     Args:
         training: backward and step, with the precision, the sharding and the optimizer.
-        schedule: that of `training`.
+        schedule: the schedule of `training`.
         observers: timers, printed lines, monitors.
         saving: checkpoints.
         micro_batch_size: samples per micro-batch and rank.
         config: as the user wrote it.
-        answers: of the getters that read the configuration, by name.
+        answers: what the getters that read the configuration answer, by name.
         arguments: what `initialize` was given, by name.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
     """
@@ -148,7 +148,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return outputs
 
     def _generate_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `module.generate` calls, where peers may wait for this rank in it: they hear of a failure."""
+        """Run the module's own `generate`; peers that may wait for this rank in it hear of a failure."""
         begin_use()
         try:
             with ending_together(self.module, self.sharding.backend):
@@ -379,7 +379,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return self.__dict__.get("_is_compiled", False)
 
     def _training_loader(self, data: Dataset[Any]) -> DeepSpeedDataLoader:
-        """Of `initialize(training_data=...)`."""
+        """Return the data loader that `initialize(training_data=...)` asks for."""
         return self.deepspeed_io(data)
 
     def deepspeed_io(

@@ -110,7 +110,7 @@ def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tup
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What `load_state_dict` fills in this module itself: name, tensor (None for extra state)."""
+    """Yield (name, tensor) of what `load_state_dict` fills in this module itself; the tensor of extra state is None."""
     yield from ((name, param) for name, param in module._parameters.items() if param is not None)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -149,7 +149,7 @@ def _shape(value: Any) -> str:
 
 
 def _form(value: Tensor | StoredTensor) -> str:
-    """Of a tensor of which a parameter cannot take the values; "" of others."""
+    """Name the kind of a tensor whose values a parameter cannot take; return "" for other tensors."""
     if isinstance(value, StoredTensor):
         return ""
     if value.is_meta or value.is_nested or value.is_quantized:

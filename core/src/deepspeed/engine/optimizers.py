@@ -141,7 +141,7 @@ def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Modu
 
 
 def _members(params: list[Any]) -> list[Any]:
-    """What `trainable` gave, without groups."""
+    """Return what `trainable` gave as one list, without its groups."""
     given: list[Any] = []
     for group in params:
         members = group.get("params", []) if isinstance(group, dict) else group

@@ -168,7 +168,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (value, outputs if self.is_last_stage() else None) if return_logits else value
 
     def _training_loader(self, data: Dataset[Any]) -> DeepSpeedDataLoader:
-        """In the order of the dataset, as DeepSpeed's."""
+        """Return a loader that keeps the order of the dataset, as DeepSpeed's does."""
         return self.deepspeed_io(data, route="eval")
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
@@ -272,7 +272,7 @@ class PipelineEngine(DeepSpeedEngine):
         raise error  # with its own context
 
     def _schedule_of(self, num_micros: int, *, trains: bool) -> PipeSchedule:
-        """What this stage does with a batch of so many micro-batches."""
+        """Return the schedule of this stage for a batch of so many micro-batches, made at the first call."""
         if (trains, num_micros) not in self._schedules:
             make = self._schedule_type if trains else self._inference_type()
             create = partial(in_message_order, make) if self._orders_messages else make
@@ -336,7 +336,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 class _Compute:
-    """What the instructions of a stage do with this engine's parts; see `pipe.stage.Compute`."""
+    """`_Compute` runs the instructions of a stage with this engine's parts; see `pipe.stage.Compute`."""
 
     def __init__(
         self,

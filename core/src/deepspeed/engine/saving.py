@@ -345,7 +345,7 @@ def create_saving(
 
 
 def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
-    """What checkpoints say of the division of the model; None where the caller divided it, without a mark."""
+    """Return the division of the model for checkpoints; None where the caller divided it, without a mark."""
     axes, parts = {axis: mesh.size(axis) for axis in ("pp", "tp")}, parts_held(module)
     if axes["pp"] > 1 and not getattr(module, "names_are_global", False):
         return None

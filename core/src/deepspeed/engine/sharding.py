@@ -48,7 +48,7 @@ def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
 
 
 def copies_of_weights(zero: ZeroConfig) -> Copies:
-    """What MiCS or hpZ keeps several times among the data-parallel ranks."""
+    """Return which copies MiCS or hpZ keeps among the data-parallel ranks: of the model, of its weights, or none."""
     if zero.mics_shard_size > 0:
         return Copies.MODEL
     return Copies.WEIGHTS if zero.zero_hpz_partition_size > 1 else Copies.NONE
@@ -66,7 +66,7 @@ def asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
 
 
 def create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:
-    """How losses are scaled and weights are cast."""
+    """Create the policy that scales losses and casts weights."""
     clip_norm, param_dtype = config.gradient_clipping, config.data_types.param_dtype
     if param_dtype == "bf16" and not config.bf16.enabled:
         return BF16(clip_norm=clip_norm)

@@ -59,7 +59,7 @@ def _clipping(precision: Precision) -> str:
 
 
 def _parameters(engine: "DeepSpeedEngine") -> str:
-    """Of the whole model, whatever this rank holds of it."""
+    """Say how many parameters the whole model has, and how many are trained. A collective of pipeline stages."""
     module, mesh = engine.module, engine.mesh
     elsewhere = _counted_by_another_stage(module, mesh.rank("pp"))
     own = [param for param in module.parameters() if id(param) not in elsewhere]

@@ -1,4 +1,4 @@
-"""What is known of the steps so far, and of one step; `training.py` makes them."""
+"""`Progress` counts the steps so far and `StepStats` describes one step; `training.py` makes both."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What observers learn of one step."""
+    """`StepStats` holds what observers learn of one step."""
 
     global_step: int  # steps taken before this one
     applied: bool  # False: the gradients overflowed and the step was skipped

@@ -55,7 +55,7 @@ class Accumulation:
             self.restart()
 
     def restart(self) -> None:
-        """What was accumulated since the last step is lost: the step begins again."""
+        """Begin a step with the next micro-batch; those before it no longer count."""
         self._step_began = self._micro_steps
 
     def count_batch(self) -> None:

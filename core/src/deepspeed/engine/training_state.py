@@ -1,4 +1,4 @@
-"""What a checkpoint holds of training, as plain values, and how training takes it back. Called by `saving.py`."""
+"""The state of training becomes plain values for a checkpoint, and is taken from these again. Called by `saving.py`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class TrainingState:
         return state
 
     def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """What this rank saves of each parameter that no optimizer trains. A collective in stage 3."""
+        """Return this rank's part of each parameter that no optimizer trains, to be saved. A collective in stage 3."""
         untrained = self._untrained(exclude_frozen=exclude_frozen)
         return {name: saved_part(param) for name, param in untrained.items()}
 

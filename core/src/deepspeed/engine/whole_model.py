@@ -19,7 +19,7 @@ from deepspeed.parallel.model_part import ModelPart, division_is_known, parts_he
 
 
 class _Held(NamedTuple):
-    """What a rank has of a weight."""
+    """`_Held` is the part of a weight that a rank has."""
 
     name: str  # in the undivided model
     part: ModelPart | None  # None: all of it

@@ -1,4 +1,4 @@
-"""How an engine and the user's module lead to each other.
+"""An engine and the user's module reach each other through the parts below.
 
 `ModuleWrapper`: a module around the user's, whose attributes are also its own. Base of the engines.
 `GenerateOfModule`: `module.generate`, which scripts call on the module, leads to the engine.
@@ -42,14 +42,14 @@ class ModuleWrapper(nn.Module):
 
 
 class GenerateOfModule:
-    """What `module.generate` is while an engine has the module: a call leads to the engine.
+    """`GenerateOfModule` replaces `module.generate` while an engine has the module: a call leads to the engine.
 
     It keeps no engine alive. When the engine is gone or destroyed, and in a copy of the module, the model's own
     `generate` is called.
 
     Args:
-        call: the engine's method that is called with the model's own `generate`, and what that is given as a tuple and
-            a dict; None: it is that of a copy.
+        call: the engine's method that is called with the model's own `generate`, and its arguments as a tuple and a
+            dict; None: the object belongs to a copy of the module.
         former: what the instance had in this place; None: its class has the method.
     """
 
