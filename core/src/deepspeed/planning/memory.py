@@ -83,7 +83,7 @@ def estimate_memory(
 
 
 def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) -> RankModel:
-    """What pipeline stage `stage` holds."""
+    """Return the part of the model that pipeline stage `stage` holds."""
     share = share_of(shape, mesh, training.micro_batch, training.sequence)
     size = training.weight_bytes
     first, middle, last = _blocks(shape, share, size)
@@ -144,7 +144,7 @@ def _of_stage(shape: ModelShape, mesh: Mesh, training: Training, library: Librar
 
 
 class _Base:
-    """What is there between steps, and in the update."""
+    """`_Base` counts the bytes that are there between steps and in the update."""
 
     def __init__(self, model: RankModel, units: Sequence[Unit], training: Training, library: Library) -> None:
         stage, size = training.stage, training.weight_bytes

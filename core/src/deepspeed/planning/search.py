@@ -32,13 +32,13 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """The number of tokens that a step sees, over all ranks."""
         training = self.training
         return training.micro_batch * training.accumulation * training.sequence * self.mesh.dp
 
     @property
     def seconds_per_token(self) -> float:
-        """What choices are sorted by."""
+        """The seconds that a token takes, by which choices are sorted."""
         return self.step_seconds / self.tokens
 
     def config(self) -> dict[str, Any]:
@@ -82,10 +82,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `plan` found.
+    """`Plan` lists the choices that `plan` found.
 
-    shape, parameters: of the model. ranks, limit: that it was asked for; limit in bytes of a rank's device.
-    fitting: best first. others: by their memory, the smallest first.
+    shape, parameters: the model's shape and number of parameters.
+    ranks, limit: what `plan` was asked for; limit in bytes of a rank's device.
+    fitting: choices that fit, the best first. others: the rest, the smallest memory first.
     advice: what would make it fit, where nothing does: (what, the closest choice with it).
     """
 

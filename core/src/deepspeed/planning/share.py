@@ -36,13 +36,13 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank computes with, in elements.
+    """`Share` has the sizes that one rank computes with, in elements.
 
     batch, length: sequences of a micro-batch, and tokens of one of them on this rank.
     query_size, kv_size: features of the query heads, and of the key heads, of this tensor-parallel rank.
     inner, shared_inner: inner width of the MLP or of one expert, and of the shared expert.
-    vocab: tokens whose embedding and logits it holds.
-    experts: that it holds.
+    vocab: tokens whose embedding and logits the rank holds.
+    experts: how many experts the rank holds.
     sp, tp, ep: ranks along these axes.
     """
 
@@ -60,7 +60,7 @@ class Share:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on this rank."""
+        """The number of tokens that a micro-batch has on this rank."""
         return self.batch * self.length
 
 

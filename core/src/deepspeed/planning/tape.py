@@ -1,4 +1,4 @@
-"""What eager torch keeps and allocates around one backward, on paper: operations are written down, not computed.
+"""A tape computes on paper what eager torch keeps and allocates around one backward: operations are written down only.
 
 A layer is written as the operations of its forward (`blocks.py`). `Tape.profile` then goes back through them as
 autograd does: an operation allocates the gradients of its inputs while its own gradient and what it saved are there,
@@ -33,7 +33,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """The number of bytes that the elements take."""
         return self.numel * self.itemsize
 
 

@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What turns bytes and operations into seconds.
+    """`Machine` has the speeds that turn bytes and operations into seconds.
 
     ranks_per_node: neighbors that share the fast links.
     intra, inter: bytes per second that a rank sends within a node, and between nodes.
@@ -50,7 +50,7 @@ class Machine:
 
 
 def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traffic:
-    """Of the first rank; of a pipeline, of the stage that holds most parameters."""
+    """Estimate the traffic of the first rank; in a pipeline, of the stage (first, middle or last) that holds most."""
     steps, size, replicas = training.accumulation, training.weight_bytes, mesh.replicas
     share = share_of(shape, mesh, training.micro_batch, training.sequence)
     models = [rank_model(shape, mesh, training, stage) for stage in sorted({0, mesh.pp // 2, mesh.pp - 1})]
@@ -91,8 +91,11 @@ def idle_share(mesh: Mesh, training: Training) -> float:
 
 
 def compute_seconds(shape: ModelShape, mesh: Mesh, training: Training, machine: Machine) -> float:
-    """Of the matrix products of a step: 6 operations per weight and token, and 12 per pair of tokens that attend, layer
-    and feature; a third more with activation checkpointing (arXiv 2104.04473, section 5.1)."""
+    """Return the seconds that the matrix products of a step take.
+
+    They take 6 operations per weight and token, and 12 per pair of tokens that attend, layer and feature; a third more
+    with activation checkpointing (arXiv 2104.04473, section 5.1).
+    """
     tokens = training.micro_batch * training.accumulation * mesh.dp * training.sequence
     inner = shape.intermediate_size * (shape.experts_per_token or 1) + shape.shared_intermediate_size
     mlp = (3 if shape.gated else 2) * shape.hidden_size * inner

@@ -21,9 +21,9 @@ OPTIMIZER_STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """What the collectives of a process group prefer and keep; `Capabilities` of a real one says the same.
+    """`Library` says what the collectives of a process group prefer and keep, as `Capabilities` of a real one does.
 
-    bucket_bytes: of a reduce-scatter or an all-gather; all_reduce_bytes: of an all-reduce.
+    bucket_bytes: the bucket of a reduce-scatter or an all-gather; all_reduce_bytes: the bucket of an all-reduce.
     stages: whether a reduce-scatter needs a second buffer of its size (gloo), up to `kept_bytes` of which are kept.
     waits_on_device: whether a bucket's end is waited for on the device, so that the number in flight is bounded.
     """
@@ -61,7 +61,7 @@ class Training:
     has_kernel: whether the optimizer reads low-precision gradients as they are.
     checkpoints_activations: each layer keeps its input only, and is computed again in the backward.
     offloads_optimizer, offloads_parameters: to host memory, at the stages that shard them; see `updates_on_host`.
-    gradient_bytes: of an accumulated gradient; 0: of the weights.
+    gradient_bytes: bytes of an accumulated gradient; 0: as many as a weight has.
     schedule: of the pipeline.
     """
 
@@ -98,27 +98,27 @@ class Training:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a weight, and of an activation."""
+        """The number of bytes that a weight takes, and that an activation takes."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def accumulated_bytes(self) -> int:
-        """Of an accumulated gradient."""
+        """The number of bytes that an accumulated gradient takes."""
         return self.gradient_bytes or self.weight_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer's states of a weight."""
+        """The number of bytes that the optimizer's states of a weight take."""
         return 4 * OPTIMIZER_STATES[self.optimizer.lower()]
 
     @property
     def master_bytes(self) -> int:
-        """Of an fp32 master weight; 0 where the weight is one."""
+        """The number of bytes that an fp32 master weight takes; 0 where the weight itself is fp32."""
         return 0 if self.precision == "fp32" else 4
 
 
 def read_training(config: Mapping[str, Any] | str, **given: Any) -> tuple[Training, dict[str, Any]]:
-    """What a DeepSpeed configuration says.
+    """Return the training that a DeepSpeed configuration describes, and the choices that it fixes.
 
     Args:
         config: as `deepspeed.initialize` takes it; batch sizes may be missing.
