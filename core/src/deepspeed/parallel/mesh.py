@@ -34,7 +34,8 @@ class RankGrid:
     """
 
     def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
-        """
+        """Make this rank's group along each axis.
+
         Args:
             layout: the grid; this rank is in it.
             given: groups that exist already, by the axes along which their ranks differ.
@@ -181,7 +182,7 @@ class Mesh(RankGrid):
 
     @property
     def model_rank(self) -> int:
-        """This rank's place among them."""
+        """The place that this rank has among the ranks of one model."""
         return self.rank("pp", "tp")
 
     def experts(self, ep_size: int, *, data_before_expert: bool | None = None) -> RankGrid:
@@ -204,7 +205,7 @@ class Mesh(RankGrid):
 
     @property
     def expert_grids(self) -> Mapping[int, RankGrid]:
-        """What `experts` has made, by expert parallel size."""
+        """The grids that `experts` has made, by expert parallel size."""
         return self._experts
 
     def split_data(self, shard_ranks: int, asked_by: str) -> "Mesh":

@@ -43,7 +43,7 @@ class ModelPart:
 
     @property
     def own_shape(self) -> torch.Size:
-        """Of what this rank holds."""
+        """The shape of the part that this rank holds."""
         if self.is_whole:
             return self.shape
         own = list(self.shape)
@@ -56,15 +56,15 @@ class ModelPart:
         return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON, for a file or a peer."""
+        """Return the part as values of JSON, for a file or a peer."""
         return {"shape": list(self.shape), "dim": self.dim, "ranges": [*map(list, self.ranges)], "name": self.name}
 
     @classmethod
     def of_plain(cls, value: Mapping[str, Any]) -> "ModelPart":
-        """What `to_plain` gave.
+        """Make the part of the values that `to_plain` gave.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: it is something else.
+            KeyError, TypeError, ValueError, IndexError: the value is something else.
         """
         shape, dim = torch.Size(value["shape"]), int(value["dim"])
         ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
@@ -75,7 +75,7 @@ class ModelPart:
         return cls(shape, dim, ranges, str(value["name"]))
 
     def take(self, whole: Tensor) -> Tensor:
-        """What this rank holds of the whole parameter; a copy where it is several ranges."""
+        """Return what this rank holds of the whole parameter: a view of one range, a copy of several ranges."""
         assert whole.shape == self.shape, (whole.shape, self)
         if self.is_whole:
             return whole
@@ -113,7 +113,7 @@ def mark_counted(param: Tensor, numel: int) -> None:
 
 
 def counted_numel(param: Tensor) -> int | None:
-    """How many elements of `param` norms count here, from its first; None: all."""
+    """Return how many elements of `param`, from its first on, norms count here; None: all of them."""
     return getattr(param, _COUNTED, None)
 
 
