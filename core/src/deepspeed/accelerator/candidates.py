@@ -116,7 +116,7 @@ def _plain_verdict(offers: list[Offer], choice: Choice | None) -> str:
 
 
 def _rule_above_offers(choice: Choice | None) -> str | None:
-    """What decides before any offer is compared, or None."""
+    """Name the rule that decides before any offer is compared; return None if there is none."""
     if choice is not None and _set_by_hand(choice):
         return "set_accelerator"
     return stated(VARIABLE) if os.environ.get(VARIABLE, "").strip() else None

@@ -72,7 +72,7 @@ class DeviceFace(TorchModule):
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """How many devices this process can use; 0 when there is none. Creates no device context."""
+        """Return the number of devices that this process can use; 0 when there is none. Creates no device context."""
         return int(self._ask("device_count"))
 
     def synchronize(self, device_index: int | None = None) -> None:

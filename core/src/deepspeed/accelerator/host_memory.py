@@ -1,4 +1,4 @@
-"""What this process and this machine use of the host's memory, in bytes.
+"""This file measures what the process and the machine use of the host's memory, in bytes.
 
 torch's CPU allocator keeps no count, so the process's resident set stands for "allocated": it holds the tensors, and
 also the interpreter and the libraries. Control groups count: in a container the limit is the container's.

@@ -64,7 +64,7 @@ class TorchModule:
         return found
 
     def _find(self, name: str) -> Any:
-        """What torch has under `name`, or None."""
+        """Return what torch has under `name`, or None."""
         found = getattr(self._module(), name, None)
         if found is None and self._is_torchs_accelerator():
             if name in ("Stream", "Event"):
