@@ -95,7 +95,10 @@ def complete(old: str, module: ModuleType | None = None, elsewhere: Mapping[str,
 
 
 def absent_name(package: str, name: str) -> Any:
-    """What refuses when it is used, for a name of DeepSpeed's module `package`; AttributeError for any other name."""
+    """Return what a name of DeepSpeed's module `package` stands for, or an object that refuses when it is used.
+
+    Raises AttributeError for any other name.
+    """
     if name.startswith("_"):
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return _make(package, name)

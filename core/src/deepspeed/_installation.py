@@ -1,5 +1,5 @@
-"""How this copy of ds-core was installed: where pip took it from, what else to install from there, and whether files of
-DeepSpeed itself lie over its own.
+"""This file says how this copy of ds-core was installed: where pip took it from, what else to install from there, and
+whether files of DeepSpeed itself lie over its own.
 
 Read by messages that name a package to install, by `initialize` and by `ds_report`. May import nothing of the project.
 """
@@ -15,7 +15,7 @@ _FOLDERS = {"ds-core": "core", "deepspeed": "compat/deepspeed"}
 
 
 def origin() -> dict[str, Any]:
-    """What pip wrote down of the place that it installed ds-core from (PEP 610); empty for an index."""
+    """Return what pip wrote down of the place that it installed ds-core from (PEP 610); {} where it was an index."""
     try:
         record = importlib_metadata.distribution("ds-core").read_text("direct_url.json")
     except importlib_metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def foreign_deepspeed() -> str | None:
 
 
 def foreign_files_warning(version: str) -> str:
-    """What to say where `foreign_deepspeed` found one."""
+    """Return the warning for DeepSpeed's `version`, which `foreign_deepspeed` found."""
     return (
         f"DeepSpeed itself ({version}) is installed over the files of ds-core, and what runs is a mixture of both: "
         f"pip uninstall deepspeed, then {pip_install('ds-core')} --force-reinstall --no-deps, and "

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message says what was asked, what was found and what to do.
+"""Each thing that can go wrong has a type. Every message says what was asked, what was found and what to do.
 
     DeepSpeedError
     ├── ConfigError        the user's JSON, arguments or environment   (also a ValueError)
@@ -152,10 +152,10 @@ def whole_number(asked: str, value: object, *, least: int | None = 1) -> int:
 
 
 def _is_truth_value(value: object) -> bool:
-    """Of Python, or a tensor or an array of them."""
+    """Whether `value` is a truth value of Python, or a tensor or an array of such values."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says in its first line, for a message of one line; its type when it says nothing."""
+    """Return the first line of `error`'s message, for a text of one line; its type when the message is empty."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

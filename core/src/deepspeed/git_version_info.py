@@ -1,4 +1,4 @@
-"""What DeepSpeed's installation writes into this module, for builders of vendors that ask for it in their `load()`.
+"""Builders of vendors ask this module, in their `load()`, for what DeepSpeed's installation writes into its own.
 
 Each name is computed when it is read, for the current accelerator; importing the module loads no torch and no plugin.
 
@@ -29,7 +29,7 @@ def __dir__() -> list[str]:
 
 
 def _origin(key: str) -> str | None:
-    """What pip wrote down of the repository that it installed from."""
+    """Return what pip wrote down under `key` of the repository that it installed from; None where there is none."""
     found = origin().get("vcs_info", {}).get(key)
     return None if found is None else str(found)
 

@@ -31,7 +31,7 @@ SHOWS_STACKS = b'"stacks"\n'
 
 
 class Uncaught(NamedTuple):
-    """What ended a rank.
+    """`Uncaught` describes the exception that ended a rank.
 
     Args:
         exception: type and message, `module.Type: message`.
@@ -53,7 +53,7 @@ class Uncaught(NamedTuple):
         return cls(f"{name}: {message}", message, isinstance(error, ConfigError), text[-_LIMIT_CHARS:])
 
     def encode(self) -> bytes:
-        """One line."""
+        """Return the fields as one line of JSON."""
         return json.dumps(self, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     @classmethod
