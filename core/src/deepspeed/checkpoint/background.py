@@ -121,7 +121,8 @@ class SharedMemory:
 
 
 def _anonymous_file() -> int:
-    """In memory; where the system cannot do that, in the temporary folder."""
+    """Open a file without a name in memory, or in the temporary folder if the system has no such files; return its
+    descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("deepspeed-staged-checkpoint")
     with tempfile.TemporaryFile() as file:
@@ -258,14 +259,17 @@ class BackgroundWriter:
         self._process.begin(order, f"save of {folder}", ending)
 
     def cancel(self) -> None:
-        """After a failure on any rank between `create` and `write`. What cannot be removed is left to the next save."""
+        """Drop what was staged, after a failure on any rank between `create` and `write`.
+
+        Files that cannot be removed are left to the next save.
+        """
         if self._process is not None:
             self._process.memory.begin()
             with contextlib.suppress(CheckpointError):  # the failure that led here is the one to raise
                 self._process.ask({"do": "cancel"})
 
     def kill(self) -> None:
-        """After an interrupt in the same place, which is not to wait for other ranks."""
+        """Kill the writer process, after an interrupt between `create` and `write`, without waiting for other ranks."""
         if self._process is not None:
             self._process.kill()
 
@@ -383,7 +387,7 @@ class _Process:
 
 
 def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any]) -> int:
-    """In a thread. Returns the number of the order."""
+    """Copy what is pending, send `order`, and return its number, in a thread. A copy that fails cancels the save."""
     try:
         memory.copy_pending()
     except BaseException:

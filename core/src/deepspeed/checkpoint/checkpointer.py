@@ -189,7 +189,7 @@ class Checkpointer:
         return folder
 
     def _divided(self, model_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """By name, the files that have what is in a model file."""
+        """Return the content of each file that has a part of `model_state`, by the name of the file."""
         if self._module_files is None:
             return {self._model_file: model_state}
         return self._module_files.divide(model_state, self._model_file, self.position.dp_rank)
@@ -295,7 +295,10 @@ class Checkpointer:
             raise
 
     def _offer(self, error: BaseException, directory: Path, damaged: str) -> str:
-        """After a load failed on every rank: where a rank found damage, which other tag is whole; else empty."""
+        """Say which other tag is whole, after a load failed on every rank; empty if no rank found damage.
+
+        A collective of all ranks.
+        """
         if not any(self._ranks.gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
             return ""
         share = (self.position.rank, self.position.world_size)

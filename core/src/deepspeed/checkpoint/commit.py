@@ -70,7 +70,7 @@ class PrunePlan:
 
 
 def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
-    """Which tags of `directory` to remove such that the `keep_last` last complete ones stay. Changes nothing.
+    """Find which tags of `directory` to remove such that the `keep_last` last complete ones stay. Changes nothing.
 
     The last ones are those of the most global steps, and among those of as many, or where steps are not known, those
     that were saved last: clocks may be set back. A tag is complete when every file of its index is there with its size,

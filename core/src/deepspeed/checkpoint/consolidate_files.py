@@ -353,8 +353,8 @@ def _checksums(path: Path, block_bytes: int, advance: Callable[[int], object] | 
 
 
 def read_shards(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By model-parallel rank, every data-parallel rank's `optimizer_state_dict`, checked to be all of one checkpoint.
-    Empty for stage 0."""
+    """Read every data-parallel rank's `optimizer_state_dict`, by model-parallel rank, and check that all are of one
+    checkpoint. Empty for stage 0."""
     has_shards = any(not path.name.startswith("expp_rank_") for path in folder.glob("*_optim_states.pt"))
     files = [Path(path) for path in get_optim_files(folder)] if has_shards else []
     if strange := [path.name for path in files if len(_rank_order(path)) != 2]:

@@ -92,7 +92,7 @@ def _join_contiguous(
 
 
 def _partition_count(shard: Mapping[str, Any], group: int, default: int) -> int:
-    """In how many parts a group lies: one per rank, or one that every rank holds whole."""
+    """Return into how many parts a group is divided: one per rank, or 1 where every rank holds the whole group."""
     counts = shard.get("partition_count", default)
     return int(counts[group]) if isinstance(counts, (list, tuple)) and group < len(counts) else default
 

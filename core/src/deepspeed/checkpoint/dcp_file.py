@@ -86,13 +86,16 @@ class TensorMeta(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the bytes are that torch.save wrote of a piece of a tensor, or of another value."""
+    """A `Place` says in which file, and where in the file, the bytes of a piece of a tensor or of another value lie.
+
+    The bytes were written by `torch.save`.
+    """
 
     file: str
     offset: int
     num_bytes: int
     transforms: Any
-    """What the bytes went through on their way to the file; None or empty for nothing."""
+    """The transforms that the bytes went through on their way to the file; None or empty for none."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Metadata:
     """The keys of the nested state dict that was saved, by the name of each entry."""
     tensors: Mapping[str, TensorMeta]
     places: Mapping[tuple[str, torch.Size | None], Place]
-    """By name of the entry and offsets of the piece; None of a value that is no tensor."""
+    """The places by the name of the entry and the offsets of the piece, None for a value that is no tensor."""
 
     @classmethod
     def read(cls, path: Path) -> "Metadata":

@@ -173,8 +173,8 @@ def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None =
 
 
 def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
-    """In an object store: the object takes its place when it is complete. Closing the file does that, so what an error
-    or an interrupt cuts short is discarded instead."""
+    """Write an object in an object store, and return the number of bytes. The object takes its place when its file is
+    closed, so an object that an error or an interrupt cuts short is discarded instead."""
     try:
         file = path.open("wb")
         try:

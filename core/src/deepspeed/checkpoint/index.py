@@ -121,7 +121,7 @@ def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> 
 
 
 def _sum_of_block(descriptor: int, first: int) -> int:
-    """In a thread: the disk reads ahead, and the processor sums what another thread's block waits for."""
+    """Return the CRC-32 of the block at `first`. Runs in a thread: the disk reads ahead for one while another sums."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, first, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
     buffer, value, position = memoryview(bytearray(_PART_BYTES)), 0, first
@@ -169,9 +169,9 @@ class FileEntry:
     tensors: Mapping[Key, TensorRecord] | None = None
     """The tensors in it; None where the store does not know them."""
     parameters: Mapping[str, Any] | None = None
-    """Of a model file at a save: `tensor_index.parameters_in`."""
+    """The result of `tensor_index.parameters_in` for a model file at a save; else None."""
     unlisted: str | None = None
-    """At a save: why `tensors` of a file of torch.save are not known, where that should not be."""
+    """The reason, at a save, why `tensors` of a file of torch.save are unexpectedly not known; else None."""
 
     def as_json(self) -> dict[str, Any]:
         """Return what the index says of the file."""
@@ -213,7 +213,7 @@ class Index:
     """Facts of the save, for people and for the order of tags: `tag`, `at` (ISO 8601, UTC), `ds_core`, `global_steps`,
     `zero_stage`, `dp_world_size`, `mp_world_size`; None where unknown."""
     tensors: Mapping[str, Any] | None = None
-    """Where the values of each parameter are; `tensor_index.TensorTable` reads it."""
+    """The table of where each parameter's values lie, which `tensor_index.TensorTable` reads; None without one."""
 
     def entry(self, name: str) -> FileEntry | None:
         """The file of this name, or None."""

@@ -166,33 +166,35 @@ def is_own_file(name: str) -> bool:
 
 
 def staging_folder(folder: Path) -> Path:
-    """Where the next version of `folder` is written."""
+    """Return the folder in which the next version of `folder` is written."""
     return folder.with_name(f".{folder.name}.staging")
 
 
 def former_folder(folder: Path) -> Path:
-    """Where the version of `folder` that was just replaced waits to be deleted."""
+    """Return the name under which the version of `folder` that was just replaced waits to be deleted."""
     return folder.with_name(f".{folder.name}.former")
 
 
 def pruned_folder(folder: Path) -> Path:
-    """Where a version of `folder` that is no longer wanted waits to be deleted; it is never put back."""
+    """Return the name under which an unwanted version of `folder` waits to be deleted; it is never put back."""
     return folder.with_name(f".{folder.name}.pruned")
 
 
 def lock_file(folder: Path) -> Path:
-    """By what the process that is saving `folder` keeps others from it."""
+    """Return the file by whose lock the process that is saving `folder` keeps others from it."""
     return folder.with_name(f".{folder.name}.lock")
 
 
 def writers_folder(folder: Path) -> Path:
-    """Where the writer processes of an asynchronous save of `folder` let each other know how far they are."""
+    """Return the folder in which writer processes of an asynchronous save of `folder` report their progress."""
     return folder.with_name(f".{folder.name}.writers")
 
 
 def draft_file(folder: Path) -> Path:
-    """Where a save of `folder` writes a file that all tags share, before it takes its place: one per tag, since jobs
-    that share a directory save under different tags at the same time."""
+    """Return the path at which a save of `folder` writes a file that all tags share, before the file takes its place.
+
+    There is one per tag, since jobs that share a directory save under different tags at the same time.
+    """
     return folder.with_name(f".{folder.name}.latest")
 
 
@@ -209,10 +211,10 @@ def tag_of(folder: Path) -> str:
 
 
 def whole_folder(folder: Path) -> Path | None:
-    """Where the whole version of `folder` lies now; None when there is none.
+    """Return the folder in which the whole version of `folder` lies now; None when there is none.
 
-    It is `folder` itself but for the moment between the two renames of `TorchStore.commit`: a save that was killed
-    there leaves the former version, whole, under the name that `former_folder` gives.
+    That folder is `folder` itself but for the moment between the two renames of `TorchStore.commit`: a save that was
+    killed there leaves the former version, whole, under the name that `former_folder` gives.
     """
     return next((path for path in (folder, former_folder(folder)) if path.is_dir()), None)
 

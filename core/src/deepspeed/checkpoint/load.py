@@ -26,11 +26,12 @@ _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 @contextmanager
 def as_damage(path: str | Path) -> Iterator[None]:
-    """Around what makes sense of files that were read, and changes nothing: errors of Python's say that they hold
-    something else.
+    """Raise `CheckpointError` for Python's errors inside, where code makes sense of files that were read.
+
+    The code changes nothing, so such errors say that the files hold something else.
 
     Raises:
-        CheckpointError: in place of these.
+        CheckpointError: in place of such errors.
     """
     try:
         yield
@@ -163,7 +164,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _or_nothing(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Or None, or an empty list, as some versions write it."""
+    """Return a check that accepts what `fits` accepts, and None and an empty list, by which some versions mean none."""
     return lambda value: value is None or (isinstance(value, list) and not value) or fits(value)
 
 
@@ -202,7 +203,7 @@ class SavedParts:
     """The files of all data-parallel ranks of a save, of this rank's model-parallel place; mapped, not read."""
 
     model_states: list[dict[str, Any]]
-    """Of each rank of stage 3; of other stages there is one for all."""
+    """The model state of each rank of stage 3; other stages have one for all ranks."""
     shard_states: list[dict[str, Any]]
     """`optimizer_state_dict` of each rank; empty where the model file has the optimizer's state, or none has it."""
 
@@ -232,15 +233,15 @@ class LoadedCheckpoint:
     client_state: dict[str, Any]
     """The user's own keys, as they were given to the save."""
     parts: SavedParts | None = None
-    """What another number of ranks, or another stage, saved."""
+    """The files of a save by another number of ranks, or of another stage, which this rank has to join; else None."""
     stored: Mapping[str, StoredTensor] | None = None
-    """Of another program's checkpoint: the weights and buffers, in its files. `module` is then empty."""
+    """The weights and buffers of another program's checkpoint, in its files; `module` is then empty."""
     model_ranks: Sequence[SavedModelRank] = ()
     """The files of all model-parallel ranks, where this run divides the model otherwise."""
     states: SavedStates | None = None
-    """What `model_ranks` have of the optimizer, by the names of this run."""
+    """The optimizer's state in the files of `model_ranks`, by the names of this run."""
     by_name: StatesByName | None = None
-    """In place of `shard_state`: master weights, and the optimizer's state, to be read by range."""
+    """The master weights and the optimizer's state, to be read by range, in place of `shard_state`."""
 
     @property
     def has_masters(self) -> bool:
@@ -250,22 +251,22 @@ class LoadedCheckpoint:
 
 @dataclass(frozen=True)
 class Position:
-    """Which part of a checkpoint is this rank's."""
+    """A `Position` says which part of a checkpoint is this rank's."""
 
     dp_rank: int
     dp_world_size: int
     mp_rank: int
     mp_world_size: int
     division: Division | None = None
-    """How this run divides the model; None where it does not know."""
+    """The way in which this run divides the model; None where the run does not know."""
     layers: Mapping[int, str] | None = None
-    """Of a pipeline: what the names of the weights of each layer begin with, whoever has it."""
+    """The prefix of the names of each layer's weights in a pipeline, by the layer, whichever stage has the layer."""
     held_layers: Collection[int] = ()
-    """Those that this rank has."""
+    """The numbers of the layers that this rank has."""
 
     @property
     def rank(self) -> int:
-        """Among all that share the checkpoint."""
+        """The rank among all that share the checkpoint."""
         return self.dp_rank * self.mp_world_size + self.mp_rank
 
     @property

@@ -258,7 +258,7 @@ class Report:
 
     @contextmanager
     def kept_fresh(self) -> Iterator[None]:
-        """Inside, the report's time shows that this process lives, also where locks are not shared."""
+        """Keep the report's time fresh inside, which shows that this process lives, also where locks are not shared."""
         ends = Event()
 
         def touch() -> None:
@@ -315,14 +315,14 @@ class Ending:
     """
 
     folder: str
-    """Of the tag."""
+    """The folder of the tag."""
     name: str
-    """Of this rank's report."""
+    """The name of this rank's report."""
     began: str
     """`Index.saved["at"]` of this save, which no other save of the tag has: one begins after the other has ended."""
     save_latest: bool
     limit_s: float
-    """As for `Report`."""
+    """The time after which a silent writer is taken for dead, as for `Report`."""
 
     def as_message(self) -> dict[str, Any]:
         """The arguments of `Ending`, as JSON has them."""

@@ -199,7 +199,7 @@ def _joined(parts: Sequence[Tensor], start: int, numel: int) -> Tensor:
 
 
 class Source:
-    """Where the whole value of a parameter, or of a state of it, lies: what each of several ranks has of it.
+    """A `Source` joins the whole value of a parameter, or of a state of a parameter, from the parts of several ranks.
 
     Args:
         held: of each rank its part and what reads it, [numel] elements from an element of the part on.

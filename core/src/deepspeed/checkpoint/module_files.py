@@ -1,4 +1,4 @@
-"""Which weights of a module are in files of their own at a save, as DeepSpeed has them: layers of a pipeline, experts.
+"""A save writes some weights of a module to files of their own, as DeepSpeed does: layers of a pipeline, and experts.
 
     layer_03-model_states.pt                      layer 3 of a pipeline, with the names that its module has
     layer_03-model_01-model_states.pt             the part of it that the second tensor-parallel rank has
@@ -32,15 +32,15 @@ from deepspeed.pipe.module import PipelineModule
 
 
 class Place(NamedTuple):
-    """Weights that go into a file."""
+    """A `Place` is a part of the weights of a module, and the file that they go into."""
 
     file: str
     prefix: str
-    """What their names in the module begin with; with `row`, the name."""
+    """The prefix of the weights' names in the module; with `row`, the whole name."""
     own_prefix: str
-    """What stands there in the file; with `row`, the key."""
+    """The prefix that replaces `prefix` in the file; with `row`, the whole key."""
     row: int | None = None
-    """Where one weight has several experts: the row that goes there."""
+    """The row that goes into the file, where one weight has several experts; else None."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class ModuleFiles:
 
 
 def _content(weights: Mapping[str, Any], place: Place) -> dict[str, tuple[Any, Any]]:
-    """By key in the file: the name, with the row, and the value."""
+    """Return the name in the module and the value of each weight of `place`, by its key in the file.
+
+    With `place.row` the name is a list of name and row.
+    """
     if place.row is not None:
         value, name = weights.get(place.prefix), [place.prefix, place.row]
         return {place.own_prefix: (name, value[place.row])} if isinstance(value, Tensor) else {}

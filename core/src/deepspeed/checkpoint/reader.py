@@ -50,7 +50,7 @@ class Reader:
     store: Store
     position: Position
     checks_sizes: bool
-    """Of all files, also of those that other ranks read. One rank does."""
+    """Whether this rank compares the sizes of all files, also of those that other ranks read; one rank does."""
     verify: bool
     partitioned_model: bool
     load_shard: bool

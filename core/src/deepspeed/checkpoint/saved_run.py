@@ -308,7 +308,7 @@ class JoinedRun(SavedRun):
         return module
 
     def _layers(self) -> dict[str, dict[str, str]]:
-        """By file of a layer of a pipeline, the names in the module of what is under each key."""
+        """Return the names in the module of the weights in each file of a pipeline layer, by file and key."""
         files: dict[str, dict[str, str]] = {}
         for rank in self._ranks:
             for file, names in rank.model_state.get(MODULE_FILES, {}).items():

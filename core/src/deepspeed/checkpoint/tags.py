@@ -134,11 +134,11 @@ class SavedTag:
 
     name: str
     folder: Path
-    """Where its whole version lies; see `layout.whole_folder`."""
+    """The folder in which the tag's whole version lies; see `layout.whole_folder`."""
     index: Index | None
     """Without the lists of tensors. None for a checkpoint that has none, or has one that cannot be read (`trouble`)."""
     trouble: str
-    """Why the index cannot be read; else empty."""
+    """The reason why the index cannot be read; else empty."""
 
     @property
     def num_bytes(self) -> int:

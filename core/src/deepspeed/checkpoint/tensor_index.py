@@ -1,4 +1,4 @@
-"""Where in a checkpoint's files the values of each parameter lie: made at a save, and read from an index.
+"""A table says where in a checkpoint's files the values of each parameter lie; a save makes it, and an index has it.
 
 ZeRO joins parameters and cuts what results among ranks (`zero.layout`). The table says for each parameter where its
 parts are then, so that a reader needs no knowledge of that. As JSON:
@@ -100,7 +100,7 @@ def index_of(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> bytes:
 
 
 def sorted_entries(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """Such that files of the same kind and model-parallel rank follow one another in the order of their ranks."""
+    """Sort the entries so that files of one kind and model-parallel rank follow one another in the order of ranks."""
 
     def order(entry: FileEntry) -> tuple[bool, bool, int, int, str]:
         dp_rank, mp_rank = layout.ranks_of(entry.name)
@@ -296,7 +296,7 @@ class Piece(NamedTuple):
 
     file: str
     key: Key
-    """Of the tensor in the file."""
+    """The key of the tensor in the file."""
     dtype: str
     start: int
     """The first of them, in the tensor's row-major order."""

@@ -37,7 +37,7 @@ class TensorRecord(NamedTuple):
     offset: int
     """Byte of the file at which its first element is."""
     stride: tuple[int, ...] | None = None
-    """In elements; None where the elements lie in row-major order without gaps."""
+    """The strides in elements; None where the elements lie in row-major order without gaps."""
 
     @property
     def numel(self) -> int:
@@ -143,25 +143,25 @@ class _Dict(dict[Any, Any]):
 
 
 class _Opaque:
-    """An object of any class."""
+    """An `_Opaque` stands for an object of any class, and drops everything that a pickle gives it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "_Opaque":
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever it was made of is not looked at."""
+        """Ignore the arguments."""
 
     def __setstate__(self, state: Any) -> None:
-        """Nor what its attributes were,"""
+        """Ignore the attributes."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """and its items,"""
+        """Ignore an item of a mapping."""
 
     def append(self, item: Any) -> None:
-        """of a list,"""
+        """Ignore an item of a list."""
 
     def extend(self, items: Any) -> None:
-        """or several."""
+        """Ignore several items of a list."""
 
 
 class _Storage(NamedTuple):
