@@ -124,11 +124,11 @@ class _Wait:
         self.came_late = False
         """Whether the round had ended when this rank came to it."""
         self.absent = ""
-        """Of a round that this rank gave up for good: the ranks that were not in it, as a clause."""
+        """The ranks that were not in a round that this rank gave up for good, as a clause."""
         self.ended = ""
-        """Of such a round: those that will never be in it, as a clause."""
+        """The ranks that will never be in such a round, as a clause."""
         self.refused: CommError | None = None
-        """What ended such a round otherwise."""
+        """The error that ended such a round otherwise."""
 
     def meet(self, limit_s: float) -> str:
         """Come to the round. Returns how it ended."""
@@ -181,12 +181,12 @@ class _Wait:
         return self.ended
 
     def _find_parted(self) -> str:
-        """Which rank waits for this one in another call, as a text."""
+        """Return, as a text, which rank waits for this rank in another call; "" if none is known."""
         kind = self._prefix
         return parted.parting(self._ranks, self._call, lambda _, note: note.kind != kind, calls=True, kind=kind)
 
     def _last_rounds(self) -> dict[int, int]:
-        """By rank, the last round that it came to."""
+        """Return the last round that each rank came to, by rank; -1 for a rank that came to none."""
         keys = {rank: self.key("last round of", rank) for rank in self._ranks}
         found = parted.values_in(self._store, list(keys.values()))
         return {rank: int(found.get(key, -1)) for rank, key in keys.items()}

@@ -407,7 +407,7 @@ def has_coalescing_manager() -> bool:
 def coalescing_manager(
     group: ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
 ) -> AbstractContextManager[Any]:
-    """torch's context manager that launches the collectives started inside it together."""
+    """Return torch's context manager, which launches the collectives started inside it together."""
     return torch_dist._coalescing_manager(group=group, device=device, async_ops=async_ops)
 
 

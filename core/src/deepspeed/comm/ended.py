@@ -44,7 +44,7 @@ def note_own_end_at_exit() -> None:
 
 
 def ended_of(ranks: Iterable[int]) -> list[int]:
-    """Those of `ranks` that have ended, as the job counts them."""
+    """Return those of `ranks` that have ended, as the job counts them."""
     ended = _ended()
     return [rank for rank in ranks if rank in ended]
 

@@ -1,4 +1,4 @@
-"""Where this process stands in a job: its rank, the world's size and the meeting point, as the starter left them.
+"""The starter's environment says where this process stands in a job: its rank, the world's size and the meeting point.
 
 `start.init_distributed` calls `find_placement`. Each reader takes the environment and returns a `Placement`, or None
 if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.

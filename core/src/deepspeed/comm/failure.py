@@ -64,7 +64,7 @@ _logged = (0, "")  # after how many, and what was logged last
 
 
 def num_told() -> int:
-    """After how many failures this rank has left its groups."""
+    """Return after how many failures this rank has left its groups."""
     return _num_told
 
 

@@ -112,7 +112,7 @@ def _with_epochs() -> list[HasEpochs]:
 
 
 def standing() -> Mapping[str, Any]:
-    """After how many failures this rank has left its groups, and in which epoch of each it is."""
+    """Return after how many failures this rank has left its groups, and in which epoch of each group it is."""
     return {"failures": failure.num_told(), "epochs": dict(backend.epoch() for backend in _with_epochs())}
 
 

@@ -113,7 +113,7 @@ class Issued:
             raise CommError(self.difference() or f"the ranks have issued different collectives; {_ADVICE}")
 
     def difference(self, grace_s: float = GRACE_S) -> str:
-        """Where the ranks differ, in words; "" where that is not known. Called by all ranks that fail together.
+        """Say where the ranks differ; "" where that is not known. Called by all ranks that fail together.
 
         Args:
             grace_s: how long to wait for what the peers have issued.
@@ -129,8 +129,10 @@ class Issued:
         return ""
 
     def crossing(self) -> str:
-        """Where a peer that waits long has issued another collective than this rank, in words; "" while none is known.
-        Called while this rank waits long, now and then."""
+        """Say where a peer that waits long has issued another collective than this rank; "" while none is known.
+
+        Called now and then while this rank waits long.
+        """
         key = f"issued/{self._epoch}/waits"
         if self._num_shown != self._number:
             self._num_shown = self._number

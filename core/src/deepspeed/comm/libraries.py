@@ -33,7 +33,7 @@ def serves(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def host_or_device(group: ProcessGroup) -> torch.device:
-    """Where small values are sent from: host memory where the group has a library for it, else this rank's device."""
+    """Return where small values are sent from: the host if the group has a library for it, else this rank's device."""
     host = torch.device("cpu")
     return host if serves(group, host) else torch.device(get_accelerator().current_device_name())
 

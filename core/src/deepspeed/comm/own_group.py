@@ -145,7 +145,7 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, torch calls a group that this thread makes `name`; those of other threads as always."""
+    """Inside, torch calls a group that this thread makes `name`; groups of other threads keep torch's own names."""
     global _num_threads
     with _lock:
         _num_threads += 1

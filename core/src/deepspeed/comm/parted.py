@@ -77,16 +77,16 @@ class Counted(Protocol):
 
 
 class Wait(NamedTuple):
-    """For a collective or a message."""
+    """A `Wait` describes what a rank waits for in a collective or a message."""
 
     what: object
-    """Its text is for messages, and made where the wait is long."""
+    """The collective or message, whose text is for error messages and is made only where the wait is long."""
     name: str
-    """Under which those who are to start it count."""
+    """The name under which the ranks that are to start it count."""
     number: int
-    """How many they have started where it can end."""
+    """The number that the ranks have to start under that name before the wait can end."""
     ranks: Sequence[int]
-    """Who takes part, as the job counts them."""
+    """The ranks that take part, as the job counts them."""
 
 
 _counted: WeakSet[Counted] = WeakSet()
@@ -108,16 +108,16 @@ class Note(NamedTuple):
     """A `Note` is put into the store by a rank that waits for others."""
 
     call: str
-    """In which call, for messages."""
+    """The call in which the rank waits, for error messages."""
     kind: str
-    """Equal for those who make the same call."""
+    """The kind, which is equal for ranks that make the same call."""
     end: str
     """The key by which the call can be ended; "" for a collective or message."""
     ranks: Sequence[int]
-    """Who makes it, as the job counts them."""
+    """The ranks that make the call, as the job counts them."""
     num_started: Mapping[str, int]
     number: int = 0
-    """Of a collective or message: how many of `kind` are started where it can end."""
+    """The number of `kind` to be started before the wait for a collective or message can end; 0 for a call."""
     is_alone: bool = True
     """Whether no other thread of the rank may start what it has not started; else the note is for messages only."""
 
@@ -144,7 +144,7 @@ def _all_started() -> dict[str, int]:
 
 
 def few_of(peers: Sequence[T]) -> Sequence[T]:
-    """Those of them that this rank looks at now: where all ranks of a large group look, each asks the store for few."""
+    """Return those of `peers` that this rank looks at now: few of a large group, as all its ranks ask the store."""
     return peers if len(peers) <= FEW else _lot.sample(peers, FEW)
 
 
@@ -180,14 +180,14 @@ def parting(
     calls: bool = False,
     kind: str | None = None,
 ) -> str:
-    """Why those of `ranks` that this rank waits for will never come, for `ranks_parted`; "" while they may.
+    """Say why those of `ranks` that this rank waits for will never come, for `ranks_parted`; "" while they may.
 
     Args:
         ranks: as the job counts them.
         waits_in: what this rank waits in, for messages.
         never_comes: whether a rank with such a note will never come to that.
         calls: `waits_in` names a call.
-        kind: of the notes of those who wait in the same.
+        kind: the kind of the notes of ranks that wait in the same.
     """
     own = torch_dist.get_rank()
     with _unless_store_is_gone():
@@ -345,8 +345,10 @@ _lookout: list[threading.Thread] = []
 
 @contextmanager
 def looking(wait: Wait, look: Callable[[], None]) -> Iterator[None]:
-    """Around a wait in a library: where it is long, `look` is called now and then, by another thread. A signal handler
-    may wait inside of another wait, as one does that saves a checkpoint."""
+    """Let another thread call `look` now and then while this thread waits long in a library, inside this context.
+
+    A signal handler may wait inside another wait, as one does that saves a checkpoint.
+    """
     if not _lookout:
         _lookout.append(threading.Thread(target=_look_out, name="deepspeed lookout", daemon=True))
         _lookout[0].start()

@@ -97,7 +97,7 @@ class PointToPoint:
         return _Message(work, self._watch, message, ranks[peer], lane + other, self._started[lane + own])
 
     def num_started(self) -> Mapping[str, int]:
-        """For `parted.py`."""
+        """Return the number of messages started so far, by the name that both ends know, for `parted.py`."""
         return self._started
 
 

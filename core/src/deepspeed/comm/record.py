@@ -418,7 +418,7 @@ def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, floa
 
 
 def readable(num_bytes: int) -> str:
-    """In the largest unit that leaves at least 1: 98.25 MB."""
+    """Format a number of bytes in the largest unit that leaves at least 1: 98.25 MB."""
     size, units = float(num_bytes), iter(_UNITS)
     unit = next(units)
     while size >= 1024 and unit != _UNITS[-1]:

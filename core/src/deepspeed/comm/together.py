@@ -41,7 +41,7 @@ _is_engine_gone = False
 
 @contextmanager
 def together(call: str) -> Iterator[None]:
-    """Inside, a call that all ranks of the world make. A collective, and nothing on one rank.
+    """Enter and leave a call together with all ranks of the world. A collective, and nothing on one rank.
 
     Args:
         call: names it, for errors on the other ranks.

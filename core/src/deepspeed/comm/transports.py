@@ -218,7 +218,7 @@ class OnlyAllReduceAndBroadcast(TensorCollectives):
         input_N: torch.Tensor,
         tag: str,
     ) -> Work:
-        """By way of the host: the copy to it waits for the device."""
+        """Exchange by way of the host; the copy of `input_N` to the host waits for the device."""
         on_host = torch.empty(output_N.shape, dtype=output_N.dtype, device="cpu")
         work = super().all_to_all(outputs, inputs, on_host, input_N.to("cpu"), tag)
         return Followed(work, lambda: copy(on_host, output_N), in_poll=False)

@@ -119,7 +119,7 @@ class Watch:
         return self._parted is not None or bool(self._failures.first(epoch))
 
     def cause(self) -> str:
-        """Which rank left the group first in this epoch, and why; "" where none did."""
+        """Say which rank left the group first in this epoch, and why; "" where none did."""
         return self._failures.first(self._epoch)
 
     def looker(
