@@ -17,7 +17,7 @@ class Result:
     """The outcome of one command."""
 
     record: Mapping[str, Any]
-    """For `--json`."""
+    """The values that `--json` prints."""
     show: Callable[[Console], None]
     """Prints it for people."""
     has_faults: bool = False

@@ -83,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, show: Callable[[Row], None] = lambda _: None) -> list[Row]:
-    """On every rank together: the rows, operation by operation and size by size; `show` gets each when it is there.
+    """Measure each operation at each size, on every rank together, and return a row for each in that order.
+
+    Args:
+        show: gets each row as soon as it is measured.
 
     Raises:
         CommError: a rank ended or did not come.

@@ -55,7 +55,10 @@ def gather(facts: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def differences(by_rank: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """By fact in which ranks differ: by value the ranks that have it; "absent" where a rank lacks the fact."""
+    """Return the facts in which ranks differ: by the fact's name, the ranks that have each value.
+
+    The value of a fact that a rank lacks is "absent".
+    """
     names = dict.fromkeys(itertools.chain.from_iterable(by_rank))
     found: dict[str, dict[str, list[int]]] = {}
     for name in names:

@@ -246,7 +246,7 @@ class ElasticAgent(NodeAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """torch's asks the store for the numbers, and waits for a node that may be lost; the round has told them."""
+        """Number the workers by the round's counts. torch's own method asks the store, and waits for a lost node."""
         counts = self._rendezvous_handler.counts
         first, total = sum(counts[:group_rank]), sum(counts)
         return [

@@ -89,8 +89,8 @@ def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
 
 
 def describe_standing(ends: Sequence[RankEnd]) -> list[str]:
-    """Where each rank stood that still ran when another failed for want of a peer: its innermost frames, as Python
-    prints a traceback. What it waits for, or what keeps it from coming, is the last."""
+    """Say where each rank stood that still ran when another failed for want of a peer: its innermost frames, as Python
+    prints a traceback. The last frame is what the rank waits for, or what keeps it from coming."""
     found = []
     for end in ends:
         if end.uncaught is None and (frames := _frames_of_script(end.stacks)):
@@ -210,5 +210,5 @@ def _is_chained(lines: list[str]) -> bool:
 
 
 def _ends(line: str, prefix: str) -> bool:
-    """After a traceback come remarks of the teardown: another prefix, or an exception that was ignored."""
+    """Return whether a traceback ends before `line`: the line has another prefix, or is a remark of the teardown."""
     return _ASIDE.match(line) is not None or not line.startswith(prefix.rstrip())

@@ -1,4 +1,4 @@
-"""torch's elastic agent for one node, with our way of starting, watching and ending the ranks.
+"""`NodeAgent` is torch's elastic agent for one node, with our way of starting, watching and ending the ranks.
 
 The agent (`SimpleElasticAgent`) owns the rendezvous, the store, the numbering of ranks and the loop; it calls the four
 methods below, in this order: `_start_workers` once, `_monitor_workers` until it reports an end, `_stop_workers` after a
@@ -235,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
         return is_running
 
     def _exit_barrier(self) -> None:
-        """torch's would wait for the other nodes for five minutes, and for those that fail, too."""
+        """Wait on node 0 for the other nodes. torch's own barrier waits for five minutes, also for nodes that fail."""
         if self._peers is not None and self._node_rank == 0:
             self._peers.wait_for_others()
             self.cause_elsewhere = self._peers.cause()

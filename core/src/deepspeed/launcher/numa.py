@@ -1,4 +1,4 @@
-"""Which cores each rank gets.
+"""Functions here choose which cores each rank gets.
 
 `launch.py` calls `available_cores` (or `parse_core_list` for `--bind_core_list`) and `share_cores` before the ranks
 start. Scripts that bind themselves find the functions with DeepSpeed's names at `deepspeed.utils.numa`. Memory follows:

@@ -122,12 +122,12 @@ class NodeReport(NamedTuple):
 
 
 class NodeFailure(NamedTuple):
-    """Why a node ended its ranks, for the other nodes (`nodes.py`, `membership.py`).
+    """A `NodeFailure` says why a node ended its ranks, for the other nodes (`nodes.py`, `membership.py`).
 
     Args:
-        node_rank: of that node.
-        rank: that failed there; None where it is not known.
-        exit_code: for the shell.
+        node_rank: the rank of that node.
+        rank: the rank that failed there; None where it is not known.
+        exit_code: the code that the shell gets.
         is_consequence: whether the failure may be another rank's fault.
         words: the exception, or what is known instead.
         stopped_by: the signal by which that node was told to end; 0 for none.

@@ -1,4 +1,4 @@
-"""Which slots of which hosts: the hostfile, and the language of `--include` and `--exclude`.
+"""The hostfile, and the language of `--include` and `--exclude`, say which slots of which hosts a job uses.
 
     NODE[@NODE ...]    NODE = HOST[:SLOT[,SLOT ...]]
 

@@ -1,4 +1,4 @@
-"""From `--launcher NAME` to the commands that start the job: the class, the hosts, the checks, the start."""
+"""`--launcher NAME` becomes the commands that start the job: the class, the hosts, the checks, the start."""
 
 import os
 import sys
