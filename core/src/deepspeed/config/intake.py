@@ -1,4 +1,4 @@
-"""From a user's dict to the values a model may validate: "auto", null, deprecated keys, unknown keys.
+"""`take_in` turns a user's dict into the values a model may validate: "auto", null, deprecated keys, unknown keys.
 
 Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `parse_section` by whoever holds one section
 alone; never changes the user's dict.
@@ -27,8 +27,8 @@ MOVES: dict[str, dict[bool, str | None]] = {
     "true means cpu": {True: "cpu", False: "none"},
     "true means fp32": {True: "fp32", False: None},
 }
-"""How the value of a deprecated key becomes the value of its replacement: that of a switch by a table, with None for
-one that says nothing."""
+"""The rules by which the value of a deprecated key becomes the value of its replacement: a table of what a switch
+means, with None where it says nothing of the replacement. With an empty table the value stays as it is."""
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which: flops, collectives, times.
+"""These sections say where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which:
+flops, collectives, times.
 
 None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
 first five, `comm/record.py` on `comms_logger`, `profiling/timer.py` on `timers`, `zero/replicas.py` and

@@ -23,7 +23,7 @@ class OptimizerConfig(Section):
     closed: ClassVar[bool] = True
 
     def refusal(self) -> str | None:
-        """Why this version cannot train with the optimizer; None when nothing is known against it."""
+        """Return why this version cannot train with the optimizer; None when nothing is known against it."""
         known_elsewhere = self.type.lower().replace("_", "") in _NOT_HERE
         return "it is not in this version; use 'AdamW' or 'Lamb'" if known_elsewhere else None
 

@@ -367,7 +367,9 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
 def _asked_sizes(
     config: DeepSpeedConfig, needed: tuple[str, str, int | None] | None = None
 ) -> dict[str, tuple[int, str]]:
-    """By axis of the mesh the size that the configuration asks for, and its key. 1 asks for nothing but in `mesh`.
+    """Return the size that the configuration asks for, and the key that asks, by axis of the mesh.
+
+    A size of 1 asks for nothing, except in `mesh`.
 
     Args:
         needed: what the model asks for, as `merge_sizes` takes it.
@@ -442,7 +444,7 @@ def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.
 
 
 def _optimizer_of_user(training: Training) -> Optimizer | None:
-    """In fp32 without sharding the torch optimizer itself, as documented; else a wrapper whose step is the engine's."""
+    """Return the torch optimizer itself in fp32 without sharding, as documented; else a wrapper with our step."""
     optimizer, precision = training.basic_optimizer, training.precision
     is_plain = precision.model_dtype is None and not precision.checks_overflow
     if optimizer is None:  # at stage 3 libraries find the hooks on the module here

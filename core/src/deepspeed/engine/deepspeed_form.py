@@ -104,7 +104,7 @@ def _sizes(shapes: Iterable[torch.Size], sharding: Sharding) -> list[int]:
 
 
 def _places(sizes: Sequence[int], limit: int) -> list[int]:
-    """Where the sub-groups of a group begin and end, in parameters: each takes some until it has `limit` elements."""
+    """Return where a group's sub-groups begin and end, in parameters: each takes some until it has `limit` elements."""
     places, numel = [0], 0
     for place, size in enumerate(sizes, 1):
         numel += size

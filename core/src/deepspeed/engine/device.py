@@ -1,4 +1,4 @@
-"""Which device of this machine is this process's, and whether it computes in what the configuration asks for.
+"""Functions here claim this process's device, and check that it computes in what the configuration asks for.
 
 Called once per engine by `build.py`; nothing else sets a device.
 """

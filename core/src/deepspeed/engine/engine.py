@@ -198,7 +198,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return self._training.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At a gradient accumulation boundary one optimizer step, else only the count of micro-batches.
+        """Make one optimizer step at a gradient accumulation boundary; else only count the micro-batch.
 
         Args:
             lr_kwargs: passed to the learning rate schedule's step.

@@ -29,7 +29,7 @@ class FusedLora:
         return bool(self._fused)
 
     def refusal(self, name: str) -> StateError | None:
-        """Why `name` cannot be done now; None: it can."""
+        """Return the error for `name`, which cannot be done now; None if it can."""
         if not self._fused:
             return None
         return StateError(f"{name}: LoRA is fused into the base weights; call train() or unfuse_lora_weight() first")

@@ -1,4 +1,4 @@
-"""Which optimizer and learning rate schedule an engine gets: the user's, the configuration's, or none.
+"""An engine gets its optimizer and learning rate schedule here: the user's, the configuration's, or none.
 
 Called by `build.py`.
 """

@@ -151,7 +151,7 @@ def create_sharding(
 
 
 def create_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:
-    """Where shards of parameters live between uses; None: on the device."""
+    """Choose where shards of parameters live between uses; return None if they live on the device."""
     zero = config.zero_optimization
     keeps_int8 = zero.zero_quantized_nontrainable_weights
     return choose_shard_home(zero.offload_param, config.aio, device=device, stage=zero.stage, keeps_int8=keeps_int8)
@@ -184,6 +184,9 @@ def refuse_quantized(zero: ZeroConfig) -> None:
 
 
 def _predivide_factor(config: DeepSpeedConfig) -> float | None:
-    """By what gradients are divided before the sum; None: by the number of ranks, and by nothing after it."""
+    """Return what gradients are divided by before the sum.
+
+    None: they are divided by the number of ranks, and by nothing after the sum.
+    """
     factor = config.gradient_predivide_factor
     return None if config.prescale_gradients or factor == 1.0 else factor

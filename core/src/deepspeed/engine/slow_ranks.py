@@ -82,8 +82,11 @@ class Time:
 
 
 def told(times: Sequence[Time], factor: float) -> list[str]:
-    """For each pipeline stage with ranks that are slower than its median by more than `factor` a sentence that names
-    them, the slowest first. Of an even number of ranks the median is the lower one, so that one of two may be slow."""
+    """Return a sentence for each pipeline stage with ranks that are slower than its median by more than `factor`.
+
+    The sentence names these ranks, the slowest first. The median of an even number of ranks is the lower one, so that
+    one of two may be slow.
+    """
     found = []
     for stage in sorted({each.stage for each in times}):
         peers = [each for each in times if each.stage == stage]

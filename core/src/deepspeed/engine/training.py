@@ -244,7 +244,10 @@ class Training:
         )
 
     def _refuse_scale(self, begun_by: float | None) -> StateError | None:
-        """Why a plain `loss.backward()` may give no gradients, if its loss is not scaled as the step takes it."""
+        """Return the error of a plain `loss.backward()` whose loss is not scaled as the step takes it.
+
+        None: the loss is scaled so, and the gradients may be used.
+        """
         scale = self.precision.loss_scaler.loss_scale
         if begun_by is None and scale == 1.0:
             return None

@@ -94,7 +94,7 @@ class GenerateOfModule:
 
 
 def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
-    """From now on `module.generate` calls this method of an engine; see `GenerateOfModule`."""
+    """Let `module.generate` call this method of an engine from now on; see `GenerateOfModule`."""
     if isinstance(found := vars(module).get("generate"), GenerateOfModule) and not found.leads:
         found.put_back()  # that of an engine that was dropped, or of which this module was a copy
     leading = GenerateOfModule(module, call, vars(module).get("generate"))
@@ -104,8 +104,10 @@ def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModu
 
 @contextmanager
 def ending_together(module: nn.Module, backend: GroupBackend) -> Iterator[None]:
-    """Around a call of `generate`: with `synced_gpus` the ranks of `backend` ask each other over it whether all have
-    their tokens. A rank that fails lets its peers go there; in transformers' own all-reduce they would wait for it."""
+    """Let `generate` with `synced_gpus`, called inside, ask over `backend` whether all its ranks have their tokens.
+
+    A rank that fails lets its peers go there; in transformers' own all-reduce they would wait for that rank.
+    """
 
     def goes_on(this_peer_finished: bool, synced_gpus: bool, device: torch.device, **_: Any) -> bool:
         if not synced_gpus:

@@ -279,10 +279,10 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """In the place of timers that are off: everything can be called and nothing happens."""
+    """A `NoopTimer` replaces timers that are off: everything can be called and nothing happens."""
 
     class Timer:
-        """One of them."""
+        """A `Timer` is one of the timers that are off."""
 
         def start(self) -> None:
             """Begin nothing."""
