@@ -40,7 +40,10 @@ def absent_members(*addresses: str) -> Callable[[_Class], _Class]:
 
 
 class _Refusal:
-    """In the place of a member, of the class and of its objects. An object may be given an attribute of the name."""
+    """A `_Refusal` stands for an absent member of a class, and raises when the class or an object is asked for it.
+
+    An object may be given an attribute of the name.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -63,7 +66,7 @@ def _explaining(former: Callable[[Any, str], Any], said: Mapping[str, str]) -> C
 
 
 def _sentences(address: str) -> dict[str, str]:
-    """By member what to say."""
+    """Return the text of the error for each absent member of DeepSpeed's class at `address`, by the member's name."""
     names, reason = differences().get(address, ((), ""))
     cls = address.rpartition(":")[2]
     said = {

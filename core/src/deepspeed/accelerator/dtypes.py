@@ -59,7 +59,7 @@ class DtypeFace(TorchModule):
         return False
 
     def amp(self) -> Any:
-        """torch's autocast module for the device (`torch.xyz.amp`), or None. `torch.autocast` needs no such module."""
+        """Return torch's autocast module for the device (`torch.xyz.amp`), or None. `torch.autocast` needs none."""
         return getattr(self._module(), "amp", None)
 
     # ----- constructors of old scripts: get_accelerator().FloatTensor([1.0, 2.0]) ------------------------------------

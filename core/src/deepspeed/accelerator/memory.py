@@ -25,7 +25,7 @@ class MemoryFace(TorchModule):
         for the whole process. Default: nothing, for an allocator that reuses such blocks well.
 
         Args:
-            min_bytes: of the blocks that are given back; smaller ones may be kept for reuse.
+            min_bytes: the size of the smallest blocks that are given back; smaller ones may be kept for reuse.
         """
 
     def memory_allocated(self, device_index: int | None = None) -> int:

@@ -192,5 +192,5 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return True
 
     def _maker(self, dtype: torch.dtype) -> TensorMaker:
-        """torch's class, as `torch.FloatTensor`, which takes sizes too, and which `isinstance` accepts."""
+        """Return torch's class, such as `torch.FloatTensor`, which takes sizes too, and which `isinstance` accepts."""
         return _TENSOR_CLASSES[dtype]

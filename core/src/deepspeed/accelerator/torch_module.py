@@ -28,7 +28,7 @@ class TorchModule:
     _compile_backend: str = "inductor"
 
     def _module(self) -> ModuleType:
-        """torch's module for the device, for example `torch.cpu`.
+        """Return torch's module for the device, for example `torch.cpu`.
 
         Raises:
             PluginError: `_name` is not set, or torch has no such module (the vendor's package was not imported).

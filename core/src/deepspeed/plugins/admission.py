@@ -1,4 +1,4 @@
-"""Which plugins may be loaded: what the environment says, and the handshake on the API version.
+"""The environment and a handshake on the API version decide which plugins may be loaded.
 
     DS_PLUGINS_BLOCK=a,b     these are never imported, whoever asks for them
     DS_PLUGINS_AUTOLOAD=0    nothing is imported because it is installed: only the plugins that DS_ACCELERATOR and
@@ -38,7 +38,7 @@ def blocked() -> set[str]:
 
 
 def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str | None:
-    """Why the environment keeps the plugin `name` from being loaded, or None.
+    """Return why the environment keeps the plugin `name` from being loaded, or None.
 
     Args:
         is_accelerator: `DS_ACCELERATOR` may have named it.
@@ -95,7 +95,7 @@ def _fits_plainly(stated: object) -> bool:
 
 
 def _remedy(wanted: Any) -> str:
-    """Which of the two is the older one, by the versions that the range mentions."""
+    """Say which of the two is older, by the versions that the range mentions, and what to install."""
     from packaging.version import Version
 
     spoken = Version(hookspecs.PLUGIN_API)

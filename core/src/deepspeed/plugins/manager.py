@@ -72,11 +72,11 @@ class PluginManager:
         return self._failures.get((group, name)) or self._faults.get((group, name))
 
     def refusal(self, name: str, group: str = ACCELERATORS) -> str | None:
-        """Why the environment keeps `name` from being loaded (`DS_PLUGINS_BLOCK`, `DS_PLUGINS_AUTOLOAD`), or None."""
+        """Return why `DS_PLUGINS_BLOCK` or `DS_PLUGINS_AUTOLOAD` keeps `name` from being loaded, or None."""
         return refusal(name, group == ACCELERATORS, (group, name) in self._registered)
 
     def origin(self, name: str, group: str = ACCELERATORS) -> str:
-        """Where `name` comes from: package, version and module of each announcement; for reports."""
+        """Say where `name` comes from, for reports: package, version and module of each announcement."""
         if (group, name) in self._registered:
             return "registered by the program"
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
@@ -155,7 +155,7 @@ class PluginManager:
             return self._plugins[group, name]
 
     def activate(self, name: str, group: str = ACCELERATORS) -> None:
-        """From now on call the hooks of `name`, which is loaded if need be."""
+        """Call the hooks of `name` from now on; load the plugin first if need be."""
         with self._hold():
             self.load(name, group)
             if (group, name) not in self._active_keys:

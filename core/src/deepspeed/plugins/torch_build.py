@@ -1,4 +1,4 @@
-"""Which torch this process has or would import, and what it was built for, without importing it.
+"""`torch_build` finds which torch this process has or would import, and what it was built for, without importing it.
 
 For probes: whether there is a device is half of the answer, whether the installed torch can use it is the other, and
 importing torch takes a second.
