@@ -95,7 +95,7 @@ class BackwardWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Around the engine's own `loss.backward()`; an exception aborts, else `close()` is to follow."""
+        """Open the window for the engine's own `loss.backward()`; an exception aborts, else `close()` is to follow."""
         self.open()
         try:
             yield

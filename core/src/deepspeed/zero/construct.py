@@ -283,7 +283,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def _offload_of(settings: DeepSpeedConfig | None, device: str | None, pins: bool) -> OffloadParamConfig:
-    """Where the shards are kept: as the configuration says, but on `device` if it is given."""
+    """Return the section that says where shards are kept: as the configuration says, but on `device` if it is given."""
     section = (settings and settings.zero_optimization.offload_param) or OffloadParamConfig(pin_memory=False)
     device = section.device if device is None else device
     if device not in ("none", "cpu", "nvme"):

@@ -149,7 +149,7 @@ class FlatGroup:
         return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, stored, placement)
 
     def _stored(self, fragment: Fragment) -> StoredPart | None:
-        """Where the fragment's weights are, if they are offloaded."""
+        """Return the part of the offloaded shard that has the fragment's weights; None if they are not offloaded."""
         if self.unit is None or self.unit.offloaded is None:
             return None
         return StoredPart(self.unit.offloaded, fragment.start - self.shard_start, fragment.numel)

@@ -153,7 +153,7 @@ def _listed(changes: Mapping[str, Sequence[_Change]], how: str) -> str:
 
 
 def _on_any_rank(values: Sequence[bool], ranks: GroupBackend) -> list[bool]:
-    """Which of the values are true on a rank of `ranks`. A collective."""
+    """Return for each value whether it is true on any rank of `ranks`. A collective."""
     flags_N = torch.tensor([float(value) for value in values], device=host_or_device(ranks.group))
     ranks.all_reduce(flags_N, tag="changes").wait()
     return [value > 0 for value in flags_N.tolist()]

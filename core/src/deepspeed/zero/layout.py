@@ -1,6 +1,6 @@
-"""Which rank owns which elements: integers only, no tensors, no communication.
+"""A layout says which rank owns which elements: integers only, no tensors, no communication.
 
-Called when a `Sharding` is attached, and by whoever reads a checkpoint.
+Its functions are called when a `Sharding` is attached, and by whoever reads a checkpoint.
 
 Legend: a *unit* is what is reduced, and gathered, by one collective: parameters laid end to end in a flat buffer of N
 elements, cut into W equal shards of S elements; a *fragment* is the part of one parameter that lies in one shard.
@@ -33,7 +33,7 @@ class Fragment:
 
 
 class UnitLayout:
-    """Where the parameters of one unit lie, and who owns what.
+    """`UnitLayout` says where the parameters of one unit lie, and which rank owns which elements.
 
     Args:
         numels: elements of each parameter.

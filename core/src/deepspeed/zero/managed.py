@@ -1,4 +1,4 @@
-"""Which live engine trains a parameter. Written by `Sharding`; read by `safe_get_*` and when an engine is built.
+"""This table says which live engine trains a parameter. `Sharding` writes it; `safe_get_*` and new engines read it.
 
 A parameter belongs to its engine until `destroy()`, or until the engine is collected: nothing here keeps it alive.
 """

@@ -365,7 +365,7 @@ def _members(output: Any) -> Iterator[Any]:
 
 
 class ParamGathering:
-    """Which parameters of one engine are whole at which moment of its steps.
+    """`ParamGathering` decides which parameters of one engine are whole at which moment of its steps.
 
     Args:
         module: the model.

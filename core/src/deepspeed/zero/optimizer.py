@@ -19,7 +19,7 @@ from deepspeed.zero.whole_state_dict import is_called_by_collective
 
 
 def not_copied(found: object, way: str) -> StateError:
-    """For an object of this run, of which none of pickle, torch.save and copy makes another; `way`: what to do."""
+    """Return the error for an object of this run, which pickle, torch.save and copy do not copy; `way`: what to do."""
     return StateError(
         f"pickle, torch.save and copy: found a {type(found).__name__}, which belongs to the ranks of this run; {way}"
     )
@@ -64,7 +64,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def parameter_offload(self) -> Any:
-        """At stage 3 the hooks on the module (`ModuleHooks`), which libraries remove around `generate`."""
+        """The hooks that stage 3 has on the module (`ModuleHooks`), which libraries remove around `generate`."""
         if self._sharding.stage != 3:
             raise AttributeError(f"parameter_offload: zero_optimization.stage is {self._sharding.stage}, not 3")
         return self._sharding.gathering.hooks

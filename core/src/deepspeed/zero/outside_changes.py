@@ -198,7 +198,7 @@ def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.devi
 
 
 def _places_in(module: Module) -> dict[int, _Place]:
-    """By the id of a parameter the first module that has it."""
+    """Return the place of each parameter in the first module that has it, by the parameter's id."""
     places: dict[int, _Place] = {}
     for path, each in module.named_modules():
         for name, param in each._parameters.items():
@@ -208,7 +208,7 @@ def _places_in(module: Module) -> dict[int, _Place]:
 
 
 def _links_in(module: Module) -> list[_Link]:
-    """Which module is where, so that another one in its place is seen."""
+    """Return which module is where, so that another module in its place is seen."""
     return [
         _Link(each._modules, name, child)
         for each in module.modules()

@@ -428,8 +428,8 @@ class ParamUnit:
         return [name for name, param, version, view in each if param._version != version or not param.is_set_to(view)]
 
     def changes(self) -> dict[str, bool]:
-        """By name of a whole parameter that is not what the shards hold, whether it differs by no more than rounding. A
-        collective of the ranks that hold them, with memory for the unit a second time."""
+        """Compare whole parameters with their shards: return by name, for those that differ, whether they differ by no
+        more than rounding. A collective of the ranks that hold the shards, with memory for the unit a second time."""
         shards_N = self.nothing.new_empty(self.layout.padded_numel)
         if self.offloaded is not None:
             self.offloaded.prepare()

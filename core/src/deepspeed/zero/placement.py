@@ -1,4 +1,4 @@
-"""Where the optimizer's side of the owned shard lives, and where stage 3 keeps the shard of the weights.
+"""`Placement` says where the optimizer's side of the owned shard lives, `ShardHome` where stage 3 keeps the weights.
 
 Master weights, optimizer states and reduced gradients have a `Placement`. The class itself is the answer "beside the
 weights": nothing is copied. `offload/host.py` is another, host memory, and `offload/nvme.py` the third, swap files.
@@ -143,7 +143,7 @@ class Placement:
         value.data.view(-1).copy_(new.reshape(-1))
 
     def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
-        """Where the optimizer finds this rank's reduced gradients; called for the groups in their order.
+        """Return the memory where the optimizer finds this rank's reduced gradients; called in the order of the groups.
 
         Args:
             index: of the unit.
@@ -192,9 +192,10 @@ class Placement:
         """The update of the batch `number` is over."""
 
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
-        """Where the update of `shards` writes the weights rounded to the model's dtype, each in its master's shape.
+        """Return the tensors to which the update of `shards` writes the weights, rounded to the model's dtype.
 
-        Empty where the master weights themselves are what the weights become.
+        Each has the shape of its master weight. There are none where the master weights themselves are what the
+        weights become.
         """
         return [shard.weight for shard in shards if shard.has_master]
 

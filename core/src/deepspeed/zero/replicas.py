@@ -123,7 +123,7 @@ class ReplicaCheck:
         return found, sum(value.nbytes for _, _, value in copies)
 
     def _copies(self) -> Iterator[tuple[str, list[str], Tensor]]:
-        """By copy its name, the sets of ranks that hold others, and its values."""
+        """Yield each copy that this rank has: its name, the sets of ranks that have other copies, and its values."""
         is_known = self._mesh.size("tp") > 1 and division_is_known(self._module)
         for name, param in self._module.named_parameters():
             unit = unit_of(param)

@@ -52,13 +52,13 @@ class Window:
     """Some units of a group, whose elements move together."""
 
     shards: list[ParamShard] = field(default_factory=list)
-    """Of this rank."""
+    """The shards that this rank has of the window's units."""
     here: list[Run] = field(default_factory=list)
-    """Of every copy of the weights; a rank's shards lie end to end."""
+    """The runs of every copy of the weights; the shards of a rank lie end to end."""
     first_copy: list[Run] = field(default_factory=list)
     in_file: list[Run] = field(default_factory=list)
     numel: int = 0
-    """Of all ranks."""
+    """The number of elements that the window has on all ranks together, without padding."""
 
     @property
     def numel_here(self) -> int:
@@ -157,7 +157,7 @@ class SavedGroup:
         return part_T
 
     def _pieces(self, values: Iterator[Tensor | None], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Where the elements of this rank's part of the file are, by their place in it."""
+        """Yield this rank's part of the file in pieces: the place of each piece in the part, and its values."""
         for window in self.windows:
             sources, start = [], 0
             for shard in window.shards:

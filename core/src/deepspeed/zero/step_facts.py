@@ -84,7 +84,7 @@ class UseSlots:
         return slots
 
     def own(self, sums: Sequence[float]) -> list[bool]:
-        """By parameter whether a rank that holds it used it, from the sums over all ranks."""
+        """Return by parameter whether a rank that holds it used it, from the sums over all ranks."""
         slots = sums[: self.count] if self._is_plain else map(sums.__getitem__, self._own)
         return [each > 0 for each in slots]
 
@@ -128,8 +128,8 @@ class StepFacts:
     def agree(
         self, norms: Sequence[Tensor], used: Sequence[bool], late: Sequence[bool]
     ) -> tuple[Scalar, list[bool], list[float]]:
-        """(sum of the squares of `norms`, by parameter whether it was used, by bucket how many ranks are late), over
-        the ranks. A collective.
+        """Return (sum of the squares of `norms`, by parameter whether it was used, by bucket how many ranks are late)
+        over the ranks. A collective.
 
         Args:
             norms: 0-D, of this rank.
@@ -142,8 +142,8 @@ class StepFacts:
         return squares, self._slots.own(flags), flags[self._slots.count :]
 
     def agree_over_stages(self, used: Sequence[bool], ranks: Sequence[UnitRanks]) -> list[bool]:
-        """By parameter whether some rank has used it, in any of the pipeline stages that hold it. A collective of these
-        stages; `used` is agreed on within each.
+        """Return by parameter whether some rank has used it, in any of the pipeline stages that hold it. A collective
+        of these stages; within each stage the ranks have agreed on `used`.
 
         Args:
             ranks: of each parameter.

@@ -116,7 +116,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _boundaries(name: str, splits: int, features: int) -> list[int]:
-    """Where the parts begin, and the end; the first parts are the larger ones."""
+    """Return where the parts begin, and the end; the first parts are the larger ones."""
     if not 1 <= splits <= features:
         raise ValueError(f"TiledLinear: {name} is {splits}; it must be from 1 to the number of features, {features}")
     size, larger = divmod(features, splits)

@@ -1,4 +1,4 @@
-"""For users: how the parameters of an engine are divided, and how much memory a stage needs before a model is trained.
+"""Users look up here how an engine's parameters are divided, and estimate a stage's memory before they train.
 
 `show_layout` prints what a rank keeps of the parameters, and what is gathered together.
 

@@ -120,7 +120,7 @@ class OptimizerUpdate:
                 group["params"] = params
 
     def _takes_one_pass(self, groups: list[dict[str, Any]], the_pass: _Pass) -> dict[int, bool]:
-        """By the id of a placement, whether one pass updates its shards: those of another may be in other memory."""
+        """Return by the id of a placement whether one pass updates its shards; another's may be in other memory."""
         if len(self._placements) == 1:
             return {id(self._placements[0]): takes_one_pass(self._optimizer)}
         takes = {}

@@ -38,7 +38,7 @@ _takes_empty = False
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Around a `state_dict` or `load_state_dict` of the engine's own, in which sharded parameters are empty."""
+    """Let a `state_dict` or `load_state_dict` of the engine's own run inside, in which sharded parameters are empty."""
     global _takes_empty
     former, _takes_empty = _takes_empty, True
     try:

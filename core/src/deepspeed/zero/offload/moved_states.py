@@ -168,14 +168,14 @@ def reload_states(sharding: Sharding, *, non_blocking: bool) -> None:
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:
-    """On which devices an engine has its states of one kind.
+    """Return the devices on which an engine has its states of one kind.
 
     Args:
         model: what `deepspeed.initialize` returned.
         state: the kind.
 
     Returns:
-        Empty if there are no such states.
+        The devices; empty if there are no such states.
     """
     sharding: Sharding = model.sharding
     moved = sharding.moved_states

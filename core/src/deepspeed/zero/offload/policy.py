@@ -1,6 +1,6 @@
-"""Where an engine keeps what it offloads: the sections `offload_optimizer` and `offload_param` and the accelerator say.
+"""The sections `offload_optimizer` and `offload_param` and the accelerator say where an engine keeps what it offloads.
 
-Called once by the builders in `engine/`; `choose_shard_home` by `zero.Init` too. `SplitPlacement` is the answer where
+The builders in `engine/` ask once; `zero.Init` calls `choose_shard_home` too. `SplitPlacement` is the answer where
 `ratio` leaves a part of the parameters beside the weights.
 """
 
@@ -97,9 +97,10 @@ def choose_shard_home(
     stage: int = 3,
     keeps_int8: bool = False,
 ) -> ShardHome | None:
-    """Where the shards of parameters rest for an engine on `device`; None: there.
+    """Choose where the shards of parameters rest for an engine on `device`; None: on that device.
 
-    Below stage 3 there are none, and the section has no effect, as in DeepSpeed: scripts write it at every stage.
+    Below stage 3 no parameter is sharded, and the section has no effect, as in DeepSpeed: scripts write it at every
+    stage.
 
     Args:
         keeps_int8: `zero_quantized_nontrainable_weights`.

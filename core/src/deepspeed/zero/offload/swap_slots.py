@@ -112,7 +112,7 @@ class SwappedUnit:
 
 
 class Place(NamedTuple):
-    """Where a shard is."""
+    """A place says in which sub-group of which unit a shard is, and where it begins there."""
 
     unit: SwappedUnit
     group: SwappedGroup
