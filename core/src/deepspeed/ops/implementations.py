@@ -79,7 +79,7 @@ def implementations(class_name: str) -> Iterator[Implementation]:
 
 
 def implemented(class_name: str) -> list[Implementation]:
-    """Those of `implementations` that have a class."""
+    """Return the records of `implementations` that have a class."""
     return [found for found in implementations(class_name) if found.builder_class is not None]
 
 
@@ -122,7 +122,7 @@ def construct(builder_class: Any, *args: Any, **kwargs: Any) -> tuple[Any | None
 
 
 def incompatible(builder: Any) -> str | None:
-    """Why `builder` cannot serve this machine, in one line; None when it can. Compiles nothing."""
+    """Return why `builder` cannot serve this machine, in one line; None when it can. Nothing is compiled."""
     try:
         if call_quietly(builder.is_compatible):
             return None

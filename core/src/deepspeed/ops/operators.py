@@ -1,4 +1,4 @@
-"""Which compiled operator serves these tensors? Called by the functions of `quantizer` and `transformer`.
+"""The functions of `quantizer` and `transformer` ask here which compiled operator serves their tensors.
 
 May import `ops.optimizer` and below. A kernel serves when it was registered as torch operators (its builder
 names an `op_namespace`), the tensors are plain ones of the current accelerator in fp32, bf16 or fp16, and no gradient
@@ -40,7 +40,7 @@ def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., A
 
 
 def _namespace(op: str, device_type: str) -> str | None:
-    """Where the operators of `op` are registered, if it has a kernel for tensors of `device_type`."""
+    """Return the namespace that has the operators of `op`; None if it has none for tensors of `device_type`."""
     if device_type != _device_type(get_accelerator().device_name()):
         return None
     return getattr(registry.loaded(op).builder, "op_namespace", None)

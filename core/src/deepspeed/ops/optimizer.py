@@ -324,7 +324,8 @@ class KernelOptimizer(ReferenceOptimizer):
         known[id(lists[0][0])] = refs, list(map(Tensor.data_ptr, lists[0]))
 
     def _known_tensors(self) -> dict[int, tuple[list["weakref.ref[Tensor]"], list[int]]]:
-        """With the addresses of the parameters; by the id of the first one. Weakly, as tensors come and go."""
+        """Return the tensors that the kernel took, with the addresses of the parameters, by the id of the first
+        parameter. The references to tensors are weak, as tensors come and go."""
         return self.__dict__.setdefault("_known", {})  # type: ignore[no-any-return]
 
     def _update_by_torch(

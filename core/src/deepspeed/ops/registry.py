@@ -40,7 +40,7 @@ VARIABLE = "DS_OPS_DISABLE"
 
 @dataclass(frozen=True)
 class Resolution:
-    """Where an op comes from.
+    """`Resolution` says where an op comes from.
 
     Fields:
         op: its short name.
@@ -81,7 +81,7 @@ _lock = threading.RLock()  # re-entrant: loading one op may load another
 
 
 def resolve(op: str) -> Resolution:
-    """Where `op` would come from now, without compiling or loading it.
+    """Return where `op` would come from now, without compiling or loading it.
 
     After `kernel(op)` the reasons include what failed to load. Called by `ds_report` and by the engine.
 
@@ -122,7 +122,7 @@ def kernel(op: str) -> Any | None:
 
 
 def loaded(op: str) -> Resolution:
-    """Where `op` comes from, after it was loaded as `kernel` loads it: `builder` is None for the torch reference.
+    """Load `op` as `kernel` does, and return where it comes from: `builder` is None for the torch reference.
 
     Args:
         op: as `resolve` takes it.
@@ -329,7 +329,7 @@ _logged: set[str] = set()
 
 
 def _log_outcome(found: _Found) -> None:
-    """From rank 0: a warning per place that failed, and one line per op and process that runs on its reference.
+    """Log on rank 0 a warning per place that failed, and one line per op and process that runs on its reference.
 
     The line is shown by default when a place has a kernel that cannot be used, and when the host extension is not
     installed.

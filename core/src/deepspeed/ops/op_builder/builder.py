@@ -52,7 +52,7 @@ def __getattr__(name: str) -> int:
 
 
 def _defaults_for(flags: Sequence[str]) -> list[str]:
-    """Those of `_DEFAULT_FLAGS` that `flags` do not choose themselves."""
+    """Return the flags of `_DEFAULT_FLAGS` that `flags` do not choose themselves."""
     stated = [flag.replace("--std", "-std", 1) for flag in flags]
     return [default for start, default in _DEFAULT_FLAGS.items() if not any(flag.startswith(start) for flag in stated)]
 
@@ -274,7 +274,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
             raise OpUnavailable(f"op {self.name!r} cannot be built here: {reason}")
 
     def _obstacle(self) -> str | None:
-        """Why this op cannot be loaded here, without trying."""
+        """Return why this op cannot be loaded here, found without trying; None: nothing is known to prevent it."""
         if self.min_torch is not None and torch_version() < Version(self.min_torch):
             return f"it needs torch {self.min_torch} or newer, and this is {torch_version()}"
         if type(self).jit_load is not OpBuilder.jit_load:

@@ -91,7 +91,7 @@ class Manifest:
         _write_down(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def flaw(self, folder: Path) -> str | None:
-        """Why the library in `folder` cannot be used; None when it is whole."""
+        """Return why the library in `folder` cannot be used; None when it is whole."""
         library = folder / self.library
         try:
             content = library.read_bytes()

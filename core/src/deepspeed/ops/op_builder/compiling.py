@@ -306,7 +306,7 @@ def no_space(op: str, folder: Path, reason: str) -> str:
 
 
 def _num_jobs(num_commands: int) -> int:
-    """At most `$MAX_JOBS` at a time, else one per CPU that this process may use."""
+    """Return how many commands run at a time: at most `$MAX_JOBS`, else one per CPU that this process may use."""
     asked = os.environ.get("MAX_JOBS", "")
     is_number = asked.isdecimal() and len(asked) < 10
     limit = int(asked) if is_number and int(asked) > 0 else len(os.sched_getaffinity(0))

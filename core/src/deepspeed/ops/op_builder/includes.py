@@ -1,4 +1,4 @@
-"""Which header files sources include, found by reading their `#include` lines; called when a build's key is computed.
+"""`scan` finds the headers that sources include by reading their `#include` lines, when a build's key is computed.
 
 The compiler is not asked: a warm load must not start one, and not every compiler writes a list of what it read (some
 device compilers do not). Every include counts, also one that an `#if` leaves out, one that a macro names by a literal

@@ -1,4 +1,4 @@
-"""Where a builder's sources and headers are: `make_kernel_path` for a package's own, `SourcePlaces` for any other.
+"""`make_kernel_path` finds the sources and headers of a package's own builders, `SourcePlaces` those of any other.
 
 cpu_kernel_path, cpu_kernel_include = make_kernel_path("ds_ext_cpu")
 

@@ -1,4 +1,4 @@
-"""From a finished shared library to the op: `torch.ops.<namespace>`, or a Python module of its own name."""
+"""A finished shared library is loaded and becomes the op: `torch.ops.<namespace>`, or a Python module of its name."""
 
 import importlib.machinery
 import importlib.util
@@ -62,5 +62,5 @@ def load_module(library: Path, name: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line. torch says only which library; the linker's words, with the missing symbol, are behind it."""
+    """Return the reason in one line: the cause, which names the missing symbol, or what torch says of the library."""
     return first_line(error.__cause__ or error)

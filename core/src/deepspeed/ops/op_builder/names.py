@@ -23,7 +23,7 @@ class BuilderName:
     """
 
     is_builder_name = True
-    """What `deepspeed.ops.registry` knows it by."""
+    """The mark that distinguishes a builder name from a class; nothing in the core reads it."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

@@ -16,7 +16,7 @@ from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
 
 
 def library_beside_package(absolute_name: str) -> Path | None:
-    """Where a prebuilt library of that import name lies, whether it exists or not; None without such a package."""
+    """Return where a prebuilt library of that import name would lie; None without such a package."""
     package, _, name = absolute_name.rpartition(".")
     try:
         spec = importlib.util.find_spec(package) if package else None
@@ -55,9 +55,10 @@ def module_of_setuptools(absolute_name: str) -> str | None:
 
 
 def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
-    """Why a library with this manifest is not for `spec`; None when it is.
+    """Return why a library with this manifest is not for `spec`; None when it is.
 
-    One of the stable ABI fits every torch from its `min_torch` on; any other the very torch that it was built with.
+    A library of the stable ABI fits every torch from its `min_torch` on; any other library fits the very torch that it
+    was built with.
     """
     if manifest.source_digest != spec.source_digest:
         return f"the prebuilt {manifest.name} was built from other sources or with other flags"

@@ -202,7 +202,7 @@ def torch_module() -> Any:
 
 
 def torch_version() -> Version:
-    """torch's version without what follows the `+`."""
+    """Return torch's version without what follows the `+`."""
     return Version(Version(str(torch_module().__version__)).public)
 
 

@@ -37,7 +37,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def distrust(path: Path) -> str | None:
-    """Why what is in `path`, a file or a folder of the cache, could be someone else's; None when it is ours alone.
+    """Return why what is at `path`, a file or folder of the cache, could be someone else's; None when it is ours alone.
 
     A symbolic link is never ours: the cache makes none.
     """

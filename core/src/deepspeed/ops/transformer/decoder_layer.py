@@ -124,7 +124,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """In the order in which they are used."""
+        """The linear layers, in the order in which they are used."""
         return self.qkv, self.out, self.up, self.down
 
     @cached_property
