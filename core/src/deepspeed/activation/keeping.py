@@ -1,4 +1,4 @@
-"""Where the inputs of a recomputed block are kept until its backward: on a rank of a model, the host, in a buffer.
+"""`Keeping` keeps the inputs of a recomputed block until its backward: on a rank of a model, the host, in a buffer.
 
 `Keeping.pack` takes a tensor away and `Keeping.unpack` brings it back, as hooks of autograd's saved tensors do. The
 options add up: a tensor is first divided over the tensor-parallel ranks, then copied to the host, then into a slot.

@@ -59,7 +59,7 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, random numbers come from the named state, which goes on from there; then from the former one.
+        """Inside, random numbers come from the named state, which goes on from there; afterwards from the former state.
 
         Raises:
             ValueError: for an unknown name.
@@ -144,7 +144,7 @@ class RandomStates:
 
 @contextmanager
 def restored(states: RandomStates) -> Iterator[None]:
-    """Inside, the random states go on from `states`; afterwards from what they were."""
+    """Inside, the random states go on from `states`; afterwards they go on from what they were before."""
     former = RandomStates.now()
     states.restore()
     try:

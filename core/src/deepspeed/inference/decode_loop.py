@@ -20,7 +20,7 @@ _FORWARD_KWARGS = {"attention_mask", "position_ids", "past_key_values", "logits_
 
 
 class DecodeLoop:
-    """For `generate(custom_generate=...)` of transformers, of one call.
+    """`DecodeLoop` generates the tokens of one call of `generate(custom_generate=...)` of transformers.
 
     Args:
         decoder: of the model.

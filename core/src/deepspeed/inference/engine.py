@@ -152,13 +152,13 @@ class _ForwardTimes:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """For what stands in the place of a forward."""
+        """Measure what runs inside, which stands in the place of a forward."""
         self.begin()
         yield
         self.end()
 
     def take(self) -> list[float]:
-        """Those since the last call."""
+        """Return the milliseconds of each forward since the last call."""
         times, self._times_ms = self._times_ms, []
         return times
 

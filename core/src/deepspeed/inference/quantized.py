@@ -123,7 +123,7 @@ def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
 
 
 def _input_bits(settings: DeepSpeedInferenceConfig) -> int:
-    """To which kernels may round what a weight is multiplied with."""
+    """Return the bits to which kernels may round what a weight is multiplied with."""
     config = settings.quant.activation
     return 16 if config is None or not config.enabled else config.num_bits
 

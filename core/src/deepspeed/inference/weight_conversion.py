@@ -58,7 +58,7 @@ def _table_of(model: nn.Module) -> list[Any]:
 
 
 def _pieces(names: Sequence[str], converters: Sequence[Any]) -> dict[str, tuple[Any, dict[str, list[str]]]]:
-    """By name of a weight of the model: its converter, and the names of its pieces, by pattern."""
+    """Return by name of a weight of the model its converter, and the names of its pieces by pattern."""
     found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name in names:
         for converter in converters:
@@ -98,5 +98,5 @@ def _in_order(
 
 
 def _natural(name: str) -> list[int | str]:
-    """By which names are sorted as people do: 10 behind 9."""
+    """Return the key by which names are sorted as people sort them: 10 behind 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

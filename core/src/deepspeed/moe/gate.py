@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, and what the choice costs: `TopKGate`.
+"""`TopKGate` chooses which experts a token goes to, with what weight, and says what the choice costs.
 
 A gate computes the probabilities `p_TE = softmax(x_TH @ wg_EH.T)` in fp32 and chooses k experts per token. An expert
 takes at most `capacity` choices of a rank's tokens; further ones are dropped, and add nothing to the token's output:
@@ -35,7 +35,7 @@ JITTER = 1e-2
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a rank go.
+    """`Routing` says where the tokens of a rank go.
 
     Args:
         experts: [T, K], int64; a token's experts, the first choice first.

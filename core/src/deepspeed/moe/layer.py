@@ -66,7 +66,7 @@ class MOELayer(nn.Module):
         return out_TH.view(*hidden.shape[:-1], out_TH.shape[-1])
 
     def misplaced(self, mesh: Mesh, path: str) -> str:
-        """Why the experts made here are not those of this rank on `mesh`; "": they are.
+        """Return why the experts made here are not those of this rank on `mesh`; "": they are.
 
         Raises:
             ConfigError: on every rank, if `ep_size` does not fit the mesh.

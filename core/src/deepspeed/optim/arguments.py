@@ -146,7 +146,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def _allowed(default: Any, words: set[str]) -> list[str]:
-    """Which of `_FITS` a parameter takes, by its default or the `words` of its annotation; empty if neither says."""
+    """Return the kinds of `_FITS` that a parameter takes by its default or its annotation's `words`; empty: unknown."""
     if isinstance(default, bool) or (default is None and "bool" in words):
         kinds = ["true or false"]
     elif isinstance(default, str):

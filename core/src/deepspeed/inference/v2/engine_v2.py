@@ -407,7 +407,7 @@ def _settings(given: Any) -> RaggedInferenceEngineConfig:
 
 
 def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> InferenceEngine:
-    """With fused blocks, on this rank's device."""
+    """Return the engine of `model` with fused blocks, on this rank's device; an engine is returned as it is."""
     tp_size = _tp_size(config)
     mode = config.quantization.quantization_mode
     if isinstance(model, InferenceEngine):

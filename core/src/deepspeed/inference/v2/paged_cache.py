@@ -29,7 +29,7 @@ class CachedSequence:
     blocks: list[int] = field(default_factory=list)
 
     def slots(self, num_new: int, block_size: int) -> list[int]:
-        """Where the next `num_new` tokens lie, in tokens from the beginning of the cache."""
+        """Return where the next `num_new` tokens lie, in tokens from the beginning of the cache."""
         positions = range(self.num_tokens, self.num_tokens + num_new)
         return [self.blocks[each // block_size] * block_size + each % block_size for each in positions]
 
