@@ -1,4 +1,4 @@
-"""Which parameters belong to experts: those with the attribute `allreduce` set to False, as documented.
+"""Parameters with the attribute `allreduce` set to False belong to experts, as documented.
 
 `deepspeed.moe.utils` has these functions. The layers of `deepspeed.moe` mark their experts; so may any other layer:
 
@@ -76,7 +76,7 @@ def expert_group_of(param: Tensor) -> str | None:
 
 
 def expert_sizes(module: Module) -> dict[str, int]:
-    """For every group of experts in the module the number of ranks over which they are divided, by name.
+    """Return for every group of experts in the module the number of ranks over which they are divided, by its name.
 
     Raises:
         ConfigError: for a parameter of an expert without such a name.

@@ -75,7 +75,7 @@ class RankGrid:
 
     @functools.cached_property
     def device_mesh(self) -> DeviceMesh:
-        """torch's mesh over the same groups, one dimension per axis, axes of size 1 included."""
+        """The mesh of torch over the same groups, which has one dimension per axis, axes of size 1 included."""
         return DeviceMesh.from_group(
             [self.group(axis) for axis in self.layout.axes],
             _device_type(),
@@ -84,7 +84,7 @@ class RankGrid:
         )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """torch's submesh along `axes`, one dimension each; "dp" alone is one dimension over both data axes."""
+        """Return torch's submesh along `axes`, one dimension each; "dp" alone is one dimension over both data axes."""
         if axes != "dp":
             return self.device_mesh[axes]
         parts = [axis for axis in DATA_AXES if self.size(axis) > 1]

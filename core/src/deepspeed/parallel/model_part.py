@@ -1,4 +1,4 @@
-"""Which part of a whole parameter a rank holds where the model itself is divided: by tensor or expert parallelism.
+"""A mark says which part of a whole parameter a rank holds where tensor or expert parallelism divides the model.
 
 The layers that divide a parameter mark it; norms, checkpoints and consolidated weights read the mark, and know nothing
 of the layers:

@@ -96,7 +96,7 @@ def _gather(values: list[Any], groups: Iterable[ProcessGroup]) -> list[Any]:
 
 
 def _contradiction(members: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> str | None:
-    """Why the members are no grid, or None."""
+    """Return why the members are no grid; None if they are one."""
     by_sizes = {str(member["sizes"]): member["rank"] for member in members}
     if len(by_sizes) > 1:
         return "has different sizes on different ranks: " + ", ".join(
@@ -112,7 +112,7 @@ def _contradiction(members: Sequence[Mapping[str, Any]], sizes: Mapping[str, int
 
 
 def _misplaced(layout: Layout, found: Mapping[str, _Axis]) -> str | None:
-    """Which group has other ranks than the places of its members say, or None."""
+    """Return which group has other ranks than the places of its members say; None if no group has."""
     rank = dist.get_rank()
     for axis, each in found.items():
         if each.group is None:

@@ -158,7 +158,7 @@ class PipelineModule(Module):
         return part % self.num_stages
 
     def tied_stages(self) -> dict[str, tuple[int, ...]]:
-        """By key of the shared modules, the stages that hold one, in order."""
+        """Return the stages that hold a shared module, in order, by the module's key."""
         stages: dict[str, set[int]] = {}
         for index, spec in enumerate(self._specs):
             if isinstance(spec, TiedLayerSpec):
@@ -166,7 +166,7 @@ class PipelineModule(Module):
         return {key: tuple(sorted(found)) for key, found in stages.items()}
 
     def saved_layers(self) -> dict[int, str]:
-        """By number, the own layers that have a file in a checkpoint: what the names of their weights begin with.
+        """Return the prefix of weight names by layer number, for the own layers that have a file in a checkpoint.
 
         A shared module is in the files of the layers that call it itself, not through a `forward_fn`, or in the first
         one's where there are none.
@@ -187,7 +187,7 @@ class PipelineModule(Module):
         return found
 
     def layer_prefixes(self) -> dict[int, str]:
-        """By number, what the names of the weights of each layer begin with, whoever has it; not of functions."""
+        """Return the prefix of weight names by layer number, for the layers of all stages; functions have none."""
         return {
             index: f"tied_modules.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{index}."
             for index, spec in enumerate(self._specs)

@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into stages: contiguous parts, none empty, the heaviest as light as possible."""
+"""A list of layers is cut into stages: contiguous parts, none empty, the heaviest part as light as possible."""
 
 import itertools
 import re

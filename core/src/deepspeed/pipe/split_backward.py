@@ -78,9 +78,9 @@ class DeferredWeights:
             self._defers = False
 
     def roots(self) -> list[Tensor]:
-        """Where the backward of the gradients that were left begins: a number for each weight, however many layers
-        share it, with the biases that it is used with. Autograd adds one's gradients up before it computes the next
-        one's."""
+        """Return the tensors from which the backward of the gradients that were left begins: a number for each weight,
+        however many layers share it, with the biases that it is used with. Autograd adds the gradients of one weight up
+        before it computes the gradients of the next weight."""
         roots = []
         for products in self._products.values():
             biases = {id(each.bias): each.bias for each in products if each.bias is not None}
@@ -98,7 +98,7 @@ class DeferredWeights:
 
 
 class _LinearMode(TorchFunctionMode):
-    """Inside, `torch.nn.functional.linear` with a trained weight is a `_Linear`."""
+    """`_LinearMode` computes each `torch.nn.functional.linear` with a trained weight as a `_Linear`."""
 
     def __init__(self, deferred: DeferredWeights) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rank stands where: DeepSpeed's grids of ranks with named axes, and how they become the layout of a mesh.
+"""DeepSpeed's grids of ranks with named axes say which rank stands where, and become the layout of a mesh.
 
 `ProcessTopology` and its subclasses are pure integers. `PipelineParallelGrid` is a view of a `Mesh` under DeepSpeed's
 names, and serves as the `mpu` of a pipeline.
@@ -217,7 +217,7 @@ class PipelineParallelGrid:
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Which copy of the pipeline this rank is in."""
+        """Return which copy of the pipeline this rank is in."""
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
@@ -249,7 +249,7 @@ class PipelineParallelGrid:
         return self.mesh.group("pp")
 
     def get_data_parallel_rank(self) -> int:
-        """Which copy of the pipeline this rank is in."""
+        """Return which copy of the pipeline this rank is in."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:

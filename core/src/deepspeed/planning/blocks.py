@@ -92,7 +92,7 @@ class _Writer:
         return self.tape.operation(x.numel, [x, y], passes=True)
 
     def dropout(self, x: Value) -> Value:
-        """With a mask of a byte per element, as torch has it on devices."""
+        """Apply dropout with a mask of a byte per element, as torch has it on devices."""
         if not self.shape.dropout:
             return x
         y = self.tape.operation(x.numel, [x], saved_extra=x.numel)

@@ -112,7 +112,7 @@ def _blocks(shape: ModelShape, share: Share, size: int) -> tuple[Block, Block, B
 
 
 def stage_cuts(layers: int, weights: Sequence[int], stages: int) -> list[int]:
-    """Where embedding, layers and head are cut: by their parameters, as PipelineModule does."""
+    """Return where embedding, layers and head are cut: by their parameters, as PipelineModule cuts them."""
     if stages == 1:
         return [0, layers + 2]
     return _cuts(layers, tuple(weights), stages)

@@ -209,7 +209,7 @@ def meshes(
 
 
 def _useful(stages: Sequence[int], mesh: Mesh) -> Sequence[int]:
-    """Where nothing is sharded all stages are the first."""
+    """Return the stages to compare: the lowest alone where nothing is sharded, since all of them are the same there."""
     return stages if mesh.replicas > 1 else [min(stages)]
 
 

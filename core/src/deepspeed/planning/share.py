@@ -93,7 +93,7 @@ def first_heads(shape: ModelShape, tp: int) -> HeadShare:
 
 
 def why_not(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
-    """Why the model cannot be divided so; None: it can."""
+    """Return why the model cannot be divided so; None: it can."""
     if shape.layers < mesh.pp:
         return f"pp {mesh.pp}: {counted(shape.layers, 'layer')}"
     if shape.heads < mesh.tp or shape.intermediate_size < mesh.tp:
