@@ -149,7 +149,7 @@ def _check_target(logits: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _check_in_vocabulary(targets: torch.Tensor, vocabulary: int) -> None:
-    """On a device nothing waits for the values of targets."""
+    """Raise IndexError for a target outside of the vocabulary; on a device nothing waits for the values of targets."""
     if targets.device.type == "cpu" and targets.numel():
         for target in map(int, targets.aminmax()):
             if not 0 <= target < vocabulary:

@@ -1,4 +1,4 @@
-"""Which attention heads each rank of a sequence-parallel group computes. Pure integers.
+"""`HeadDivision` says which attention heads each rank of a sequence-parallel group computes, in pure integers.
 
     heads = HeadDivision(num_heads=6, num_kv_heads=2, num_ranks=3)
     heads.query                  # ((0, 2), (2, 4), (4, 6)): half-open ranges by rank
@@ -59,7 +59,7 @@ class HeadDivision:
 
     @functools.cache  # noqa: B019 - divisions are few and small
     def local_kv_index(self, rank: int) -> tuple[int, ...]:
-        """For each query head of `rank`, the place of its KV head among the rank's own."""
+        """Return for each query head of `rank` the place of its KV head among the rank's own KV heads."""
         group = self.num_heads // self.num_kv_heads
         (start, stop), (first, _) = self.query[rank], self.key_value[rank]
         return tuple(head // group - first for head in range(start, stop))

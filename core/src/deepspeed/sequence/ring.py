@@ -98,7 +98,7 @@ def zigzag_part(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Order:
-    """Which tokens a rank has, of `num_tokens`, and whom they see."""
+    """`_Order` says which keys of one rank the queries of a rank see; each rank has `num_tokens` tokens."""
 
     causal: bool
     zigzag: bool

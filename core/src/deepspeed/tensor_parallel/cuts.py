@@ -1,4 +1,4 @@
-"""Which ranges of a weight a rank holds, by what lies along its divided dim.
+"""A cut says which ranges of a weight a rank holds, by what lies along the divided dim of the weight.
 
 `along_of` reads from the model what lies there, where no table says it.
 """

@@ -57,7 +57,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Which layers of a model are divided.
+    """`TensorPlan` says which layers of a model are divided.
 
     Args:
         name: for errors.

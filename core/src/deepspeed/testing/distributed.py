@@ -128,7 +128,7 @@ class RankPool:
                 raise RankError(self._describe_dead(what)) from error
 
     def _describe_dead(self, what: str) -> str:
-        """Which ranks ended between the last job and `what`, and how."""
+        """Say which ranks ended between the last job and the job `what`, and how."""
         return "\n".join(
             f"[rank {rank} of {self.world_size}] ended before the job {what}; the job before it, {self._last_job}, had "
             f"ended well. The process {_end(code)}; its last output:\n{self._log_tail(rank)}"

@@ -215,7 +215,7 @@ def _outcome(report: pytest.TestReport) -> str | None:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """In one line: why it was skipped, what is expected, or how it failed."""
+    """Return in one line why a test was skipped, what is expected, or how it failed; "": none of these."""
     if hasattr(report, "wasxfail"):
         return str(report.wasxfail).removeprefix("reason: ")
     told: Any = report.longrepr

@@ -42,7 +42,7 @@ class Requirement:
         self._question = question
 
     def unmet(self) -> str | None:
-        """Why the current accelerator lacks this, in one line; None when it has it."""
+        """Return why the current accelerator lacks this, in one line; None when it has it."""
         try:
             return self._question(get_accelerator())
         except NotImplementedError as error:

@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def ds_undisturbed() -> Iterator[None]:
-    """Around each test: random states and the current device are put back, the device's work is waited for."""
+    """Put random states and the current device back after each test, and wait for the device's work."""
     accelerator = get_accelerator()
     before = accelerator.current_device()
     host, python = torch.get_rng_state(), random.getstate()

@@ -15,7 +15,7 @@ _NUMEL = 1023
 
 
 def _start() -> tuple[int, torch.device]:
-    """On a rank: its number, and its device, made current."""
+    """Make this rank's device the current one, and return the rank's number and its device."""
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
     return dist.get_rank(), torch.device(accelerator.current_device_name())

@@ -1,4 +1,4 @@
-"""Which device, how many, which one is current: a name that torch and the accelerator read the same way."""
+"""The accelerator says which device, how many and which one is current, in names that torch reads the same way."""
 
 import pytest
 import torch
