@@ -22,9 +22,6 @@ class BuilderName:
     `get_accelerator().get_op_builder("FusedAdamBuilder")`.
     """
 
-    is_builder_name = True
-    """The mark that distinguishes a builder name from a class; nothing in the core reads it."""
-
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = __package__
