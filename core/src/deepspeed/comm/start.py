@@ -197,7 +197,10 @@ def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, in
     """
     if not comm.is_initialized():
         raise no_group_error("deepspeed.comm.init_deepspeed_backend()")
-    serve_by(TorchGroup if ds_backend == "torch" else functools.partial(_served_by, ds_backend))
+    if ds_backend == "torch":
+        serve_by(TorchGroup)
+        return
+    serve_by(functools.partial(_served_by, ds_backend))
     try:
         group_backend()  # of all ranks: a name that nobody knows is refused here
     except CommError:
