@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from deepspeed.cli import collectives
-from deepspeed.cli.collectives import MODULE, Row, figures, sizes
+from deepspeed.cli.collectives import MODULE, Timing, figures, sizes
 from deepspeed.cli.rank_report import differences, show
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
@@ -29,7 +29,7 @@ def options(*words):
     + [("broadcast", 1), ("pt2pt", 1)],
 )
 def test_bandwidths_of_four_ranks(op, share):
-    assert figures(op, 1 << 20, 0.5, 4) == Row(op, 1 << 20, 500_000.0, 2 << 20, share * (2 << 20))
+    assert figures(op, 1 << 20, 0.5, 4) == Timing(op, 1 << 20, 500_000.0, 2 << 20, share * (2 << 20))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_job_that_cannot_be_measured_says_why_once(words, found):
 def test_the_table_has_a_heading_per_operation(capsys):
     show = collectives._printer(options("--bw-unit", "GBps"))
     for op in ("all-reduce", "pt2pt"):
-        show(Row(op, 1 << 20, 500.0, 2e9, 1e9))
+        show(Timing(op, 1 << 20, 500.0, 2e9, 1e9))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert lines[:3] == [
         ["all-reduce"],
@@ -144,7 +144,7 @@ def test_the_table_has_a_heading_per_operation(capsys):
 
 def test_a_plot_of_an_unknown_kind_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--plot .*bandwidth\.xyz"):
-        collectives.plot([Row("all-reduce", 1024, 1.0, 1.0, 1.0)], str(tmp_path / "bandwidth.xyz"), "Gbps")
+        collectives.plot([Timing("all-reduce", 1024, 1.0, 1.0, 1.0)], str(tmp_path / "bandwidth.xyz"), "Gbps")
 
 
 # ---- ds_report --all-ranks -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed.accelerator.current import PLAIN, SET_BY_HAND, VARIABLE, Choice
+from deepspeed.accelerator.current import PLAIN, SET_BY_HAND, VARIABLE, AcceleratorChoice
 from deepspeed.errors import stated
 from deepspeed.plugins import Offer, plugin_manager
 
@@ -43,7 +43,7 @@ class Candidate:
     impersonates: str = ""
 
 
-def list_candidates(choice: Choice | None) -> list[Candidate]:
+def list_candidates(choice: AcceleratorChoice | None) -> list[Candidate]:
     """All candidates, the likeliest first and the plain device last.
 
     Args:
@@ -57,7 +57,7 @@ def list_candidates(choice: Choice | None) -> list[Candidate]:
     return [*found, Candidate(PLAIN, None, True, reason, "ds-core", None, "available", plain_won, verdict, None)]
 
 
-def _candidate(offer: Offer, offers: list[Offer], choice: Choice | None) -> Candidate:
+def _candidate(offer: Offer, offers: list[Offer], choice: AcceleratorChoice | None) -> Candidate:
     manager = plugin_manager()
     failure = manager.failure(offer.name)
     state: State = "available"
@@ -82,7 +82,7 @@ def _candidate(offer: Offer, offers: list[Offer], choice: Choice | None) -> Cand
     )
 
 
-def _verdict(offer: Offer, state: State, offers: list[Offer], choice: Choice | None) -> str:
+def _verdict(offer: Offer, state: State, offers: list[Offer], choice: AcceleratorChoice | None) -> str:
     if choice is not None and choice.plugin == offer.name:
         return f"won: {choice.why}"
     by_rule = _rule_above_offers(choice)
@@ -105,7 +105,7 @@ def _verdict(offer: Offer, state: State, offers: list[Offer], choice: Choice | N
     return f"undecided: {others} {'offers' if len(rivals) == 2 else 'offer'} the same priority {offer.priority}"
 
 
-def _plain_verdict(offers: list[Offer], choice: Choice | None) -> str:
+def _plain_verdict(offers: list[Offer], choice: AcceleratorChoice | None) -> str:
     if choice is not None and choice.plugin is None and not _set_by_hand(choice):
         return f"won: {choice.why}"
     by_rule = _rule_above_offers(choice)
@@ -115,12 +115,12 @@ def _plain_verdict(offers: list[Offer], choice: Choice | None) -> str:
     return f"lost: {available} can be used" if available else "lost"
 
 
-def _rule_above_offers(choice: Choice | None) -> str | None:
+def _rule_above_offers(choice: AcceleratorChoice | None) -> str | None:
     """Name the rule that decides before any offer is compared; return None if there is none."""
     if choice is not None and _set_by_hand(choice):
         return "set_accelerator"
     return stated(VARIABLE) if os.environ.get(VARIABLE, "").strip() else None
 
 
-def _set_by_hand(choice: Choice) -> bool:
+def _set_by_hand(choice: AcceleratorChoice) -> bool:
     return choice.why == SET_BY_HAND

@@ -31,7 +31,7 @@ _HOST = "cpu"
 
 
 @dataclass(frozen=True)
-class Choice:
+class AcceleratorChoice:
     """The current accelerator, the plugin it came from (None: from no plugin), and why it was chosen."""
 
     accelerator: DeepSpeedAccelerator
@@ -39,7 +39,7 @@ class Choice:
     why: str
 
 
-_choice: Choice | None = None
+_choice: AcceleratorChoice | None = None
 #: `_choice.accelerator`, one lookup away; None before the choice
 in_force: DeepSpeedAccelerator | None = None
 _lock = threading.RLock()  # re-entrant, so that a plugin that calls back gets an error and not a deadlock
@@ -69,7 +69,7 @@ def set_accelerator(accelerator: Any) -> None:
     """
     chosen = as_accelerator(accelerator)
     with _lock:
-        _install(Choice(chosen, None, SET_BY_HAND))
+        _install(AcceleratorChoice(chosen, None, SET_BY_HAND))
 
 
 def reset_accelerator() -> None:
@@ -83,7 +83,7 @@ def is_current_accelerator_supported() -> bool:
     return get_accelerator().is_available()
 
 
-def explain() -> Choice:
+def explain() -> AcceleratorChoice:
     """The choice and its reason; chooses when nothing was chosen yet. For `ds_report`, with `candidates.py`."""
     return _choice if _choice is not None else _choose_once()
 
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> DeepSpeedAccelerator | None:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _choose_once() -> Choice:
+def _choose_once() -> AcceleratorChoice:
     global _choosing
     if inside_probe():  # it runs in another thread, for which the lock below would be a deadlock
         raise PluginError("get_accelerator() was called by a plugin whose import or ds_probe the choice is waiting for")
@@ -119,7 +119,7 @@ def _choose_once() -> Choice:
         return choice
 
 
-def _install(choice: Choice | None) -> None:
+def _install(choice: AcceleratorChoice | None) -> None:
     """The only writer of the choice. Keeps the hooks of the chosen plugin, and no other's, active."""
     global _choice, in_force
     if _choice is not None and _choice.plugin is not None:
@@ -132,10 +132,10 @@ def _install(choice: Choice | None) -> None:
     in_force = None if choice is None else choice.accelerator
 
 
-def _choose() -> Choice:
+def _choose() -> AcceleratorChoice:
     wanted = os.environ.get(VARIABLE, "").strip()
     if wanted == PLAIN:
-        return Choice(PlainAccelerator(), None, f"{VARIABLE}={PLAIN}")
+        return AcceleratorChoice(PlainAccelerator(), None, f"{VARIABLE}={PLAIN}")
     if wanted:
         return _by_name(wanted)
     while True:
@@ -201,7 +201,7 @@ def _check_claims(best: Offer, device: str, available: list[Offer]) -> None:
     )
 
 
-def _by_name(name: str) -> Choice:
+def _by_name(name: str) -> AcceleratorChoice:
     """Errors stand alone, without the traceback of their cause: they say it, and the report shows where it was."""
     manager = plugin_manager()
     try:
@@ -218,9 +218,9 @@ def _by_name(name: str) -> Choice:
     )
 
 
-def _from_plugin(offer: Offer, why: str) -> Choice:
+def _from_plugin(offer: Offer, why: str) -> AcceleratorChoice:
     accept = partial(_known_to_torch, offer=offer)
-    return Choice(plugin_manager().build_accelerator(offer.name, accept), offer.name, why)
+    return AcceleratorChoice(plugin_manager().build_accelerator(offer.name, accept), offer.name, why)
 
 
 def _known_to_torch(built: Any, offer: Offer) -> DeepSpeedAccelerator:
@@ -245,7 +245,7 @@ def _known_to_torch(built: Any, offer: Offer) -> DeepSpeedAccelerator:
     return accelerator
 
 
-def _fall_to_plain(offers: list[Offer]) -> Choice:
+def _fall_to_plain(offers: list[Offer]) -> AcceleratorChoice:
     if offers:
         refused = "; ".join(f"{offer.name}: {offer.reason}" for offer in offers)
         why = f"no installed accelerator is available ({refused})"
@@ -256,7 +256,7 @@ def _fall_to_plain(offers: list[Offer]) -> Choice:
             f"{why}; running on the plain CPU device. {pip_install('ds-ext-cpu')}, or your vendor's ds-ext-<device>; "
             f"{VARIABLE}={PLAIN} silences this"
         )
-    return Choice(PlainAccelerator(), None, why)
+    return AcceleratorChoice(PlainAccelerator(), None, why)
 
 
 def _after_fork() -> None:

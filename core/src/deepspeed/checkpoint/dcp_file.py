@@ -85,8 +85,8 @@ class TensorMeta(NamedTuple):
     boxes: list[Box]
 
 
-class Place(NamedTuple):
-    """A `Place` says in which file, and where in the file, the bytes of a piece of a tensor or of another value lie.
+class SavedBytes(NamedTuple):
+    """A `SavedBytes` says in which file, and where in it, the bytes of a piece of a tensor or of another value lie.
 
     The bytes were written by `torch.save`.
     """
@@ -105,7 +105,7 @@ class Metadata:
     paths: Mapping[str, tuple[str | int, ...]]
     """The keys of the nested state dict that was saved, by the name of each entry."""
     tensors: Mapping[str, TensorMeta]
-    places: Mapping[tuple[str, torch.Size | None], Place]
+    places: Mapping[tuple[str, torch.Size | None], SavedBytes]
     """The places by the name of the entry and the offsets of the piece, None for a value that is no tensor."""
 
     @classmethod
@@ -195,8 +195,8 @@ def _tensor(entry: Any) -> TensorMeta:
     return TensorMeta(shape, _checked(entry.properties.dtype, torch.dtype), boxes)
 
 
-def _place(info: Any) -> Place:
-    place = Place(info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None))
+def _place(info: Any) -> SavedBytes:
+    place = SavedBytes(info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None))
     if _checked(place.offset, int) < 0 or _checked(place.num_bytes, int) < 0:
         raise ValueError(f"{place.num_bytes} bytes from byte {place.offset} on")
     _checked(place.file, str)

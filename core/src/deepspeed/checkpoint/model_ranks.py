@@ -25,7 +25,7 @@ DIVISION = "ds_model_parallel"
 
 
 @dataclass(frozen=True)
-class Experts:
+class SavedExperts:
     """Experts of one rank.
 
     Args:
@@ -50,7 +50,7 @@ class Division:
 
     axes: Mapping[str, int]
     parts: Mapping[str, ModelPart]
-    experts: Mapping[str, Experts] = field(default_factory=dict)
+    experts: Mapping[str, SavedExperts] = field(default_factory=dict)
     averaged: tuple[str, ...] = ()
 
     def is_first_holder(self, dp_rank: int) -> bool:
@@ -80,7 +80,7 @@ class Division:
             axes = {str(axis): int(size) for axis, size in state["axes"].items()}
             parts = {str(name): ModelPart.of_plain(value) for name, value in state["parts"].items()}
             experts = {
-                str(name): Experts(tuple(map(int, holders)), tuple(map(str, names)))
+                str(name): SavedExperts(tuple(map(int, holders)), tuple(map(str, names)))
                 for name, (holders, names) in state.get("experts", {}).items()
             }
             if axes.keys() != {"pp", "tp"} or min(axes.values()) < 1:
@@ -182,7 +182,7 @@ class SavedModelRank:
         return self.states.master(name, start, numel).to(value.dtype)
 
 
-def _holders_of(group: Mapping[str, Any], held: Mapping[str, Experts], num_ranks: int) -> Sequence[int]:
+def _holders_of(group: Mapping[str, Any], held: Mapping[str, SavedExperts], num_ranks: int) -> Sequence[int]:
     """The data-parallel ranks whose files divide a group of parameters, which are of the same experts, or of none."""
     return next((held[name].holders for name in group if name in held), range(num_ranks))
 

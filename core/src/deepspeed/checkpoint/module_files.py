@@ -31,8 +31,8 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.pipe.module import PipelineModule
 
 
-class Place(NamedTuple):
-    """A `Place` is a part of the weights of a module, and the file that they go into."""
+class FilePlace(NamedTuple):
+    """A `FilePlace` is a part of the weights of a module, and the file that they go into."""
 
     file: str
     prefix: str
@@ -53,7 +53,7 @@ class ModuleFiles:
         num_experts: the number of experts of each mixture of experts in the module.
     """
 
-    places: Sequence[Place]
+    places: Sequence[FilePlace]
     expp_file: str | None = None
     num_experts: Sequence[int] = ()
 
@@ -90,7 +90,7 @@ class ModuleFiles:
         return {model_file: own, **files}
 
 
-def _content(weights: Mapping[str, Any], place: Place) -> dict[str, tuple[Any, Any]]:
+def _content(weights: Mapping[str, Any], place: FilePlace) -> dict[str, tuple[Any, Any]]:
     """Return the name in the module and the value of each weight of `place`, by its key in the file.
 
     With `place.row` the name is a list of name and row.
@@ -114,7 +114,7 @@ def _like(weights: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any
     return made
 
 
-def _add_metadata(weights: Mapping[str, Any], place: Place, content: dict[str, Any]) -> None:
+def _add_metadata(weights: Mapping[str, Any], place: FilePlace, content: dict[str, Any]) -> None:
     """The versions of the modules whose weights are in a file."""
     metadata, prefix = getattr(weights, "_metadata", None), place.prefix
     if metadata is None or place.row is not None:
@@ -150,10 +150,10 @@ def _of_layers(module: PipelineModule, mesh: Mesh) -> ModuleFiles:
     if mesh.size("tp") > 1 and "model" not in topology.get_axis_names():
         place = f"model_{mesh.rank('tp'):02d}"
     layers = module.saved_layers().items()
-    return ModuleFiles([Place(layout.layer_file(index, place), prefix, "") for index, prefix in layers])
+    return ModuleFiles([FilePlace(layout.layer_file(index, place), prefix, "") for index, prefix in layers])
 
 
-def _of_experts(mixtures: Mapping[str, MoE], mesh: Mesh) -> Iterator[Place]:
+def _of_experts(mixtures: Mapping[str, MoE], mesh: Mesh) -> Iterator[FilePlace]:
     """Yield the places of the experts that this rank is the first to hold."""
     for number, (path, layer) in enumerate(mixtures.items()):
         ranks = mesh.experts(layer.ep_size)
@@ -165,10 +165,10 @@ def _of_experts(mixtures: Mapping[str, MoE], mesh: Mesh) -> Iterator[Place]:
             file = layout.moe_file(number, first + local, mesh.model_rank)
             own = f"{held}deepspeed_experts.{first + local}."
             if isinstance(experts, Experts):
-                yield Place(file, f"{held}deepspeed_experts.{local}.", own)
+                yield FilePlace(file, f"{held}deepspeed_experts.{local}.", own)
                 continue
             for name, _ in experts.named_parameters():
-                yield Place(file, held + name, f"{own}{name}.weight", local)
+                yield FilePlace(file, held + name, f"{own}{name}.weight", local)
 
 
 def _expp_rank(mesh: Mesh, sizes: list[int]) -> int:

@@ -172,7 +172,7 @@ def open_run(directory: Path, tag: str | None = None) -> SavedRun:
     return JoinedRun(directory, tag) if is_divided else SavedRun(directory, tag)
 
 
-class _Weight:
+class _SavedWeight:
     """A weight in fp32, from the optimizer's side where it has it; what is no floating-point number as it is."""
 
     def __init__(self, name: str, stored: StoredTensor, states: AcrossRanks) -> None:
@@ -215,7 +215,7 @@ class JoinedRun(SavedRun):
         self._check_groups()
         across = AcrossRanks(self._ranks, {})
         self._stored = across.weights()
-        self.weights = {name: _Weight(name, stored, across) for name, stored in self._stored.items()}
+        self.weights = {name: _SavedWeight(name, stored, across) for name, stored in self._stored.items()}
         shards = list(layout.shards_in(self.folder).values())[:1]
         firsts = [as_own_shard(read_file(path), path) for path in shards]
         self.common_state = firsts[0] if firsts else found.model_state.get("optimizer") or {}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.accelerator.candidates import list_candidates
-from deepspeed.accelerator.current import PLAIN, VARIABLE, Choice, explain
+from deepspeed.accelerator.current import PLAIN, VARIABLE, AcceleratorChoice, explain
 from deepspeed.cli.console import make_table
 from deepspeed.errors import DeepSpeedError
 from deepspeed.plugins.admission import AUTOLOAD_VARIABLE, BLOCK_VARIABLE, NAMES_VARIABLE
@@ -79,7 +79,7 @@ def show_tracebacks(rows: Sequence[dict[str, Any]], console: Console) -> None:
             console.print(row["traceback"], markup=False, highlight=False, soft_wrap=True)
 
 
-def _chosen(choice: Choice | None, error: str | None) -> dict[str, Any]:
+def _chosen(choice: AcceleratorChoice | None, error: str | None) -> dict[str, Any]:
     if choice is None:
         return {"name": None, "class": None, "plugin": None, "why": None, "error": error}
     kind = type(choice.accelerator)

@@ -45,7 +45,7 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """One operation at one size: the time of a call on the slowest rank, and bandwidths in bytes per second."""
 
     op: str
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def measure(options: argparse.Namespace, show: Callable[[Row], None] = lambda _: None) -> list[Row]:
+def measure(options: argparse.Namespace, show: Callable[[Timing], None] = lambda _: None) -> list[Timing]:
     """Measure each operation at each size, on every rank together, and return a row for each in that order.
 
     Args:
@@ -132,11 +132,11 @@ def sizes(options: argparse.Namespace) -> list[int]:
     return [1 << power for power in range(_LEAST_POWER, largest.bit_length()) if 1 << power <= largest] or [largest]
 
 
-def figures(op: str, num_bytes: int, seconds: float, num_ranks: int) -> Row:
+def figures(op: str, num_bytes: int, seconds: float, num_ranks: int) -> Timing:
     """The row of one measurement; the formulas are above."""
     algbw = num_bytes / seconds
     share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "broadcast": 1.0, "pt2pt": 1.0}
-    return Row(op, num_bytes, seconds * 1e6, algbw, algbw * share.get(op, (num_ranks - 1) / num_ranks))
+    return Timing(op, num_bytes, seconds * 1e6, algbw, algbw * share.get(op, (num_ranks - 1) / num_ranks))
 
 
 def make_call(op: str, library: ModuleType, full_N: "torch.Tensor", async_op: bool) -> Call:
@@ -221,13 +221,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _printer(options: argparse.Namespace) -> Callable[[Row], None]:
+def _printer(options: argparse.Namespace) -> Callable[[Timing], None]:
     """Print each row when it is measured, below a heading per operation; columns of one width, so that lines align."""
     seen: set[str] = set()
 
     from deepspeed.comm.record import readable
 
-    def show(row: Row) -> None:
+    def show(row: Timing) -> None:
         if row.op not in seen:
             seen.add(row.op)
             heading = ("size", "latency (us)", f"algbw ({options.bw_unit})", f"busbw ({options.bw_unit})")
@@ -241,7 +241,7 @@ def _printer(options: argparse.Namespace) -> Callable[[Row], None]:
     return show
 
 
-def plot(rows: Sequence[Row], path: str, unit: str) -> None:
+def plot(rows: Sequence[Timing], path: str, unit: str) -> None:
     """Draw the bus bandwidth of each operation over the size of its message into a file (PNG, SVG or PDF).
 
     Raises:

@@ -35,7 +35,7 @@ _AS_GOOD = 1.03
 _NUM_SHOWN = 10
 
 
-class Row(NamedTuple):
+class Trial(NamedTuple):
     """One combination and how fast it was."""
 
     parameters: Parameters
@@ -52,7 +52,7 @@ def combinations(options: argparse.Namespace) -> list[Parameters]:
     ]
 
 
-def best_of(rows: Sequence[Row]) -> Row:
+def best_of(rows: Sequence[Trial]) -> Trial:
     """The first of those that take at most 3% more time than the fastest; `rows` have small numbers first."""
     least = min(row.speed.seconds_per_byte for row in rows)
     return next(row for row in rows if row.speed.seconds_per_byte <= _AS_GOOD * least)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tune(options: argparse.Namespace) -> None:
     with bench_in(options) as (bench, report):
-        rows = [Row(parameters, bench.measure(parameters)) for parameters in _followed(combinations(options))]
+        rows = [Trial(parameters, bench.measure(parameters)) for parameters in _followed(combinations(options))]
     best = best_of(rows)
     section = {"aio": dataclasses.asdict(best.parameters)}
     head = describe(bench, report)
@@ -93,7 +93,7 @@ def _tune(options: argparse.Namespace) -> None:
     sys.stdout.write(f"\nThe best, to paste into the configuration:\n{json.dumps(section, indent=4)[2:-2]}\n")
 
 
-def _show(head: dict[str, Any], rows: Sequence[Row]) -> None:
+def _show(head: dict[str, Any], rows: Sequence[Trial]) -> None:
     console = make_console()
     direct = "O_DIRECT" if head["direct"] else "no O_DIRECT"
     title = f"Fastest in {head['folder']} ({head['file_system']}, {direct}, {head['engine']}), GB/s"

@@ -44,7 +44,7 @@ from deepspeed.plugins.admission import named
 from deepspeed.plugins.entry_points import distribution_of, one_line, read_entry_points
 
 if TYPE_CHECKING:
-    from deepspeed.accelerator.current import Choice
+    from deepspeed.accelerator.current import AcceleratorChoice
 
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -261,7 +261,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _device(choice: "Choice") -> dict[str, Any]:
+def _device(choice: "AcceleratorChoice") -> dict[str, Any]:
     """Return the answers of the chosen accelerator to the methods of `_ASKED`, by their names."""
     return {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
 

@@ -1,7 +1,7 @@
 """The starter's environment says where this process stands in a job: its rank, the world's size and the meeting point.
 
-`start.init_distributed` calls `find_placement`. Each reader takes the environment and returns a `Placement`, or None
-if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.
+`start.init_distributed` calls `find_placement`. Each reader takes the environment and returns a `RankPlacement`, or
+None if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.
 """
 
 import ipaddress
@@ -24,7 +24,7 @@ _LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """One process of a job. `source` says in words where it was found."""
 
     rank: int
@@ -53,7 +53,7 @@ class Placement:
 
 def find_placement(
     rank: int, world_size: int, default_port: int, use_mpi: bool, has_init_method: bool = False
-) -> Placement:
+) -> RankPlacement:
     """The placement by the first that has an answer: arguments, launcher, MPI or Slurm, a single process."""
     env = os.environ
     if rank >= 0 or world_size >= 0:
@@ -63,7 +63,7 @@ def find_placement(
         found = _from_mpi(env, default_port)
     if found is None:
         found = _from_slurm(env, default_port)
-    return found or Placement(0, 1, 0, _LOCALHOST, default_port, "no environment (a single process)")
+    return found or RankPlacement(0, 1, 0, _LOCALHOST, default_port, "no environment (a single process)")
 
 
 def loopback_address(host: str) -> str | None:
@@ -88,14 +88,14 @@ def first_slurm_host(nodelist: str) -> str:
 
 def _from_arguments(
     env: Mapping[str, str], rank: int, world_size: int, default_port: int, has_init_method: bool
-) -> Placement:
+) -> RankPlacement:
     if rank < 0 or world_size < 1:
         raise CommError(f"init_distributed got rank={rank} and world_size={world_size}; give both, or neither")
     source = "the arguments of init_distributed"
     addr = _address(env)
     if addr is None and world_size > 1 and not has_init_method:
         raise _half_set(source, f"rank={rank}, world_size={world_size}", ["MASTER_ADDR"])
-    return Placement(rank, world_size, _local_rank(env, rank), addr or _LOCALHOST, _port(env, default_port), source)
+    return RankPlacement(rank, world_size, _local_rank(env, rank), addr or _LOCALHOST, _port(env, default_port), source)
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
@@ -104,7 +104,7 @@ def is_rank(env: Mapping[str, str]) -> bool:
     return any(name in env for name in names) or ("SLURM_STEP_ID" in env and "SLURM_PROCID" in env)
 
 
-def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: bool) -> Placement | None:
+def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: bool) -> RankPlacement | None:
     """torchrun, the `deepspeed` launcher, accelerate, or a user's own exports."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -118,10 +118,10 @@ def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: b
         raise _half_set(source, present, missing)
     rank = _integer(env, "RANK")
     addr = _address(env) or _LOCALHOST
-    return Placement(rank, _size(env, "WORLD_SIZE"), _local_rank(env, rank), addr, _port(env, default_port), source)
+    return RankPlacement(rank, _size(env, "WORLD_SIZE"), _local_rank(env, rank), addr, _port(env, default_port), source)
 
 
-def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
+def _from_mpi(env: Mapping[str, str], default_port: int) -> RankPlacement | None:
     for name, rank_key, size_key, local_key in _MPI_NAMES:
         # srun --mpi=pmi2 sets PMI_RANK too; Slurm's own variables then say more and need no library.
         if rank_key not in env or (rank_key == "PMI_RANK" and "SLURM_PROCID" in env):
@@ -134,7 +134,7 @@ def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
         else:
             local_rank = _local_rank(env, rank)
         addr = _address(env) or (_LOCALHOST if world_size == 1 else _master_by_mpi(name))
-        return Placement(rank, world_size, local_rank, addr, _port(env, default_port), name)
+        return RankPlacement(rank, world_size, local_rank, addr, _port(env, default_port), name)
     return None
 
 
@@ -159,7 +159,7 @@ def _own_address() -> str:
     return socket.gethostname() if address.startswith("127.") else address
 
 
-def _from_slurm(env: Mapping[str, str], default_port: int) -> Placement | None:
+def _from_slurm(env: Mapping[str, str], default_port: int) -> RankPlacement | None:
     """Only a task that srun started: in a batch script or an salloc shell the same names describe the whole job."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
@@ -177,7 +177,7 @@ def _from_slurm(env: Mapping[str, str], default_port: int) -> Placement | None:
         addr = first_slurm_host(nodelist)
     rank = _integer(env, "SLURM_PROCID")
     local_rank = _integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else _local_rank(env, rank)
-    return Placement(rank, world_size, local_rank, addr, _port(env, default_port), "Slurm (srun)")
+    return RankPlacement(rank, world_size, local_rank, addr, _port(env, default_port), "Slurm (srun)")
 
 
 def _local_rank(env: Mapping[str, str], rank: int) -> int:

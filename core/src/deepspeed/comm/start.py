@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm import comm
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.ended import note_own_end_at_exit
-from deepspeed.comm.environment import Placement, find_placement, loopback_address
+from deepspeed.comm.environment import RankPlacement, find_placement, loopback_address
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
 from deepspeed.comm.libraries import no_group_error
 from deepspeed.comm.torch_group import TorchGroup
@@ -265,7 +265,7 @@ def _unknown_to_torch(library: str) -> str | None:
     return next((name for name in names if not torch_dist.is_backend_available(name)), None)
 
 
-def _join(library: str, placement: Placement, init_method: str | None, timeout: timedelta) -> None:
+def _join(library: str, placement: RankPlacement, init_method: str | None, timeout: timedelta) -> None:
     """Enter the world group; every error becomes a `CommError` that says where we tried to go."""
     start: Callable[[], None]
     if init_method is None and placement.world_size == 1:
@@ -291,7 +291,7 @@ def _has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _loopback_starter(library: str, timeout: timedelta, placement: Placement, address: str) -> Callable[[], None]:
+def _loopback_starter(library: str, timeout: timedelta, placement: RankPlacement, address: str) -> Callable[[], None]:
     """Return a function that starts as `env://` does, with a store on `address` alone instead of all interfaces."""
 
     def start() -> None:
@@ -327,7 +327,7 @@ def _starter(library: str, timeout: timedelta, **kwargs: Any) -> Callable[[], No
 
 
 def _failure(
-    library: str, placement: Placement, init_method: str | None, timeout: timedelta, took_s: float, error: Exception
+    library: str, placement: RankPlacement, init_method: str | None, timeout: timedelta, took_s: float, error: Exception
 ) -> str:
     where = init_method or f"{placement.master_addr}:{placement.master_port}"
     return (

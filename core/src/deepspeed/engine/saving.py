@@ -14,7 +14,7 @@ from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, validate_tag
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.load import as_damage
-from deepspeed.checkpoint.model_ranks import Division, Experts
+from deepspeed.checkpoint.model_ranks import Division, SavedExperts
 from deepspeed.checkpoint.module_files import module_files
 from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.give_up import begin_use, follow, standing
@@ -357,7 +357,7 @@ def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
         if ep_size > 1:
             places = mesh.ranks("dp", "sp")
             holders = [places.index(rank) for rank in mesh.experts(ep_size).ranks("edp")]
-            experts[group_name] = Experts(tuple(holders), tuple(names))
+            experts[group_name] = SavedExperts(tuple(holders), tuple(names))
     if any(name not in parts for each in experts.values() for name in each.names):
         return None
     return Division(axes, parts, experts)

@@ -33,8 +33,8 @@ USAGE_EXIT_CODE = 2
 _NUM_ARGUMENTS = 3  # at least: PLAN NODE_RANK SCRIPT
 
 
-class Placement(NamedTuple):
-    """A `Placement` says how many ranks run here, and holds the variables that show them their devices."""
+class NodePlacement(NamedTuple):
+    """A `NodePlacement` says how many ranks run here, and holds the variables that show them their devices."""
 
     num_ranks: int
     environment: dict[str, str]
@@ -172,7 +172,7 @@ def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[]
     return None
 
 
-def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
+def place_ranks(plan: LaunchPlan, accelerator: Any) -> NodePlacement:
     """Number of ranks and visible devices, from what was asked and what the current accelerator has.
 
     On an accelerator that computes on the host any number of ranks may be started, and nothing needs hiding.
@@ -200,7 +200,7 @@ def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
                 f"{flag}: asks for devices {', '.join(map(str, slots))}, but {type(accelerator).__name__} names no "
                 "variable that limits which devices a rank sees (visible_devices_envs); ask for a number of devices"
             )
-    return Placement(len(slots), environment)
+    return NodePlacement(len(slots), environment)
 
 
 def _asked_slots(plan: LaunchPlan, count: int) -> tuple[str, list[int]]:
@@ -228,7 +228,7 @@ def _visible(accelerator: Any, slots: Sequence[int]) -> list[Any]:
 
 
 def make_commands(
-    plan: LaunchPlan, placement: Placement, script: str, script_args: Sequence[str]
+    plan: LaunchPlan, placement: NodePlacement, script: str, script_args: Sequence[str]
 ) -> "list[RankCommand]":
     """One command per local rank: program, `--local_rank=N` right after the script, the script's own arguments."""
     from deepspeed.launcher.node_agent import RankCommand

@@ -43,8 +43,8 @@ class _Member:
         self.is_done = False
 
 
-class Verdict(NamedTuple):
-    """A `Verdict` says how the job ended; `failure` is None where all went well, or a signal ended the job."""
+class JobEnd(NamedTuple):
+    """A `JobEnd` says how the job ended; `failure` is None where all went well, or a signal ended the job."""
 
     exit_code: int
     failure: NodeFailure | None
@@ -86,7 +86,7 @@ class Membership:
         self._causes: list[tuple[int, NodeFailure, bool]] = []  # node, failure, whether forming again is of no use
         self._is_smaller = False  # a node of the round was lost, which explains failures that blame others
         self._since = time.monotonic()  # when the nodes began to meet
-        self.verdict: Verdict | None = None
+        self.verdict: JobEnd | None = None
 
     def join(self, node: int, hello: Message) -> None:
         """A node is there."""
@@ -129,7 +129,7 @@ class Membership:
     def stop(self) -> None:
         """The nodes were told to end: nothing is formed again."""
         if self.verdict is None:
-            self.verdict = Verdict(1, None)
+            self.verdict = JobEnd(1, None)
 
     def give_up(self, failure: NodeFailure) -> None:
         """The process that keeps the list ends, as `failure` says: so does the job."""
@@ -217,7 +217,7 @@ class Membership:
             self._send(node, {"kind": "round", "round": self._round, "place": place, "counts": counts})
 
     def _end(self, exit_code: int, failure: NodeFailure | None, blamed: int | None = None) -> None:
-        self.verdict = Verdict(exit_code, failure)
+        self.verdict = JobEnd(exit_code, failure)
         told = None if failure is None else failure._asdict()
         for node in self._members:
             self._send(node, {"kind": "end", "exit_code": exit_code, "failure": told, "is_blamed": node == blamed})
@@ -266,7 +266,7 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> JobEnd | None:
         """The verdict that says how the job ended; None while the job goes on."""
         return self._membership.verdict
 

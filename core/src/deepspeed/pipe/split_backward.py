@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 
-class _Product(NamedTuple):
+class _LinearProduct(NamedTuple):
     """A product X W^T + b in a backward keeps the tensors from which the gradients of W and b are computed."""
 
     weight: Parameter
@@ -59,7 +59,7 @@ class DeferredWeights:
     """The weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
-        self._products: dict[int, list[_Product]] = {}  # by id of the weight
+        self._products: dict[int, list[_LinearProduct]] = {}  # by id of the weight
         self._defers = False
 
     @contextmanager
@@ -92,7 +92,7 @@ class DeferredWeights:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
         defers = self._defers and not _has_hooks(weight) and (bias is None or not _has_hooks(bias))
         if defers:
-            product = _Product(weight, bias, inputs, inputs._version, outputs)
+            product = _LinearProduct(weight, bias, inputs, inputs._version, outputs)
             self._products.setdefault(id(weight), []).append(product)
         return defers
 
@@ -146,7 +146,7 @@ class _Linear(torch.autograd.Function):
         of_inputs = outputs @ weight if ctx.needs_input_grad[1] else None
         if _adds_up(ctx.next_functions[1:]) and ctx.deferred.keep(weight, ctx.bias, inputs.detach(), outputs):
             return None, of_inputs, None, None
-        product = _Product(weight, ctx.bias, inputs, inputs._version, outputs)
+        product = _LinearProduct(weight, ctx.bias, inputs, inputs._version, outputs)
         grads = [grad for _, grad in product.gradients()]
         return None, of_inputs, grads[0], grads[1] if ctx.bias is not None else None
 
@@ -155,7 +155,7 @@ class _Left(torch.autograd.Function):
     """A number whose backward computes the gradients of products with one weight."""
 
     @staticmethod
-    def forward(ctx: Any, products: list[_Product], weight: Tensor, *biases: Tensor) -> Tensor:
+    def forward(ctx: Any, products: list[_LinearProduct], weight: Tensor, *biases: Tensor) -> Tensor:
         ctx.products = products
         return weight.new_zeros(())
 

@@ -25,7 +25,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlannedBlock:
     """Parameters in the order of the module, and the tape."""
 
     params: tuple[Param, ...]
@@ -114,7 +114,7 @@ class _Writer:
         return y
 
 
-def layer(shape: ModelShape, share: Share, itemsize: int) -> Block:
+def layer(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
     """One transformer layer. `itemsize`: of activations, weights and their gradients, in bytes."""
     writer = _Writer(shape, share, itemsize)
     tape, width = writer.tape, shape.hidden_size
@@ -132,7 +132,7 @@ def layer(shape: ModelShape, share: Share, itemsize: int) -> Block:
     return _finished(writer, y)
 
 
-def embedding(shape: ModelShape, share: Share, itemsize: int) -> Block:
+def embedding(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
     """Embeddings of tokens, and of positions where they are learned."""
     writer = _Writer(shape, share, itemsize)
     tape, numel = writer.tape, share.tokens * shape.hidden_size
@@ -153,7 +153,7 @@ def embedding(shape: ModelShape, share: Share, itemsize: int) -> Block:
     return _finished(writer, writer.dropout(total))
 
 
-def head(shape: ModelShape, share: Share, itemsize: int) -> Block:
+def head(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
     """The last norm, the logits and the loss, as transformers takes it: in fp32, of logits that are whole."""
     writer = _Writer(shape, share, itemsize)
     tape, width, vocab = writer.tape, shape.hidden_size, shape.vocab_size
@@ -182,8 +182,8 @@ def head(shape: ModelShape, share: Share, itemsize: int) -> Block:
     return _finished(writer, loss)
 
 
-def _finished(writer: _Writer, output: Value) -> Block:
-    return Block(tuple(writer.params), writer.tape.profile(output))
+def _finished(writer: _Writer, output: Value) -> PlannedBlock:
+    return PlannedBlock(tuple(writer.params), writer.tape.profile(output))
 
 
 def _attention(writer: _Writer, x: Value) -> Value:

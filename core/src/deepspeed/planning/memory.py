@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from deepspeed.pipe.partition import partition_balanced
 from deepspeed.planning import blocks
-from deepspeed.planning.blocks import Block, Param
+from deepspeed.planning.blocks import Param, PlannedBlock
 from deepspeed.planning.shape import ModelShape
 from deepspeed.planning.share import Mesh, Share, share_of
 from deepspeed.planning.training import DEVICE, Library, Training
@@ -67,7 +67,7 @@ class RankModel:
 
     params: tuple[Param, ...]
     #: (block, place of its first parameter in `params`, names), in the order of the forward
-    parts: tuple[tuple[Block, int], ...]
+    parts: tuple[tuple[PlannedBlock, int], ...]
     has_head: bool
     boundary: int  # bytes of the activations between stages
     constant: int  # bytes that a forward keeps once: the rotation table
@@ -90,7 +90,7 @@ def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) ->
     weights = [sum(param.numel for param in block.params) for block in (first, middle, last)]
     cuts = stage_cuts(shape.layers, weights, mesh.pp)
     params: list[Param] = []
-    parts: list[tuple[Block, int]] = []
+    parts: list[tuple[PlannedBlock, int]] = []
     for at in range(cuts[stage], cuts[stage + 1]):
         block = first if at == 0 else last if at == shape.layers + 1 else middle
         prefix = "model." if block is first else f"model.layers.{at - 1}." if block is middle else ""
@@ -107,7 +107,7 @@ def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) ->
 
 
 @lru_cache(maxsize=4096)
-def _blocks(shape: ModelShape, share: Share, size: int) -> tuple[Block, Block, Block]:
+def _blocks(shape: ModelShape, share: Share, size: int) -> tuple[PlannedBlock, PlannedBlock, PlannedBlock]:
     return blocks.embedding(shape, share, size), blocks.layer(shape, share, size), blocks.head(shape, share, size)
 
 
@@ -235,7 +235,7 @@ def _passes(
     walk = _Gradients(model.params, units, training, library, base, adds_up=training.accumulation > 1)
     head = model.parts[-1][0] if model.has_head else None
 
-    def moment(name: str, block: Block, live: int) -> Memory:
+    def moment(name: str, block: PlannedBlock, live: int) -> Memory:
         is_head = block is head
         activations = others + extra + live_below + (0 if is_head else live)
         return base.at(
@@ -280,7 +280,7 @@ def _is_layer(model: RankModel, at: int) -> bool:
     return ".layers." in model.params[min(model.parts[at][1], len(model.params) - 1)].name
 
 
-def _kept(block: Block, training: Training, *, is_layer: bool) -> int:
+def _kept(block: PlannedBlock, training: Training, *, is_layer: bool) -> int:
     """Bytes from forward to backward: of a checkpointed layer its input."""
     return block.profile.output if is_layer and training.checkpoints_activations else block.profile.saved
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class SavedBlock:
     """A block of memory of a forward: `num_bytes`; `uses` counts the operations that saved it."""
 
     num_bytes: int
@@ -27,7 +27,7 @@ class Value:
 
     numel: int
     itemsize: int
-    memory: Memory
+    memory: SavedBlock
     needs_gradient: bool = True
     is_input: bool = False
 
@@ -85,14 +85,14 @@ class Tape:
     itemsize: int
     _operations: list[_Operation] = field(default_factory=list)
     _parameter_bytes: dict[str, int] = field(default_factory=dict)
-    _outside: dict[int, Memory] = field(default_factory=dict)
+    _outside: dict[int, SavedBlock] = field(default_factory=dict)
     _live: int = 0
     forward_peak: int = 0
 
     def input(self, numel: int, *, needs_gradient: bool = True, itemsize: int | None = None) -> Value:
         """A tensor from outside. What outside keeps anyway is not counted: only if an operation saves it."""
         size = self.itemsize if itemsize is None else itemsize
-        value = Value(numel, size, Memory(numel * size), needs_gradient, is_input=True)
+        value = Value(numel, size, SavedBlock(numel * size), needs_gradient, is_input=True)
         self._outside[id(value)] = value.memory
         return value
 
@@ -124,11 +124,11 @@ class Tape:
             itemsize: of the output; default: that of the tape.
         """
         size = self.itemsize if itemsize is None else itemsize
-        memory = inputs[0].memory if in_place else Memory(numel * size)
+        memory = inputs[0].memory if in_place else SavedBlock(numel * size)
         output = Value(numel, size, memory)
         kept = [*saved, *((output,) if saves_output else ())]
         if saved_extra:
-            kept.append(Value(saved_extra, 1, Memory(saved_extra), needs_gradient=False))
+            kept.append(Value(saved_extra, 1, SavedBlock(saved_extra), needs_gradient=False))
         for value in kept:
             value.memory.uses += 1
         if not in_place:

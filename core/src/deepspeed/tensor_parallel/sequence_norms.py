@@ -59,7 +59,7 @@ def divide_sequence(model: nn.Module, stack: nn.ModuleList, ranks: TensorRanks) 
         if whole and not hasattr(module, "ds_gradient_sums"):
             remember_sums(module, None, whole, only_where_divided=True)
             module.register_forward_hook(_WatchOutputs(ranks))
-    stack[0].register_forward_pre_hook(_TakePart(ranks), with_kwargs=True)
+    stack[0].register_forward_pre_hook(_TakeFirstPart(ranks), with_kwargs=True)
     for layer in stack:
         layer.register_forward_pre_hook(lambda layer, _: ranks.enter_layer(training=layer.training))
         layer.register_forward_hook(lambda *_: ranks.leave_layer(), always_call=True)
@@ -81,7 +81,7 @@ class _WatchOutputs:
             self.ranks.watch(tensors_in(output))
 
 
-class _TakePart:
+class _TakeFirstPart:
     """The input of the first layer: this rank's part of the sequence."""
 
     def __init__(self, ranks: TensorRanks) -> None:

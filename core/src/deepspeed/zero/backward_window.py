@@ -33,13 +33,13 @@ from torch.autograd.graph import Node
 from deepspeed.errors import StateError
 
 
-class Window(enum.Enum):
+class WindowState(enum.Enum):
     IDLE = enum.auto()
     OPEN = enum.auto()
 
 
 #: the moves that are legal; `BackwardWindow._move` is the only writer of the state
-LEGAL_MOVES = {(Window.IDLE, Window.OPEN), (Window.OPEN, Window.IDLE)}
+LEGAL_MOVES = {(WindowState.IDLE, WindowState.OPEN), (WindowState.OPEN, WindowState.IDLE)}
 
 
 # by which the node of an output has its window, among what torch lets users keep with a node
@@ -67,7 +67,7 @@ class BackwardWindow:
     def __init__(
         self, on_begin: Callable[[bool], None], on_end: Callable[[], None], on_abort: Callable[[], None]
     ) -> None:
-        self.state = Window.IDLE
+        self.state = WindowState.IDLE
         #: one value: it is open, and its backward was not left by an exception; for hooks that look at nothing else
         self.running = [False]
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
@@ -81,7 +81,7 @@ class BackwardWindow:
 
     @property
     def is_open(self) -> bool:
-        return self.state is Window.OPEN
+        return self.state is WindowState.OPEN
 
     @property
     def is_engines(self) -> bool:
@@ -134,7 +134,7 @@ class BackwardWindow:
         self.close()
 
     def _begin(self, *, by_user: bool) -> None:
-        self._move(Window.OPEN)
+        self._move(WindowState.OPEN)
         try:
             self._on_begin(by_user)
         except BaseException:
@@ -144,7 +144,7 @@ class BackwardWindow:
     def close(self) -> None:
         if not self.is_open:  # aborted in between
             return
-        self._move(Window.IDLE)
+        self._move(WindowState.IDLE)
         self._on_end()
 
     def end_of_task(self, end: "_TaskEnd") -> None:
@@ -155,7 +155,7 @@ class BackwardWindow:
     def abort(self) -> None:
         """Drop a backward that did not reach its end."""
         if self.is_open:
-            self._move(Window.IDLE)
+            self._move(WindowState.IDLE)
             self._on_abort()
 
     def fail(self) -> None:
@@ -206,11 +206,11 @@ class BackwardWindow:
         if end is self._task_end:
             self.running[0] = False
 
-    def _move(self, to: Window) -> None:
+    def _move(self, to: WindowState) -> None:
         if (self.state, to) not in LEGAL_MOVES:
             raise StateError(f"backward window: {self.state.name} -> {to.name} is not a legal move")
         self.state = to
-        self.running[0] = to is Window.OPEN
+        self.running[0] = to is WindowState.OPEN
 
 
 def _output_hook(window: "weakref.ref[BackwardWindow]") -> Callable[[Tensor], None]:

@@ -28,7 +28,7 @@ from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Keep, Placement
 from deepspeed.zero.synchronize import described, settings_of
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
-from deepspeed.zero.update import Batch, takes_one_pass, takes_one_pass_of
+from deepspeed.zero.update import UpdateBatch, takes_one_pass, takes_one_pass_of
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
@@ -330,21 +330,21 @@ class Holding:
         first = [min(self._positions.get(id(param), 0) for param in group.params) for group in self.groups]
         self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[UpdateBatch]:
         is_one = not self._is_flat() and not self._widens  # nothing to gather
         room = self._batch_numel()
-        batch = Batch([], [])
+        batch = UpdateBatch([], [])
         numel = 0
         for index, group in enumerate(self.groups):
             if group.placement is not batch.placement or group.placement.fetches:  # a sub-group is of one unit
                 if batch.finished:
                     yield batch
-                batch, numel = Batch([], [], group.placement), 0
+                batch, numel = UpdateBatch([], [], group.placement), 0
             is_started = False
             for shard in group.shards:
                 if batch.shards and numel + shard.fragment.numel > room and not is_one:
                     yield batch
-                    batch, numel = Batch([], [], group.placement), 0
+                    batch, numel = UpdateBatch([], [], group.placement), 0
                 if not is_started:
                     batch.started.append(index)
                     is_started = True

@@ -30,7 +30,7 @@ class Int8Unit(ParamUnit):
     def __init__(self, params: list[Parameter], names: list[str], ranks: UnitRanks, **keys: Any) -> None:
         super().__init__(params, names, ranks, **keys)
         assert self.is_sharded
-        self._packing = quantized.Packing(self.shard_S.numel(), quantized.WEIGHT_BITS)
+        self._packing = quantized.ShardPacking(self.shard_S.numel(), quantized.WEIGHT_BITS)
         self._packed_B = self.shard_S.new_empty(self._packing.num_bytes, dtype=torch.int8)
         self.set_shard(self.shard_S)
         self.shard_S = self._packing.codes(self._packed_B)

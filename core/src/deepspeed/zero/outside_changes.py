@@ -29,7 +29,7 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.managed import manager_of
 
 
-class _Place(NamedTuple):
+class _ParamPlace(NamedTuple):
     owner: Module
     name: str  # under which the owner has the parameter
     path: str  # of the parameter in the model
@@ -197,13 +197,13 @@ def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.devi
     )
 
 
-def _places_in(module: Module) -> dict[int, _Place]:
+def _places_in(module: Module) -> dict[int, _ParamPlace]:
     """Return the place of each parameter in the first module that has it, by the parameter's id."""
-    places: dict[int, _Place] = {}
+    places: dict[int, _ParamPlace] = {}
     for path, each in module.named_modules():
         for name, param in each._parameters.items():
             if param is not None:
-                places.setdefault(id(param), _Place(each, name, f"{path}.{name}" if path else name))
+                places.setdefault(id(param), _ParamPlace(each, name, f"{path}.{name}" if path else name))
     return places
 
 

@@ -48,14 +48,14 @@ def all_gather(ranks: GroupBackend, full_N: Tensor, shard_S: Tensor, *, tag: str
     """`GroupBackend.all_gather` with the shards in int8. `shard_S` may be written as soon as this returns."""
     if not _is_quantized(ranks, shard_S):
         return ranks.all_gather(full_N, shard_S, tag=tag)
-    packing = Packing(shard_S.numel(), WEIGHT_BITS)
+    packing = ShardPacking(shard_S.numel(), WEIGHT_BITS)
     packed_B = ranks.allocate(packing.num_bytes, torch.int8, full_N.device)
     packing.pack(shard_S, packed_B)
     return all_gather_packed(ranks, full_N, packed_B, packing, tag=tag)
 
 
 def all_gather_packed(
-    ranks: GroupBackend, full_N: Tensor, packed_B: Tensor, packing: "Packing", *, tag: str | int | None = None
+    ranks: GroupBackend, full_N: Tensor, packed_B: Tensor, packing: "ShardPacking", *, tag: str | int | None = None
 ) -> Work:
     """`all_gather` of a shard that is packed already."""
     packed_WB = _allocate(ranks, packing, full_N.device)
@@ -72,7 +72,7 @@ def reduce_scatter(ranks: GroupBackend, shard_S: Tensor, full_N: Tensor, *, tag:
     """`GroupBackend.reduce_scatter` with the parts in int4. `full_N` may be written as soon as this returns."""
     if not _is_quantized(ranks, shard_S):
         return ranks.reduce_scatter(shard_S, full_N, tag=tag)
-    packing = Packing(shard_S.numel(), GRADIENT_BITS)
+    packing = ShardPacking(shard_S.numel(), GRADIENT_BITS)
     sent_WB, packed_WB = (_allocate(ranks, packing, full_N.device) for _ in range(2))
     for part_S, packed_B in zip(full_N.view(ranks.world_size, -1), sent_WB, strict=True):
         packing.pack(part_S, packed_B)
@@ -80,7 +80,7 @@ def reduce_scatter(ranks: GroupBackend, shard_S: Tensor, full_N: Tensor, *, tag:
     return Followed(work, lambda: packing.unpack_sum(packed_WB, shard_S), in_poll=full_N.device.type == "cpu")
 
 
-class _Run(NamedTuple):
+class _BlockRun(NamedTuple):
     """Blocks of one length."""
 
     elements: slice
@@ -89,8 +89,8 @@ class _Run(NamedTuple):
     codes: slice
 
 
-class Packing:
-    """`Packing` lays S elements out in B bytes: the scales of all blocks, then their codes. The last block may be
+class ShardPacking:
+    """`ShardPacking` lays S elements out in B bytes: the scales of all blocks, then their codes. The last block may be
     shorter.
 
     Args:
@@ -106,17 +106,17 @@ class Packing:
         self._runs = list(self._cut(num_full, num_left))
         self.num_bytes = _aligned(self._runs[-1].codes.stop)
 
-    def _cut(self, num_full: int, num_left: int) -> Iterator[_Run]:
+    def _cut(self, num_full: int, num_left: int) -> Iterator[_BlockRun]:
         if num_full:
             yield self._run(0, num_full, BLOCK_NUMEL)
         if num_left:
             yield self._run(num_full, 1, num_left)
 
-    def _run(self, first: int, num_blocks: int, block_numel: int) -> _Run:
+    def _run(self, first: int, num_blocks: int, block_numel: int) -> _BlockRun:
         """`num_blocks` blocks after the first `first` ones, which are full."""
         start, codes = first * BLOCK_NUMEL, self._codes_start + first * BLOCK_NUMEL * self.bits // 8
         num_codes = num_blocks * math.ceil(block_numel * self.bits / 8)
-        return _Run(
+        return _BlockRun(
             slice(start, start + num_blocks * block_numel),
             num_blocks,
             slice(first * _SCALE_BYTES, (first + num_blocks) * _SCALE_BYTES),
@@ -162,7 +162,7 @@ class Packing:
         assert self.bits == 8
         return packed_B.narrow(0, self._codes_start, self.numel)
 
-    def _parts(self, run: _Run, packed: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, run: _BlockRun, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a run, views with a block in each row; `packed` is (..., B)."""
         codes = packed[..., run.codes].unflatten(-1, (run.num_blocks, -1))
         scales = packed[..., run.scales].view(torch.float32).unsqueeze(-1)
@@ -173,7 +173,7 @@ def _is_quantized(ranks: GroupBackend, shard_S: Tensor) -> bool:
     return ranks.world_size > 1 and shard_S.numel() > 0 and shard_S.dtype in FLOATS
 
 
-def _allocate(ranks: GroupBackend, packing: Packing, device: torch.device) -> Tensor:
+def _allocate(ranks: GroupBackend, packing: ShardPacking, device: torch.device) -> Tensor:
     """A packed shard of each rank, (W, B)."""
     numel = ranks.world_size * packing.num_bytes
     return ranks.allocate(numel, torch.int8, device).view(ranks.world_size, packing.num_bytes)

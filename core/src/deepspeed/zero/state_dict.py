@@ -48,7 +48,7 @@ _WINDOW_NUMEL = 2**19  # per rank
 
 
 @dataclass
-class Window:
+class UnitWindow:
     """Some units of a group, whose elements move together."""
 
     shards: list[ParamShard] = field(default_factory=list)
@@ -102,21 +102,23 @@ class SavedGroup:
         cuts = cut(self.numels, world_size)
         return contiguous(self.numels, cuts), cuts[self.ranks.rank + 1] - cuts[self.ranks.rank]
 
-    def _divide_in_windows(self) -> Iterator[Window]:
+    def _divide_in_windows(self) -> Iterator[UnitWindow]:
         in_file: dict[int, list[Run]] = {}
         for run in self.in_file:
             in_file.setdefault(run.param, []).append(run)
-        window, used = Window(), dict[int, int]()  # elements, by owner
+        window, used = UnitWindow(), dict[int, int]()  # elements, by owner
         for group in self._sharding.groups:
             if group.first_index in self.place:
                 numel = sum(group.layout.numels)
                 if window.numel and window.numel + numel > _WINDOW_NUMEL * self.ranks.world_size:
                     yield window
-                    window, used = Window(), {}
+                    window, used = UnitWindow(), {}
                 self._add(group, window, used, in_file)
         yield window
 
-    def _add(self, group: FlatGroup, window: Window, used: dict[int, int], in_file: Mapping[int, list[Run]]) -> None:
+    def _add(
+        self, group: FlatGroup, window: UnitWindow, used: dict[int, int], in_file: Mapping[int, list[Run]]
+    ) -> None:
         for each in group.layout.fragments:
             param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
             runs = [
@@ -189,7 +191,7 @@ class SavedGroup:
             for shard, state in zip(self.shards, held, strict=True)
         )
 
-    def from_file(self, part_T: Tensor, window: Window) -> list[Tensor]:
+    def from_file(self, part_T: Tensor, window: UnitWindow) -> list[Tensor]:
         """One 1-D tensor per shard of this rank in a window."""
         flat = part_T.new_zeros(window.numel_here)
         redistribute(part_T.reshape(-1), window.in_file, window.here, flat, self._ranks)
@@ -366,7 +368,7 @@ def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 
 
 def _restore_states(
-    optimizer: Optimizer, group: SavedGroup, window: Window, flat: dict[str, Any], odd: dict[str, dict[int, Any]]
+    optimizer: Optimizer, group: SavedGroup, window: UnitWindow, flat: dict[str, Any], odd: dict[str, dict[int, Any]]
 ) -> None:
     """Give the optimizer the saved states of this rank's shards in `window`.
 

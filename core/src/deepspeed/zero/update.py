@@ -26,7 +26,7 @@ from deepspeed.zero.step_facts import Scalar
 
 
 @dataclass(slots=True)
-class Batch:
+class UpdateBatch:
     """Shards that are updated in one optimizer call, and the units that are then wholly updated."""
 
     shards: list[ParamShard]
@@ -36,10 +36,10 @@ class Batch:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _UpdatePass:
     """The batches in one order, and what is updated of each."""
 
-    batches: list[Batch]
+    batches: list[UpdateBatch]
     calls: list[list[list[ParamShard]]]  # by batch and group of the optimizer
     updated: list[list[ParamShard]]  # by batch: the same in one list
 
@@ -56,7 +56,7 @@ class OptimizerUpdate:
     def __init__(
         self,
         optimizer: Optimizer,
-        batches: list[Batch],
+        batches: list[UpdateBatch],
         used: list[bool],
         rows: TouchedRows | None = None,
     ) -> None:
@@ -69,9 +69,9 @@ class OptimizerUpdate:
         self._num_steps = 0
         self._used = used
         self._used_before: list[bool] = []  # in the last step
-        self._passes: list[_Pass] = []  # one for each order
+        self._passes: list[_UpdatePass] = []  # one for each order
 
-    def step(self, scale: Scalar) -> Iterator[Batch]:
+    def step(self, scale: Scalar) -> Iterator[UpdateBatch]:
         """Update one batch after the other and yield it when its weights are final.
 
         Args:
@@ -119,7 +119,7 @@ class OptimizerUpdate:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
 
-    def _takes_one_pass(self, groups: list[dict[str, Any]], the_pass: _Pass) -> dict[int, bool]:
+    def _takes_one_pass(self, groups: list[dict[str, Any]], the_pass: _UpdatePass) -> dict[int, bool]:
         """Return by the id of a placement whether one pass updates its shards; another's may be in other memory."""
         if len(self._placements) == 1:
             return {id(self._placements[0]): takes_one_pass(self._optimizer)}
@@ -131,7 +131,7 @@ class OptimizerUpdate:
             takes[id(placement)] = takes_one_pass_of(self._optimizer, masters)
         return takes
 
-    def _plan(self, the_pass: _Pass) -> None:
+    def _plan(self, the_pass: _UpdatePass) -> None:
         """Say to each placement that fetches which of its shards are updated, batch by batch."""
         for placement in self._placements:
             if placement.fetches:
@@ -139,11 +139,11 @@ class OptimizerUpdate:
                 updated = [shards if batch.placement is placement else [] for batch, shards in both]
                 placement.plan(self._optimizer, updated)
 
-    def _pass(self, batches: list[Batch], num_groups: int) -> _Pass:
+    def _pass(self, batches: list[UpdateBatch], num_groups: int) -> _UpdatePass:
         calls = [self._used_of(batch, num_groups) for batch in batches]
-        return _Pass(batches, calls, [[shard for shards in by_group for shard in shards] for by_group in calls])
+        return _UpdatePass(batches, calls, [[shard for shards in by_group for shard in shards] for by_group in calls])
 
-    def _used_of(self, batch: Batch, num_groups: int) -> list[list[ParamShard]]:
+    def _used_of(self, batch: UpdateBatch, num_groups: int) -> list[list[ParamShard]]:
         """The shards of a batch that are updated, by group of the optimizer."""
         used = [shard for shard in batch.shards if self._used[shard.index]]
         return [[shard for shard in used if shard.param_group == index] for index in range(num_groups)]
@@ -184,10 +184,11 @@ class OptimizerUpdate:
         return widened
 
 
-def turned_around(batches: list[Batch]) -> list[Batch]:
+def turned_around(batches: list[UpdateBatch]) -> list[UpdateBatch]:
     """The same batches from the last to the first. All ranks finish units in the same order then, too."""
     return [
-        Batch(batch.shards, batch.started[::-1], batch.placement, batch.finished[::-1]) for batch in reversed(batches)
+        UpdateBatch(batch.shards, batch.started[::-1], batch.placement, batch.finished[::-1])
+        for batch in reversed(batches)
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.checkpoint.deepspeed_files import with_division
-from deepspeed.checkpoint.model_ranks import DIVISION, Division, Experts
+from deepspeed.checkpoint.model_ranks import DIVISION, Division, SavedExperts
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import ModelPart
 
@@ -13,7 +13,7 @@ PART = ModelPart(torch.Size([6, 4]), 0, ((0, 2), (4, 6)), "whole.weight")
 
 
 def division():
-    return Division({"pp": 2, "tp": 2}, {"weight": PART}, {"ep_size_2": Experts((0, 2), ("expert.weight",))})
+    return Division({"pp": 2, "tp": 2}, {"weight": PART}, {"ep_size_2": SavedExperts((0, 2), ("expert.weight",))})
 
 
 def test_a_division_is_read_as_it_was_written():

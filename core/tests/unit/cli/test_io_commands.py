@@ -7,7 +7,7 @@ import signal
 import pytest
 from deepspeed.cli import io_speed, nvme_tune
 from deepspeed.cli.io_speed import Parameters, Speed
-from deepspeed.cli.nvme_tune import Row, best_of
+from deepspeed.cli.nvme_tune import Trial, best_of
 from deepspeed.config import DeepSpeedConfig
 
 SMALL = ("--io_size", "64K", "--loops", "1")
@@ -57,7 +57,7 @@ def test_ds_nvme_tune_ends_with_a_section_that_the_configuration_takes(tmp_path,
 
 
 def test_the_best_is_the_smallest_of_the_fast_ones():
-    slow, small, fast = (Row(Parameters(size), Speed(rate, 1e9)) for size, rate in ((1, 1e9), (2, 2e9), (3, 2.05e9)))
+    slow, small, fast = (Trial(Parameters(size), Speed(rate, 1e9)) for size, rate in ((1, 1e9), (2, 2e9), (3, 2.05e9)))
     assert best_of([slow, small, fast]) is small
 
 

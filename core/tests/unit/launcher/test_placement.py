@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.launch import Placement, choose_port, make_commands, place_ranks
+from deepspeed.launcher.launch import NodePlacement, choose_port, make_commands, place_ranks
 from deepspeed.launcher.plan import LaunchPlan
 
 
@@ -38,7 +38,7 @@ def _nothing_hidden(monkeypatch):
 
 
 def test_default_is_every_device_and_leaves_the_environment_alone():
-    assert place_ranks(LaunchPlan(), Devices(4)) == Placement(4, {})
+    assert place_ranks(LaunchPlan(), Devices(4)) == NodePlacement(4, {})
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ class Unnamed(Devices):
 
 
 def test_without_a_variable_devices_can_be_counted_and_not_chosen():
-    assert place_ranks(LaunchPlan(num_ranks=2), Unnamed(4)) == Placement(2, {})
-    assert place_ranks(LaunchPlan(include=[0, 1]), Unnamed(4)) == Placement(2, {})
+    assert place_ranks(LaunchPlan(num_ranks=2), Unnamed(4)) == NodePlacement(2, {})
+    assert place_ranks(LaunchPlan(include=[0, 1]), Unnamed(4)) == NodePlacement(2, {})
     with pytest.raises(ConfigError, match="--include: asks for devices 1, 3, but Unnamed names no variable"):
         place_ranks(LaunchPlan(include=[1, 3]), Unnamed(4))
     with pytest.raises(ConfigError, match="--exclude: asks for devices 1, 2, 3, but"):
@@ -100,13 +100,13 @@ def test_no_device_at_all():
 
 
 def test_on_the_host_any_number_of_ranks_runs():
-    assert place_ranks(LaunchPlan(num_ranks=4), Devices(1, on_host=True)) == Placement(4, {})
-    assert place_ranks(LaunchPlan(include=[0, 1]), Devices(1, on_host=True)) == Placement(2, {})
-    assert place_ranks(LaunchPlan(include=[7]), Devices(1, on_host=True)) == Placement(1, {})
+    assert place_ranks(LaunchPlan(num_ranks=4), Devices(1, on_host=True)) == NodePlacement(4, {})
+    assert place_ranks(LaunchPlan(include=[0, 1]), Devices(1, on_host=True)) == NodePlacement(2, {})
+    assert place_ranks(LaunchPlan(include=[7]), Devices(1, on_host=True)) == NodePlacement(1, {})
 
 
 def commands(plan, num_ranks=2):
-    return make_commands(plan, Placement(num_ranks, {}), "train.py", ["--lr", "1"])
+    return make_commands(plan, NodePlacement(num_ranks, {}), "train.py", ["--lr", "1"])
 
 
 def test_commands():

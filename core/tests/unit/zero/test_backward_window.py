@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from deepspeed.errors import StateError
-from deepspeed.zero.backward_window import LEGAL_MOVES, BackwardWindow, Window
+from deepspeed.zero.backward_window import LEGAL_MOVES, BackwardWindow, WindowState
 from torch.utils.checkpoint import checkpoint
 
 
@@ -24,8 +24,8 @@ def log():
     return Log()
 
 
-@pytest.mark.parametrize("before", list(Window))
-@pytest.mark.parametrize("after", list(Window))
+@pytest.mark.parametrize("before", list(WindowState))
+@pytest.mark.parametrize("after", list(WindowState))
 def test_the_table_of_moves(log, before, after):
     log.window.state = before
     if (before, after) in LEGAL_MOVES:
@@ -38,7 +38,7 @@ def test_the_table_of_moves(log, before, after):
 
 
 def test_every_state_can_be_entered_and_left():
-    assert {before for before, _ in LEGAL_MOVES} == {after for _, after in LEGAL_MOVES} == set(Window)
+    assert {before for before, _ in LEGAL_MOVES} == {after for _, after in LEGAL_MOVES} == set(WindowState)
 
 
 def test_the_engines_open_and_close(log):

@@ -9,7 +9,7 @@ from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.quantized import BLOCK_NUMEL, Packing
+from deepspeed.zero.quantized import BLOCK_NUMEL, ShardPacking
 from deepspeed.zero.unit_groups import UnitRanks
 from torch import nn
 
@@ -32,7 +32,7 @@ def bound(x, bits):
 
 
 def packed(x, bits):
-    packing = Packing(x.numel(), bits)
+    packing = ShardPacking(x.numel(), bits)
     packed_B = torch.empty(packing.num_bytes, dtype=torch.int8)
     packing.pack(x, packed_B)
     return packing, packed_B
@@ -61,7 +61,7 @@ def test_numbers_come_back_within_half_the_scale_of_their_block(dtype, bits, num
 def test_weights_that_rest_in_int8_are_rounded_once(dtype):
     x = numbers(10_000 * BLOCK_NUMEL + 33, dtype)
     x[:BLOCK_NUMEL] = 0
-    packing = Packing(x.numel(), 8)
+    packing = ShardPacking(x.numel(), 8)
     packed_B, again_B = (torch.zeros(packing.num_bytes, dtype=torch.int8) for _ in range(2))
     packing.pack(packing.lasting(x), packed_B)
     found, again = torch.empty_like(x), torch.empty_like(x)
@@ -76,7 +76,7 @@ def test_weights_that_rest_in_int8_are_rounded_once(dtype):
 @pytest.mark.parametrize("numel", NUMELS)
 def test_sums_are_made_in_fp32(numel):
     parts = [numbers(numel, seed=seed) for seed in range(3)]
-    packing = Packing(numel, 4)
+    packing = ShardPacking(numel, 4)
     packed_WB = torch.stack([packed(part, 4)[1] for part in parts])
     expected = sum(there_and_back(part, 4) for part in parts)
     for dtype in DTYPES:
@@ -104,7 +104,7 @@ def test_bytes(bits, part):
     """Of fp32; scales are another 1/256 of it, and each of two parts is padded to 16 bytes."""
     for numel in NUMELS:
         num_blocks = -(-numel // BLOCK_NUMEL)
-        assert Packing(numel, bits).num_bytes <= 4 * numel * part + 1 + 4 * num_blocks + 2 * 15
+        assert ShardPacking(numel, bits).num_bytes <= 4 * numel * part + 1 + 4 * num_blocks + 2 * 15
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

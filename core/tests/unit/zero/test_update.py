@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops.optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.update import Batch, OptimizerUpdate, multiply, takes_one_pass, turned_around
+from deepspeed.zero.update import OptimizerUpdate, UpdateBatch, multiply, takes_one_pass, turned_around
 
 
 def make_shard(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
@@ -17,7 +17,7 @@ def make_shard(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
 
 def make_update(shards, used=None, per_batch=1, lr=0.5):
     optimizer = torch.optim.SGD([shard.master for shard in shards], lr=lr)
-    batches = [Batch(shards[i : i + per_batch], [i]) for i in range(0, len(shards), per_batch)]
+    batches = [UpdateBatch(shards[i : i + per_batch], [i]) for i in range(0, len(shards), per_batch)]
     return OptimizerUpdate(optimizer, batches, used or [True] * len(shards)), batches
 
 
@@ -119,7 +119,7 @@ def test_the_optimizer_sees_the_shards_of_the_batch_and_keeps_its_groups(fails):
     masters = [shard.master for shard in shards]
     optimizer = Spy([{"params": masters[:2]}, {"params": masters[2:], "lr": 0.25}], lr=0.5)
     optimizer.fails = fails
-    update = OptimizerUpdate(optimizer, [Batch(shards[:1], []), Batch(shards[1:], [])], [True] * 3)
+    update = OptimizerUpdate(optimizer, [UpdateBatch(shards[:1], []), UpdateBatch(shards[1:], [])], [True] * 3)
     if fails:
         with pytest.raises(RuntimeError, match="in the step"):
             list(update.step(1.0))
@@ -157,7 +157,7 @@ class OnePassSGD(ReferenceOptimizer):
 def test_one_pass_writes_masters_and_weights(dtype):
     shards = [make_shard(i, numel, dtype=dtype, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
     optimizer = OnePassSGD([shard.master for shard in shards])
-    for _ in OptimizerUpdate(optimizer, [Batch(shards, [])], [True, True, False]).step(0.25):
+    for _ in OptimizerUpdate(optimizer, [UpdateBatch(shards, [])], [True, True, False]).step(0.25):
         pass
     assert optimizer.calls == 1
     for index, shard in enumerate(shards):
@@ -172,7 +172,7 @@ def test_one_pass_with_shards_in_several_groups():
     shards = [make_shard(0, 2), make_shard(1, 3)]
     shards[1].param_group = 1
     optimizer = OnePassSGD([{"params": [shards[0].master]}, {"params": [shards[1].master], "lr": 0.25}])
-    for _ in OptimizerUpdate(optimizer, [Batch([shard], []) for shard in shards], [True, True]).step(1.0):
+    for _ in OptimizerUpdate(optimizer, [UpdateBatch([shard], []) for shard in shards], [True, True]).step(1.0):
         pass
     assert [shard.weight[0].item() for shard in shards] == [0.5, 0.75]
     assert optimizer.calls == 2, "a group without shards in a batch is not called"
@@ -194,7 +194,7 @@ def test_a_subclass_with_an_update_of_its_own_is_not_bypassed():
     assert not takes_one_pass(Stepping([param]))
     assert not takes_one_pass(torch.optim.SGD([param]))
     shard = make_shard(0, 2)
-    for _ in OptimizerUpdate(Mine([shard.master]), [Batch([shard], [])], [True]).step(1.0):
+    for _ in OptimizerUpdate(Mine([shard.master]), [UpdateBatch([shard], [])], [True]).step(1.0):
         pass
     assert shard.weight.tolist() == [0.0, 0.0]
 
@@ -206,7 +206,7 @@ def test_a_hook_before_the_step_sees_gradients():
     optimizer.register_step_pre_hook(
         lambda it, args, kwargs: seen.append(it.param_groups[0]["params"][0].grad.tolist())
     )
-    for _ in OptimizerUpdate(optimizer, [Batch([shard], [])], [True]).step(1.0):
+    for _ in OptimizerUpdate(optimizer, [UpdateBatch([shard], [])], [True]).step(1.0):
         pass
     assert seen == [[3.0, 3.0]]
 
@@ -214,8 +214,8 @@ def test_a_hook_before_the_step_sees_gradients():
 def test_batches_turned_around_finish_each_unit_with_its_first_shard():
     shards = [make_shard(i, 2) for i in range(5)]
     # unit 0: shards 0 to 2; unit 1: none on this rank; unit 2: shard 3; unit 3: shard 4, in the batch of unit 2
-    batches = [Batch(shards[:2], [], started=[0]), Batch(shards[2:3], [0, 1], started=[1])]
-    batches.append(Batch(shards[3:], [2, 3], started=[2, 3]))
+    batches = [UpdateBatch(shards[:2], [], started=[0]), UpdateBatch(shards[2:3], [0, 1], started=[1])]
+    batches.append(UpdateBatch(shards[3:], [2, 3], started=[2, 3]))
     around = turned_around(batches)
     assert [batch.shards for batch in around] == [shards[3:], shards[2:3], shards[:2]]
     assert [batch.finished for batch in around] == [[3, 2], [1], [0]]

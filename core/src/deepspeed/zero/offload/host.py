@@ -65,7 +65,7 @@ class _HostShard:
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _SumUnderWay:
     """A sum on its way."""
 
     done: Mark
@@ -102,7 +102,7 @@ class HostPlacement(Placement):
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
         self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
         self._host_shards: dict[int, _HostShard] = {}  # by unit
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[_SumUnderWay] = deque()
         self._was_changed = False  # gradients were written from outside: norms of the device are void
         self._sent: Mark | None = None
 
@@ -149,7 +149,7 @@ class HostPlacement(Placement):
             staged = None if is_straight else self._incoming.take(source.numel(), source.dtype)
             (target if staged is None else staged).copy_(source, non_blocking=True)
         done = self._lane.mark()
-        self._arrivals.append(_Arrival(done, source, staged, target, adds))
+        self._arrivals.append(_SumUnderWay(done, source, staged, target, adds))
         return done
 
     def settle(self) -> None:

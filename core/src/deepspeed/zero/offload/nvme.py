@@ -40,7 +40,7 @@ from deepspeed.zero.offload.buffers import BufferRing, HostMemory, Mark
 from deepspeed.zero.offload.host import HostPlacement, stretched
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_folder import SwapFolder
-from deepspeed.zero.offload.swap_slots import Place, SwappedGroup, SwappedUnit, SwapSlots
+from deepspeed.zero.offload.swap_slots import SwappedGroup, SwappedUnit, SwapPlace, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ MAX_STAGED = 2
 _KEY = "zero_optimization.offload_optimizer.nvme_path"
 
 
-class _Arrival(NamedTuple):
+class _StagedSum(NamedTuple):
     """A sum in a staging buffer, or on its way there."""
 
     done: Mark
@@ -105,10 +105,10 @@ class NvmePlacement(HostPlacement):
         self._num_states = 0
         self._units: list[SwappedUnit] = []  # in the order of the stage's
         self._by_index: dict[int, SwappedUnit] = {}  # those whose gradients have a home
-        self._places: dict[int, Place] = {}  # by the id of a shard
+        self._places: dict[int, SwapPlace] = {}  # by the id of a shard
         self._optimizer: Optimizer | None = None
         self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
-        self._arriving: deque[_Arrival] = deque()
+        self._arriving: deque[_StagedSum] = deque()
         self._fetched: int | None = None  # the batch between `fetch` and `store`
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class NvmePlacement(HostPlacement):
             self._slots.expect(group)
             self._queue.write(group.tensors[MASTER].region, stretched(first, sub_group.numel)).wait()
             for shard, start in sub_group.starts():
-                self._places[id(shard)] = Place(unit, group, start)
+                self._places[id(shard)] = SwapPlace(unit, group, start)
                 _empty(shard.master)
                 self.put_away_state(shard, optimizer.state.get(shard.master, {}))
 
@@ -235,12 +235,12 @@ class NvmePlacement(HostPlacement):
             staged = self._incoming.take(source.numel(), source.dtype)
             staged.copy_(source, non_blocking=True)
         done = self._lane.mark()
-        self._arriving.append(_Arrival(done, source, self._incoming.place, staged, self._by_index[index], adds))
+        self._arriving.append(_StagedSum(done, source, self._incoming.place, staged, self._by_index[index], adds))
         while self._arriving and self._arriving[0].done.poll():
             self._land(self._arriving.popleft())
         return done
 
-    def _land(self, arrival: _Arrival) -> None:
+    def _land(self, arrival: _StagedSum) -> None:
         """Keep a sum, added to what there is of this step, in the slots of its sub-groups, or begin to write it."""
         arrival.done.wait_on_host()
         unit, sum_S = arrival.unit, arrival.staged

@@ -111,7 +111,7 @@ class SwappedUnit:
             yield group, buffer_S.narrow(0, group.sub_group.start, group.numel)
 
 
-class Place(NamedTuple):
+class SwapPlace(NamedTuple):
     """A place says in which sub-group of which unit a shard is, and where it begins there."""
 
     unit: SwappedUnit

@@ -31,7 +31,7 @@ from deepspeed.zero.placement import OffloadedShard, ShardHome
 _KEY = "zero_optimization.offload_param.nvme_path"
 
 
-class _Buffer:
+class _ReadBuffer:
     """Memory into which one shard at a time is read."""
 
     def __init__(self, memory: HostMemory, aio: AioConfig) -> None:
@@ -72,7 +72,7 @@ class _SwappedShard(OffloadedShard):
     def __init__(self, home: "SwappedShards", region: Region, shard_S: Tensor) -> None:
         super().__init__(shard_S)
         self._home, self._region = home, region
-        self._buffer: _Buffer | None = None
+        self._buffer: _ReadBuffer | None = None
         self._sent: Mark | None = None
 
     def read_ahead(self) -> bool:
@@ -80,7 +80,7 @@ class _SwappedShard(OffloadedShard):
             self._begin(buffer)
         return self._buffer is not None
 
-    def _begin(self, buffer: _Buffer) -> None:
+    def _begin(self, buffer: _ReadBuffer) -> None:
         self._home.require_stored(self._region)
         buffer.begin(self, self._region)
         self._buffer = buffer
@@ -178,8 +178,8 @@ class SwappedShards(ShardHome):
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
         self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
         self._max_buffers = section.buffer_count
-        self._new_buffer = partial(_Buffer, staging, aio)
-        self._buffers: list[_Buffer] = []  # no more than shards need at a time
+        self._new_buffer = partial(_ReadBuffer, staging, aio)
+        self._buffers: list[_ReadBuffer] = []  # no more than shards need at a time
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[_Storing] = []
         #: by first byte and end: writes that failed, and were not repeated
@@ -199,14 +199,14 @@ class SwappedShards(ShardHome):
         shard.store(0, shard.target(0, numel).copy_(values_S))
         return shard
 
-    def free_buffer(self) -> _Buffer | None:
+    def free_buffer(self) -> _ReadBuffer | None:
         """A buffer that no shard was read into."""
         found = next((buffer for buffer in self._buffers if buffer.owner is None), None)
         if found is None and len(self._buffers) < self._max_buffers:
             self._buffers.append(found := self._new_buffer())
         return found
 
-    def any_buffer(self) -> _Buffer:
+    def any_buffer(self) -> _ReadBuffer:
         """A free buffer; if there is none, what was read ahead last is dropped."""
         buffer = self.free_buffer() or self._buffers[-1]
         if buffer.owner is not None:
