@@ -41,7 +41,7 @@ class AcceleratorChoice:
 
 _choice: AcceleratorChoice | None = None
 #: `_choice.accelerator`, one lookup away; None before the choice
-in_force: DeepSpeedAccelerator | None = None
+installed: DeepSpeedAccelerator | None = None
 _lock = threading.RLock()  # re-entrant, so that a plugin that calls back gets an error and not a deadlock
 _choosing = False
 
@@ -53,7 +53,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
         PluginError: `DS_ACCELERATOR` names a plugin that is missing, broken or has no device, or two plugins offer
             devices with equal priority. Nothing is remembered then; the next call tries again.
     """
-    return in_force if in_force is not None else _choose_once().accelerator
+    return installed if installed is not None else _choose_once().accelerator
 
 
 def set_accelerator(accelerator: Any) -> None:
@@ -96,7 +96,7 @@ def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
 def __getattr__(name: str) -> DeepSpeedAccelerator | None:
     """`deepspeed.accelerator.real_accelerator.ds_accelerator`: the current accelerator, None before the choice."""
     if name == "ds_accelerator":
-        return in_force
+        return installed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -121,7 +121,7 @@ def _choose_once() -> AcceleratorChoice:
 
 def _install(choice: AcceleratorChoice | None) -> None:
     """The only writer of the choice. Keeps the hooks of the chosen plugin, and no other's, active."""
-    global _choice, in_force
+    global _choice, installed
     if _choice is not None and _choice.plugin is not None:
         plugin_manager().deactivate(_choice.plugin)
         _choice.accelerator._plugin = None
@@ -129,7 +129,7 @@ def _install(choice: AcceleratorChoice | None) -> None:
         plugin_manager().activate(choice.plugin)
         choice.accelerator._plugin = choice.plugin
     _choice = choice
-    in_force = None if choice is None else choice.accelerator
+    installed = None if choice is None else choice.accelerator
 
 
 def _choose() -> AcceleratorChoice:

@@ -9,7 +9,6 @@ import inspect
 import math
 import numbers
 import operator
-import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from deepspeed.accelerator import current, get_accelerator
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from deepspeed.ops import registry
 
@@ -255,14 +254,9 @@ class KernelOptimizer(ReferenceOptimizer):
         return self._found_kernel() if numbers is not None and self.uses_kernel else None
 
     def _found_kernel(self) -> StepKernel | None:
-        """The operator of the accelerator in force. It is kept: a step does not ask the registry again, unless another
-        accelerator was set, or other ops are disabled since."""
+        """Return the operator of the current accelerator. It is kept as long as the registry holds it."""
         table, kernel = self.__dict__.get("_kept_kernel", (None, None))
-        if (
-            table is not registry.table
-            or table.accelerator is not current.in_force
-            or table.disabled != os.environ.get(registry.VARIABLE, "")
-        ):
+        if not registry.holds(table):
             kernel = step_kernel(self.kernel_op, self.operator)
             self.__dict__["_kept_kernel"] = registry.table, kernel
         return kernel  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
     current accelerator  ->  host extension  ->  feature plugins  ->  None: the torch reference
 
 An optimizer calls `kernel("fused_adam")` and runs its torch reference when the answer is None; it keeps the answer as
-long as `table` holds. Nothing is bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows
+long as `holds` says so. Nothing is bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows
 the same by `resolve`.
 
 `DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time. Read next:
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, current, get_accelerator
 from deepspeed.errors import ConfigError, OpUnavailable, stated
 from deepspeed.log import log_dist, warn_once
 from deepspeed.ops.documented import OPS
@@ -119,6 +119,12 @@ def kernel(op: str) -> Any | None:
     now = table
     found = now.found.get(op) if _is_current(now) else None
     return (found or _load(op)).kernel
+
+
+def holds(answers: object) -> bool:
+    """Whether `kernel` would answer as it did when `table` was `answers`: no other accelerator was set since, and no
+    other ops were disabled. Called in every step by optimizers, which keep an answer."""
+    return answers is table and _is_current(table)
 
 
 def loaded(op: str) -> Resolution:
@@ -256,7 +262,7 @@ def compatible_ops() -> dict[str, bool]:
 
 
 def _is_current(table: _Table) -> bool:
-    return table.accelerator is get_accelerator() and table.disabled == os.environ.get(VARIABLE, "")
+    return table.accelerator is current.installed and table.disabled == os.environ.get(VARIABLE, "")
 
 
 def _load(op: str) -> _Found:

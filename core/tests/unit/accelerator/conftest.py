@@ -44,7 +44,7 @@ def shelf(monkeypatch):
     shelf = Shelf()
     monkeypatch.setattr(current, "plugin_manager", lambda: shelf.manager)
     monkeypatch.setattr(current, "_choice", None)
-    monkeypatch.setattr(current, "in_force", None)
+    monkeypatch.setattr(current, "installed", None)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.delenv("DS_PLUGINS_BLOCK", raising=False)
     return shelf

@@ -57,10 +57,10 @@ def vendor(tmp_path, monkeypatch):
     for kind in BUILDERS.values():
         monkeypatch.setattr(kind, "source", str(source))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    before = current.in_force
+    before = current.installed
     set_accelerator(Vendor())
     yield tmp_path / "ops"
-    monkeypatch.setattr(current, "in_force", before)
+    monkeypatch.setattr(current, "installed", before)
 
 
 def test_builds_without_loading(vendor, capsys, monkeypatch):

@@ -81,7 +81,7 @@ def vendor(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.delenv("DS_OPS_DISABLE", raising=False)
     monkeypatch.setattr(current, "_choice", None)
-    monkeypatch.setattr(current, "in_force", None)
+    monkeypatch.setattr(current, "installed", None)
     set_accelerator(Vendor())
     return source
 

@@ -53,7 +53,7 @@ def shelf(monkeypatch):
     for holder in (current, candidates, report, machine_report):
         monkeypatch.setattr(holder, "plugin_manager", lambda: manager)
     monkeypatch.setattr(current, "_choice", None)
-    monkeypatch.setattr(current, "in_force", None)
+    monkeypatch.setattr(current, "installed", None)
     for variable in ("DS_ACCELERATOR", "DS_PLUGINS_BLOCK", "DS_PLUGINS_AUTOLOAD", "DS_PLUGINS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "200")

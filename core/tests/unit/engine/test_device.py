@@ -34,7 +34,7 @@ class Gang_Accelerator(DeepSpeedAccelerator):
 def claim(monkeypatch):
     """The device that a rank claims: `claim(accelerator, LOCAL_RANK or None, **args)`."""
     monkeypatch.setattr(choice, "_choice", None)  # so that the plugin of the process stays active
-    monkeypatch.setattr(choice, "in_force", None)
+    monkeypatch.setattr(choice, "installed", None)
 
     def claim(accelerator, rank, **args):
         monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -100,7 +100,7 @@ def builders(monkeypatch):
     for module in (building, current, implementations):
         monkeypatch.setattr(module, "plugin_manager", lambda: made.manager)
     monkeypatch.setattr(current, "_choice", None)
-    monkeypatch.setattr(current, "in_force", None)
+    monkeypatch.setattr(current, "installed", None)
     monkeypatch.setattr(registry, "_logged", set())
     for variable in ("DS_ACCELERATOR", "DS_PLUGINS_BLOCK", "DS_OPS_DISABLE"):
         monkeypatch.delenv(variable, raising=False)

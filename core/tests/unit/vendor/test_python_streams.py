@@ -95,17 +95,17 @@ def make_gloo(store, rank, size, timeout):
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """One rank over the vendor's own library, which the accelerator names; choice and environment are put back."""
-    before, choice = dict(os.environ), (current._choice, current.in_force)
+    before, choice = dict(os.environ), (current._choice, current.installed)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    current._choice = current.in_force = None
+    current._choice = current.installed = None
     set_accelerator(PY)
     if "pyccl" not in torch.distributed.Backend.backend_list:
         torch.distributed.Backend.register_backend("pyccl", make_gloo, devices=["cpu"])
     dist.init_distributed(verbose=False)
     yield
     dist.destroy_process_group()
-    current._choice, current.in_force = choice
+    current._choice, current.installed = choice
     os.environ.clear()
     os.environ.update(before)
 
