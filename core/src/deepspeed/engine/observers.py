@@ -36,7 +36,6 @@ class Observers:
     """Called by the engine at each phase and after each step. Built by `build.py`.
 
     Nothing here waits for the device unless a monitor writes on this rank, or a line is due (`steps_per_print`).
-    Whether a plugin wants to hear of steps is asked when other plugins are active than in the step before.
 
     Args:
         monitor: gets the events of each step.
@@ -64,8 +63,6 @@ class Observers:
         self.tput_timer = tput_timer
         self.phase: Callable[[str], AbstractContextManager[Any]] = breakdown.phase
         self._plugins = plugin_manager()
-        self._active_plugins: Any = None  # those of the last step, and whether one of them hears of steps
-        self._hears_steps = False
         self._every = steps_per_print
         self._prints = steps_per_print < math.inf
         self._shows_loss_scale = shows_loss_scale
@@ -104,10 +101,7 @@ class Observers:
             batch_size: samples of the step, over all ranks.
             lr, momentum: of each parameter group, for the next step.
         """
-        if self._plugins.active is not self._active_plugins:
-            self._hears_steps = bool(self._plugins.hook.ds_step_end.get_hookimpls())
-            self._active_plugins = self._plugins.active
-        if self._hears_steps:
+        if self._plugins.active.hook.ds_step_end.get_hookimpls():  # most often nobody hears of steps
             notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0

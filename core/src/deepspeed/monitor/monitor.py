@@ -113,7 +113,8 @@ class MonitorMaster:
 
     Attributes:
         enabled: whether the configuration switches any monitor on; the same on every rank.
-        monitors: name of the section -> monitor, as far as this process writes.
+        monitors: name of the section -> monitor, as far as this process writes; where it is empty, making events is
+            in vain.
 
     Raises:
         ConfigError: it is something else, as a dict.
@@ -135,11 +136,6 @@ class MonitorMaster:
             monitor = self._create(name, section)
             if monitor is not None:
                 self.monitors[name] = monitor
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether events written in this process go anywhere; False: making them is in vain."""
-        return bool(self.monitors)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write `(name, value, step)` events everywhere; never raises what a monitor raises."""

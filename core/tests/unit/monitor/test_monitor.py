@@ -68,7 +68,7 @@ def warnings(lines):
 def test_nothing_is_switched_on_by_default(lines):
     master = MonitorMaster(DeepSpeedMonitorConfig())
     master.write_events(EVENTS)
-    assert (master.enabled, master.is_writing, master.monitors, lines) == (False, False, {}, [])
+    assert (master.enabled, master.monitors, lines) == (False, {}, [])
     assert (master.tb_monitor, master.wandb_monitor, master.comet_monitor, master.csv_monitor) == (None,) * 4
 
 
@@ -90,13 +90,13 @@ def test_every_section_that_is_switched_on(tmp_path, wandb, comet_ml, summary_wr
     assert ("log_metric", ("a/loss", 0.5, 4)) in comet_ml.calls
     master.close()
     assert (wandb.calls[-1][0], comet_ml.calls[-1][0], summary_writer.calls[-1][0]) == ("finish", "end", "close")
-    assert not master.is_writing
+    assert master.monitors == {}
 
 
 def test_another_rank_has_none(wandb, another_rank):
     master = MonitorMaster(monitor_config(wandb={"enabled": True}))
     master.write_events(EVENTS)
-    assert (master.enabled, master.is_writing, wandb.calls) == (True, False, [])
+    assert (master.enabled, master.monitors, wandb.calls) == (True, {}, [])
 
 
 def test_packages_are_imported_only_when_they_are_needed():
@@ -139,7 +139,7 @@ def test_a_plugin_is_asked_before_a_built_in_monitor(plugin, tmp_path):
 
 def test_a_name_that_nobody_knows_is_told(lines):
     master = MonitorMaster(monitor_config(monitor_plugins={"mlflow": {}}))
-    assert not master.is_writing
+    assert master.monitors == {}
     assert warnings(lines) == [
         "monitor mlflow: no installed plugin has a monitor of this name; install one, or remove it from monitor_plugins"
     ]
@@ -188,7 +188,7 @@ def test_a_missing_package_is_named_and_left_out(monkeypatch, lines, tmp_path, s
 def test_a_monitor_that_cannot_start_is_left_out(lines, tmp_path):
     (tmp_path / "file").write_text("")
     master = MonitorMaster(monitor_config(csv_monitor={"enabled": True, "output_path": str(tmp_path / "file")}))
-    assert (master.enabled, master.is_writing) == (True, False)
+    assert (master.enabled, master.monitors) == (True, {})
     (told,) = warnings(lines)
     assert told.startswith("monitor csv_monitor: could not be started: NotADirectoryError: ")
     assert told.endswith("; training goes on without it")
