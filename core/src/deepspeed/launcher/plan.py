@@ -14,9 +14,12 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_GRACE_S = 30.0  # torch's agent waits as long
@@ -69,6 +72,21 @@ class LaunchPlan(NamedTuple):
     min_nodes: int = 0
     max_nodes: int = 0
     max_restarts: int = 0
+
+    @classmethod
+    def of_command(cls, args: "argparse.Namespace", **others: Any) -> "LaunchPlan":
+        """Take what is the same for every launcher from the command line, and `others` as they are."""
+        return cls(
+            module=args.module,
+            no_python=args.no_python,
+            no_local_rank=args.no_local_rank,
+            bind_cores_to_rank=args.bind_cores_to_rank,
+            bind_core_list=args.bind_core_list,
+            log_dir=args.log_dir or args.enable_each_rank_log,
+            log_only=args.enable_each_rank_log is not None,
+            grace_s=args.grace_period,
+            **others,
+        )
 
     def with_limits(self, limits: ElasticLimits) -> "LaunchPlan":
         """The plan of a job with these limits."""

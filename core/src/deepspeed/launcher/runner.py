@@ -176,21 +176,14 @@ def make_plan(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Lau
     Raises:
         ConfigError: a filter names another machine.
     """
-    plan = LaunchPlan(
+    plan = LaunchPlan.of_command(
+        args,
         num_ranks=args.num_gpus,
         include=None if hosts else _local_slots(args.include, "--include"),
         exclude=None if hosts else _local_slots(args.exclude, "--exclude"),
         master_addr=args.master_addr or "127.0.0.1",
         master_port=args.master_port,
-        module=args.module,
-        no_python=args.no_python,
-        no_local_rank=args.no_local_rank,
-        bind_cores_to_rank=args.bind_cores_to_rank,
-        bind_core_list=args.bind_core_list,
-        log_dir=args.log_dir or args.enable_each_rank_log,
-        log_only=args.enable_each_rank_log is not None,
         save_pid=args.save_pid,
-        grace_s=args.grace_period,
     )
     return plan.with_slots(next(iter(hosts.values()))) if hosts else plan
 

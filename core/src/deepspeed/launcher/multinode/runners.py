@@ -262,22 +262,15 @@ class RemoteShellRunner(MultiNodeRunner):
         """The text for a host's shell: go to the working directory, read `--venv_script`, become the node."""
         args = self.args
         slots = list(active_resources.values())
-        plan = LaunchPlan(
+        # a node that comes later sends the same
+        run_id = "deepspeed" if args.elastic_training else f"deepspeed-{os.getpid()}"
+        plan = LaunchPlan.of_command(
+            args,
             master_addr=args.master_addr,
             master_port=args.master_port or DEFAULT_MASTER_PORT,
-            module=args.module,
-            no_python=args.no_python,
-            no_local_rank=args.no_local_rank,
-            bind_cores_to_rank=args.bind_cores_to_rank,
-            bind_core_list=args.bind_core_list,
-            log_dir=args.log_dir or args.enable_each_rank_log,
-            log_only=args.enable_each_rank_log is not None,
-            grace_s=args.grace_period,
             num_nodes=len(slots),
             slots_of_nodes=slots[:1] if all(each == slots[0] for each in slots) else slots,
-            run_id="deepspeed"
-            if args.elastic_training
-            else f"deepspeed-{os.getpid()}",  # a node that comes later sends the same
+            run_id=run_id,
             is_watched=True,
         ).with_limits(elastic_limits(args, len(slots)))
         variables = [f"{name}={value}" for name, value in exported(environment, read_environment_files()).items()]
