@@ -91,10 +91,9 @@ def _check_tensors(values: Any, path: str | Path, key: str) -> None:
 
 def _expect(fits: bool, path: str | Path, key: str, value: Any, expected: str) -> None:
     if not fits:
-        found = f"{value!r:.40}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
         raise CheckpointError(
-            f"{path} is damaged, or was not saved as a checkpoint: {key} is {found}, and {expected} is expected. Load "
-            "another tag."
+            f"{path} is damaged, or was not saved as a checkpoint: {key} is {_shown(value)}, and {expected} is "
+            "expected. Load another tag."
         )
 
 
@@ -115,11 +114,8 @@ def check_types(state: Any, path: str | Path) -> None:
         raise CheckpointError(f"{path} is no model file of a checkpoint: found {_shown(state)} without a key 'module'.")
     for key, (fits, expected) in _EXPECTED.items():
         is_beside = key == "module" and state[key] is None and state.get("ds_module_files")
-        if key in state and not is_beside and not fits(state[key]):
-            raise CheckpointError(
-                f"{path} is damaged, or was not saved as a checkpoint: {key} is {_shown(state[key])}, and {expected} "
-                "is expected. Load another tag."
-            )
+        if key in state and not is_beside:
+            _expect(fits(state[key]), path, key, state[key], expected)
     if isinstance(state.get("optimizer"), Mapping):
         check_optimizer_types(state["optimizer"], path)
     unknown = set(state.get("frozen_param_fragments") or ()) - set(state.get("frozen_param_shapes") or ())
@@ -138,7 +134,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _is_int(value) and value >= 0
 
 
 def _is_shape(value: Any) -> bool:

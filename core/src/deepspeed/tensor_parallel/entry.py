@@ -99,13 +99,14 @@ def tp_model_init(
 
 def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
     """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it."""
-    ranks = next((ranks_of(module) for module in _divided(model)), None)
+    ranks = next((ranks for _, ranks in _divided(model)), None)
     return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
 
 
-def _divided(model: nn.Module) -> list[nn.Module]:
-    """Modules that were divided: the model, one inside, as where PEFT has wrapped it, or experts."""
-    return [module for module in model.modules() if ranks_of(module) is not None]
+def _divided(model: nn.Module) -> list[tuple[nn.Module, TensorRanks]]:
+    """Return the modules that were divided, with their ranks: the model, one inside, as where PEFT has wrapped it, or
+    experts."""
+    return [(module, ranks) for module in model.modules() if (ranks := ranks_of(module)) is not None]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
@@ -126,9 +127,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
 
 def prepare_params(model: nn.Module) -> None:
     """Called when an engine is built, once the parameters are on their device; see `marks.py`."""
-    for module in _divided(model):
-        ranks = ranks_of(module)
-        assert ranks is not None
+    for module, ranks in _divided(model):
         mark_params(module, ranks)
 
 
@@ -161,9 +160,8 @@ def divide_over(
         ConfigError: if the model is divided over other ranks, or cannot be divided so.
     """
     size = mesh.size("tp")
-    known = [module for module in _divided(model) if not all(map(is_moe_param, module.parameters()))]
-    for ranks in map(ranks_of, known):
-        assert ranks is not None
+    known = [ranks for module, ranks in _divided(model) if not all(map(is_moe_param, module.parameters()))]
+    for ranks in known:
         if ranks.group is not mesh.group("tp"):
             raise ConfigError(
                 f"tensor parallelism: the model is divided over {ranks.world_size} ranks already, by tp_model_init, "
