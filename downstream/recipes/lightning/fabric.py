@@ -33,7 +33,6 @@ def create_fabric(stage: str, bf16: bool, offload: bool) -> Fabric:
             offload_optimizer=offload,
             offload_parameters=offload,
         )
-        strategy.config["gradient_clipping"] = 0.0  # as DDP here; Fabric leaves the key out, and its default is 1.0
     accelerator = "cpu" if stage == "none" else HostFabricAccelerator()
     return Fabric(accelerator=accelerator, devices=2, strategy=strategy, precision=precision)
 
