@@ -12,6 +12,7 @@ from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.errors import CheckpointError
+from deepspeed.ops.muon import Muon
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.odd_models import TiedLM
 from deepspeed.testing.tiers import swept
@@ -250,7 +251,7 @@ def create_layers(names, stage, kind, is_reversed=False):
     torch.manual_seed(len(names) + is_reversed)
     net = Layers(names)
     params = list(net.parameters())[:: -1 if is_reversed else 1]
-    make = {"SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam}[kind]
+    make = {"SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "Muon": Muon}[kind]
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
     return deepspeed.initialize(model=net, optimizer=make(params, lr=0.1), config=config)[0]
 
@@ -260,11 +261,12 @@ def train_layers(engine, first, last):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         engine.backward(engine(x))
         engine.step()
-    state = "exp_avg" if isinstance(engine.basic_optimizer, torch.optim.Adam) else "momentum_buffer"
-    return {
-        name: (safe_get_full_fp32_param(param).clone(), safe_get_full_optimizer_state(param, state).clone())
-        for name, param in engine.module.named_parameters()
-    }
+    optimizer, values = engine.basic_optimizer, {}
+    for name, param in engine.module.named_parameters():
+        is_adam = isinstance(optimizer, torch.optim.Adam) or (isinstance(optimizer, Muon) and param.dim() < 2)
+        moment = safe_get_full_optimizer_state(param, "exp_avg" if is_adam else "momentum_buffer")
+        values[name] = safe_get_full_fp32_param(param).clone(), moment.clone()
+    return values
 
 
 def save_layers_job(folder, stage, kind):
@@ -310,11 +312,11 @@ def test_a_layer_of_another_name_does_not_get_the_states_in_its_place(tmp_path, 
 
 
 @pytest.mark.parametrize("form", ["universal", "dcp"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_conversion_keeps_the_states_of_optimizers_that_count_no_steps(tmp_path, stage, form):
-    expected, _ = run_ranks(2, save_layers_job, str(tmp_path / "saved"), stage, "SGD")
+@pytest.mark.parametrize(("kind", "stage"), [*product(["SGD"], STAGES), *product(["Muon"], STAGES[:3])])
+def test_a_conversion_keeps_the_states_of_optimizers_that_count_no_steps(tmp_path, kind, stage, form):
+    expected, _ = run_ranks(2, save_layers_job, str(tmp_path / "saved"), stage, kind)
     convert(tmp_path / "saved", tmp_path / form if form == "universal" else tmp_path / form / "a_dcp", form)
-    found, _ = run_ranks(2, load_layers_job, str(tmp_path / form), f"a_{form}", stage, "SGD", "abc", False)
+    found, _ = run_ranks(2, load_layers_job, str(tmp_path / form), f"a_{form}", stage, kind, "abc", False)
     for one, other in zip(found, expected, strict=True):
         for name in one:
             torch.testing.assert_close(one[name], other[name])

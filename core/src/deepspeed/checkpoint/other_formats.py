@@ -71,7 +71,8 @@ def _states(run: SavedRun, planner: "_Planner") -> dict[str, dict[str, Tensor]]:
     for name in (name for its in run.states.names for name in its):
         shape = run.states.shapes[name]
         states[name] = {
-            key: planner.later(shape, torch.float32, partial(run.optimizer_state, name, key)) for key in run.state_names
+            key: planner.later(shape, torch.float32, partial(run.optimizer_state, name, key))
+            for key in run.state_names(name)
         }
         states[name]["step"] = torch.tensor(run.step(name))
     return states
@@ -204,7 +205,7 @@ def _write_parameter(run: SavedRun, name: str, folder: Path) -> None:
     shape = states.shapes[name]
     rows = vocabulary_rows(run.client_state, name)
     _save_value(run, states.master(name, 0, shape.numel()).float(), shape, folder / "fp32.pt", rows)
-    for key in run.state_names:
+    for key in run.state_names(name):
         _save_value(run, run.optimizer_state(name, key), shape, folder / f"{key}.pt", rows)
     for key, value in states.others(name).items():
         torch.save(value.clone(), folder / f"{key}.pt")

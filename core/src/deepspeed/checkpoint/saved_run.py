@@ -111,12 +111,20 @@ class SavedRun:
             counts.update(dict.fromkeys(names, of_group))
         return counts
 
+    def state_names(self, name: str) -> list[str]:
+        """The names of the states with one number per element that parameters of the group of a parameter have."""
+        return self._state_names[name]
+
     @cached_property
-    def state_names(self) -> list[str]:
-        """The names of the states that have one number per element."""
-        if self.states is None:
-            return []
-        return list(dict.fromkeys(key for name in sorted(self.states.trained) for key in self.states.dtypes(name)))
+    def _state_names(self) -> dict[str, list[str]]:
+        """They are by group: Muon keeps other states for its matrices than for the rest."""
+        assert self.states is not None
+        found: dict[str, list[str]] = {}
+        for names in self.states.names:
+            trained = sorted(self.states.trained.intersection(names))
+            of_group = list(dict.fromkeys(key for name in trained for key in self.states.dtypes(name)))
+            found.update(dict.fromkeys(names, of_group))
+        return found
 
     def step(self, name: str) -> float:
         """Return how often a parameter was updated; 0 where the save has no count of it."""

@@ -185,10 +185,11 @@ def check_needed(
     for state in states:
         present = {name for name, value in state.items() if value is not None}
         present.update(name for nested in _BY_PARAMETER for name in state.get(nested, {}))
-        if (kind.states or _names("exp_avg")) & present and (missing := sorted(needed - present)):
+        moments = (kind.states or _names("exp_avg")) & present
+        if moments and (missing := sorted(needed - present)):
             because = f", as {_SWITCHES[missing[0]]} is on" if missing[0] in _SWITCHES else ""
             raise CheckpointError(
-                f"optimizer state: found no {missing[0]} beside {', '.join(sorted(kind.states & present))}, which "
+                f"optimizer state: found no {missing[0]} beside {', '.join(sorted(moments))}, which "
                 f"{type(_unwrapped(optimizer)).__name__} needs{because}; load another tag, or with "
                 "load_optimizer_states=False"
             )
