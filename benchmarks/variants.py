@@ -156,7 +156,7 @@ class Engine:
 
     def settle(self) -> None:
         """Finish the collectives that backward left in flight, so that their buffers are not counted as states."""
-        self.engine.sharding.reduce()
+        self.engine.sharding.gradients.reduce()
 
     def hidden_bytes(self) -> int:
         """Minus the buffers kept for communication: tensors, but no states; `resident` and `peak` count them."""

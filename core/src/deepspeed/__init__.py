@@ -1,7 +1,7 @@
 """DeepSpeed's public names over `ds-core`, each loaded when it is first used (PEP 562).
 
 `import deepspeed` alone imports neither torch nor a plugin. Start reading at `engine/build.py`, then
-`engine/training.py`, `zero/strategy.py`, `zero/stages.py`, `plugins/hookspecs.py`.
+`engine/training.py`, `zero/sharding.py`, `zero/stages.py`, `plugins/hookspecs.py`.
 """
 
 import sys

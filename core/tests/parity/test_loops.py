@@ -214,7 +214,7 @@ def test_gradients_that_waited_are_reduced_by_the_step(stage):
 def coalesced_job(stage, by_user, accumulation):
     """Several losses of one step, whose sum is reduced once."""
     engine = create_engine(stage, gradient_accumulation_steps=accumulation)
-    reduction = engine.sharding.reduction
+    reduction = engine.sharding.gradients.reduction
     for step in range(4):
         for part in range(accumulation):
             before = reduction.num_issued
@@ -228,7 +228,7 @@ def coalesced_job(stage, by_user, accumulation):
                     raise AssertionError
                 assert reduction.num_issued == before
             is_reduced = stage > 1 or part == accumulation - 1
-            assert reduction.num_issued - before == is_reduced * len(engine.sharding.buckets)
+            assert reduction.num_issued - before == is_reduced * len(engine.sharding.gradients.memory.buckets)
             engine.step()
     assert engine.global_steps == 4
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -490,7 +490,7 @@ def second_engine_job(stage, is_destroyed):
     former.backward(loss_of(former(inputs(50))))
     with pytest.raises(ConfigError, match=r"'0.weight', that another engine trains; call destroy\(\)"):
         create_engine(stage, net)
-    memory, sharding = weakref.ref(former.sharding._gradients[0]), weakref.ref(former.sharding)
+    memory, sharding = weakref.ref(former.sharding.gradients.memory.by_unit[0]), weakref.ref(former.sharding)
     if is_destroyed:
         former.destroy()
         former.destroy()

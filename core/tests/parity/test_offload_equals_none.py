@@ -135,11 +135,11 @@ def end_of(engine):
 
 def check_places(engine, case):
     """Where master weights, gradients and shards of parameters are between steps is what the case asks for."""
-    sharding, shards = engine.sharding, [shard for group in engine.sharding.groups for shard in group.shards]
+    sharding, shards = engine.sharding, [shard for group in engine.sharding.units for shard in group.shards]
     moved = [shard for shard in shards if shard.placement.fetches or shard.placement.is_offloaded]
     if case.optimizer != "none":
-        numel = sum(group.layout.numel for group in sharding.groups)
-        moved_numel = sum(group.layout.numel for group in sharding.groups if group.placement.is_offloaded)
+        numel = sum(group.layout.numel for group in sharding.units)
+        moved_numel = sum(group.layout.numel for group in sharding.units if group.placement.is_offloaded)
         assert moved_numel == pytest.approx(case.ratio * numel, rel=0.3)
         assert all(shard.placement.fetches is (case.optimizer == "nvme") for shard in moved)
     if case.optimizer == "nvme":
@@ -148,15 +148,15 @@ def check_places(engine, case):
             state = engine.basic_optimizer.state.get(shard.master, {})
             assert all(value.numel() == 0 or value.dim() == 0 for value in state.values())
     if case.optimizer == "cpu":
-        weights = {group.flat_N.untyped_storage().data_ptr() for group in sharding.groups if group.unit is None}
-        buckets = {gradients.untyped_storage().data_ptr() for gradients in sharding._gradients}
+        weights = {group.flat_N.untyped_storage().data_ptr() for group in sharding.units if group.sharded is None}
+        buckets = {gradients.untyped_storage().data_ptr() for gradients in sharding.gradients.memory.by_unit}
         for shard in moved:
             assert shard.master.untyped_storage().data_ptr() not in weights
             assert shard.grad.untyped_storage().data_ptr() not in buckets
     if case.stage == 2 and case.optimizer != "none" and case.ratio == 1.0:
-        assert sum(gradients.numel() for gradients in sharding._gradients) == 0
+        assert sum(gradients.numel() for gradients in sharding.gradients.memory.by_unit) == 0
     kind = {"none": "cpu", "cpu": "cpu", "nvme": "meta"}[case.params]
-    units = engine.sharding.sharded_units()
+    units = engine.sharding.units.divided()
     assert {unit.shard_S.device.type for unit in units} == ({kind} if case.stage == 3 else set())
     assert all((unit.offloaded is not None) is (case.params != "none") for unit in units)
 

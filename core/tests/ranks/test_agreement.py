@@ -59,7 +59,7 @@ def wishes_job():
         kind.capabilities = kept
     engine.backward(engine(torch.randn(2, 300)).square().mean())
     engine.step()
-    return len(engine.sharding.buckets), [param.detach().clone() for param in net.parameters()]
+    return len(engine.sharding.gradients.memory.buckets), [param.detach().clone() for param in net.parameters()]
 
 
 def test_buckets_are_the_same_whatever_each_rank_wishes():

@@ -21,6 +21,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from deepspeed.zero import state_dict
 from deepspeed.zero.pending_tensor import PendingTensor
 from torch import nn
 
@@ -154,7 +155,7 @@ def held_copies(engine):
         copy(self, target)
 
     PendingTensor.copy_to = held
-    sharding.wait_for_copy = begin_and(sharding.wait_for_copy)
+    sharding.states.wait_for_copy = begin_and(sharding.states.wait_for_copy)
     checkpointer._background.finish = begin_and(checkpointer._background.finish)
     checkpointer._background.close = begin_and(checkpointer._background.close)
     try:
@@ -181,7 +182,7 @@ def change_job(folder, stage, change):
     engine.save_checkpoint(folder, "first")
     train(engine)
     engine.wait_for_checkpoint()
-    expected = engine.sharding.state_dict()
+    expected = state_dict.collect(engine.sharding)
     with held_copies(engine) as may_begin:
         engine.save_checkpoint(folder, "second")
         assert not may_begin.is_set()

@@ -61,7 +61,7 @@ def train_job(stage, mesh_param=None):
     }
     engine, *_ = deepspeed.initialize(model=net, config=config, mesh_param=mesh_param)
     net.group = engine.mesh.group("dp") if mesh_param else None
-    assert len(engine.sharding.buckets) == NUM_LAYERS
+    assert len(engine.sharding.gradients.memory.buckets) == NUM_LAYERS
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
         x = torch.randn(2, WIDTH, generator=generator, requires_grad=True)

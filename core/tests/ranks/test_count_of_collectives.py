@@ -113,7 +113,7 @@ def count_step(stage, precision, own_optimizer):
         with counted_collectives() if number == 2 else contextlib.nullcontext(Counter()) as counts:
             engine.backward(engine(x).float().square().mean())
             engine.step()
-    num_buckets = len(engine.sharding.buckets)
+    num_buckets = len(engine.sharding.gradients.memory.buckets)
     engine.destroy()
     return num_buckets, dict(counts)
 

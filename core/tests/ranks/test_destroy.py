@@ -24,7 +24,7 @@ def destroy_between_backward_and_step(stage):
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.backward(engine(torch.ones(1, 8)).sum())
     if rank == 0:
-        for bucket in engine.sharding.buckets:
+        for bucket in engine.sharding.gradients.memory.buckets:
             bucket.finish()
     engine.destroy()
     total = torch.ones(3)

@@ -282,7 +282,7 @@ def same_everywhere_job():
     model = Marked(dist.get_rank())
     model.expert.group_name = "ep_size_1"
     engine = deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": {"stage": 1}})[0]
-    assert not engine.sharding.unit_groups.divides_experts
+    assert not engine.sharding.units.ranks.divides_experts
     found = model.expert.tolist()
     engine.destroy()
     return found

@@ -59,7 +59,7 @@ def keep_views(reuse: int, path: str) -> None:
             torch.testing.assert_close(value, start[name], rtol=0, atol=0)
     with GatheredParameters(net[0].weight):
         assert not torch.equal(net[0].weight, start["0.weight"])
-    sizes = [unit._full_N.untyped_storage().nbytes() for unit in engine.sharding.module_units.all]
+    sizes = [unit._full_N.untyped_storage().nbytes() for unit in engine.sharding.units.modules.all]
     assert sum(sizes) == 0  # what users keep is theirs
     engine.destroy()
 

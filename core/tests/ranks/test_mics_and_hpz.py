@@ -83,7 +83,7 @@ def masters(engine):
 def train_job(zero, kwargs, looks):
     engine = create_engine(zero, **kwargs)
     result = (*train(engine, range(NUM_STEPS), looks=looks), *masters(engine))
-    shards = [unit.shard_S.numel() for unit in (engine.sharding.module_units.all if engine.sharding.stage == 3 else [])]
+    shards = [unit.shard_S.numel() for unit in engine.sharding.units.divided()]
     engine.destroy()
     return result, shards
 
@@ -157,7 +157,7 @@ def count_job(zero):
     train(engine, range(2))
     with counted(engine) as counts:
         train(engine, [2])
-    num_buckets, num_units = len(engine.sharding.buckets), len(engine.sharding.module_units.all)
+    num_buckets, num_units = len(engine.sharding.gradients.memory.buckets), len(engine.sharding.units.modules.all)
     engine.destroy()
     return dict(counts), num_buckets, num_units
 

@@ -19,7 +19,7 @@ from deepspeed.testing import optimizer_offload
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.optimizer_offload import OPTIMIZERS, loss_of, state_of, train
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import fragments
+from deepspeed.zero import fragments, state_dict
 
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
@@ -41,7 +41,7 @@ def create_engine(stage, offload, **keys):
 def check_empty(engine):
     """Between steps nothing of the optimizer's side has memory, but for slots and staging buffers."""
     optimizer, placement = engine.basic_optimizer, engine.sharding.placement
-    shards = [shard for group in engine.sharding.groups for shard in group.shards]
+    shards = [shard for group in engine.sharding.units for shard in group.shards]
     for shard in shards:
         assert (shard.master.numel(), shard.grad) == (0, None)
         state = optimizer.state.get(shard.master, {})
@@ -92,7 +92,7 @@ def test_single_parameters_are_read_and_written_through(stage):
 
 def check_mapped(engine):
     """What a save assembles is in files, whose memory the system can take back."""
-    state = engine.sharding.state_dict()
+    state = state_dict.collect(engine.sharding)
     key = "fp32_flat_groups" if engine.sharding.stage == 3 else "single_partition_of_fp32_groups"
     buffers = list(state[key])
     for states in state["base_optimizer_state"]["state"].values():

@@ -499,7 +499,7 @@ def late_peer_job():
         "stage3_max_reuse_distance": 0,
     }
     engine = create_engine(Deep(), zero=ahead_by_one)
-    buckets = engine.sharding.buckets
+    buckets = engine.sharding.gradients.memory.buckets
     counts = []
 
     def launch(self, *args):

@@ -38,7 +38,7 @@ def test_losses_and_weights_are_those_in_memory(tmp_path, world_size, precision,
 def buffers_job(path):
     engine = create_engine("fp32", on_disk(path, buffer_count=10**9))
     run(engine, 1)
-    units = engine.sharding.module_units.all
+    units = engine.sharding.units.modules.all
     (home,) = {unit.offloaded._home for unit in units if unit.shard_S.is_meta}
     num_buffers = len(home._buffers)
     engine.destroy()
@@ -54,7 +54,7 @@ def where(path):
     """On which kinds of device shards are, and how many reads were begun before their unit was used."""
     engine = create_engine("fp32", on_disk(path, max_in_cpu=30))
     run(engine, 1)
-    units = engine.sharding.module_units.all
+    units = engine.sharding.units.modules.all
     kinds = [unit.shard_S.device.type for unit in units]
     (folder,) = Path(path).glob(f"*_rank{torch.distributed.get_rank()}_*")
     num_bytes = sum(unit.shard_S.nbytes for unit in units if unit.shard_S.is_meta)

@@ -188,7 +188,7 @@ def exact_job(folder):
     def evaluate():
         with torch.no_grad():
             engine(batch(), batch())
-        assert not all(unit.is_exact for unit in engine.sharding.module_units.all)
+        assert not all(unit.is_exact for unit in engine.sharding.units.modules.all)
 
     evaluate()
     with GatheredParameters(module.parameters()):

@@ -44,9 +44,9 @@ class Net(torch.nn.Module):
 
 def boom():
     launched = (BucketState.REDUCING, BucketState.REDUCED)  # a quick peer may have finished one already
-    say("launched", sum(bucket.state in launched for bucket in engine.sharding.buckets))
+    say("launched", sum(bucket.state in launched for bucket in engine.sharding.gradients.memory.buckets))
     if case == "stays alive":  # with nothing in flight: peers wait for what would have followed
-        [bucket.finish() for bucket in engine.sharding.buckets]
+        [bucket.finish() for bucket in engine.sharding.gradients.memory.buckets]
     raise Boom("the batch is bad")
 
 def boom_at_third(call):
@@ -80,7 +80,7 @@ try:
     elif case == "stays alive":
         train_step(*(1, boom) if rank == 1 else ())
     elif case == "sum over copies":  # rank 1 has issued its part of two sums, and fails in the third
-        copies = engine.sharding.unit_groups.dense.replicas
+        copies = engine.sharding.units.ranks.dense.replicas
         if rank == 1:
             copies.all_reduce = boom_at_third(copies.all_reduce)
         train_step()

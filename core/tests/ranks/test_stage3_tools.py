@@ -70,10 +70,10 @@ def held_bytes(engine: Any) -> int:
     tensors = [param.data for param in engine.module.parameters()]
     tensors += [
         tensor
-        for unit in (sharding.module_units.all if sharding.stage == 3 else [])
+        for unit in (sharding.units.modules.all if sharding.stage == 3 else [])
         for tensor in (unit.shard_S, unit._full_N)
     ]
-    for shard in (shard for group in sharding.groups for shard in group.shards):
+    for shard in (shard for group in sharding.units for shard in group.shards):
         tensors += [shard.master, shard.grad, *sharding.optimizer.state[shard.master].values()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
@@ -87,7 +87,7 @@ def memory_job(stage: int) -> tuple[int, int, int, int]:
     x = torch.ones(1, 256, dtype=torch.bfloat16)
     train(engine, x)
     engine.backward(engine(x).float().square().mean())
-    engine.sharding.reduce()
+    engine.sharding.gradients.reduce()
     engine.sharding.release_gathered()
     before = held_bytes(engine)
     engine.step()
@@ -111,8 +111,8 @@ def set_without_backward_job() -> None:
     train(engine, torch.ones(1, 4))
     deepspeed.utils.safe_set_full_grad(net.weight, torch.full((4, 4), 2.0))
     torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(net.weight), torch.full((4, 4), 2.0))
-    engine.sharding.reduce()
-    assert engine.sharding.norm() == pytest.approx(8.0)
+    engine.sharding.gradients.reduce()
+    assert engine.sharding.gradients.norm() == pytest.approx(8.0)
 
 
 def test_a_gradient_that_is_set_without_a_backward() -> None:

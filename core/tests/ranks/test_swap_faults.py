@@ -78,7 +78,7 @@ def damage_at(moment, what, engine, damage):
         damage()
     elif moment == "update":
         engine.backward(loss_of(engine, 20))
-        engine.sharding.reduce()
+        engine.sharding.gradients.reduce()
         damage()
     else:
         owner, name = (NvmePlacement, "store") if what == "offload_optimizer" else (SwappedShards, "write")

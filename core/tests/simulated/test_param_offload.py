@@ -126,7 +126,7 @@ def test_a_missing_wait_is_seen(sim, fault):
 def write_before_the_copy_is_done(without_waiting):
     """The shard changes while the copy of a prefetched unit waits in its stream."""
     engine = create_engine("fp32", PARAMS)
-    (unit, *_) = engine.sharding.module_units.all
+    (unit, *_) = engine.sharding.units.modules.all
     with mock.patch.object(buffers.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
         unit.launch()
         unit.set_shard(unit.shard_S + 1)
@@ -155,7 +155,7 @@ def bytes_of_device(section):
     engine.backward(engine(x).float().sum())
     engine.step()
     held = get_accelerator().memory_allocated()
-    pinned = all(get_accelerator().is_pinned(unit.shard_S) for unit in engine.sharding.module_units.all)
+    pinned = all(get_accelerator().is_pinned(unit.shard_S) for unit in engine.sharding.units.modules.all)
     engine.destroy()
     return held, pinned
 
@@ -255,7 +255,7 @@ def reuse_of_a_buffer(path, without_waiting):
     section = {"offload_param": {"device": "nvme", "nvme_path": path, "buffer_count": 1, "max_in_cpu": 0}}
     with mock.patch.dict(os.environ, WITH_FILES):
         engine = create_engine("fp32", section)
-        first, second, *_ = engine.sharding.module_units.all
+        first, second, *_ = engine.sharding.units.modules.all
         first.gather()
     expected = first.params[0].detach().cpu()
     first.release()

@@ -202,7 +202,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused
     "is_elastic_model_parallel_supported": lambda engine: False,
     "is_first_weights_partition_group": lambda engine: (
-        engine.sharding.stage == 3 and engine.sharding.unit_groups.is_first_copy
+        engine.sharding.stage == 3 and engine.sharding.units.ranks.is_first_copy
     ),
     "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
     "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,

@@ -92,7 +92,7 @@ def read_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: 
     assert found.stored is not None
     params = dict(state.module.named_parameters(remove_duplicate=False))
     _check_shapes(found, params)
-    trained = set(state.sharding.params)
+    trained = set(state.sharding.units.params)
     weights: dict[str, Any] = {}
     fragments: dict[str, Tensor] = {}
     for name, stored in found.stored.items():
@@ -213,7 +213,7 @@ def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_stat
     own, divided = found.model_state, _states_in(found, with_states=False)
     weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
     shapes, known = dict(own.get("frozen_param_shapes") or {}), saved_shapes(own)
-    trained = set(state.sharding.params)
+    trained = set(state.sharding.units.params)
     for name, param in state.module.named_parameters():
         if param not in trained and (part := _own_part(name, param, found, divided)) is not None:
             fragments[name] = part

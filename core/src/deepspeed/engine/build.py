@@ -83,7 +83,7 @@ from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of
 from deepspeed.zero.replicas import ReplicaCheck
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 

@@ -23,8 +23,8 @@ from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.redistribute import part_of
+from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
-from deepspeed.zero.strategy import Sharding
 
 
 def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_size: int) -> dict[str, Any]:
@@ -50,7 +50,8 @@ def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_
             for masters, padding in zip(shard[key], shard["group_paddings"], strict=True)
         ]
     else:
-        cuts = [_cuts(_sizes(map(shape_of, group), sharding), sub_group_size) for group in sharding.saved_parameters()]
+        groups = sharding.units.saved_parameters()
+        cuts = [_cuts(_sizes(map(shape_of, group), sharding), sub_group_size) for group in groups]
     numbers = [0, *accumulate(len(its) - 1 for its in cuts)]
     shard[key] = [part for masters, its in zip(shard[key], cuts, strict=True) for part in _cut(masters, its)]
     own = {

@@ -1,8 +1,8 @@
 """`DeepSpeedEngine`: the module with its parts. Each method is a few lines; the work is in the parts.
 
-forward   -> precision.cast_inputs, the module, sharding.window.watch
+forward   -> precision.cast_inputs, the module, sharding.gradients.window.watch
 backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduction.py)
-step      -> what the schedule says: at a boundary sharding.reduce and the step (training.py)
+step      -> what the schedule says: at a boundary sharding.gradients.reduce and the step (training.py)
 """
 
 import weakref
@@ -39,7 +39,7 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.policy import add_dtype_hint
 from deepspeed.zero.module_hooks import add_released_hint
-from deepspeed.zero.offload.moved_states import offload_states, reload_states
+from deepspeed.zero.offload.moved_states import offload_states
 from deepspeed.zero.optimizer import not_copied
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         #: the group of such ranks is made in the first forward; a rank that fails before knows of none to leave
         self._divides_sequences = mesh.size("sp") > 1
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
-        if (is_divided or self.sharding.sharded_units()) and callable(getattr(module, "generate", None)):
+        if (is_divided or self.sharding.units.divided()) and callable(getattr(module, "generate", None)):
             self._leading = lead_generate(module, self._generate_of_module)
         data = arguments.get("training_data")
         self.training_dataloader = self._training_loader(data) if data is not None else None
@@ -128,23 +128,23 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         One with gradients that fails drops the gradients of the step, as a backward that fails does: the step begins
         again with the next micro-batch.
         """
-        self.sharding.require_states("forward", weights_only=True)
+        self.sharding.states.require("forward", weights_only=True)
         begin_use()
-        self.sharding.window.begin_forward()
+        self.sharding.gradients.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
                 outputs = module(*inputs, **kwargs)
             except BaseException as error:
-                self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
+                self.sharding.gradients.forward_failed(error, all_make_it=self._divides_sequences)
                 if isinstance(error, RuntimeError | ValueError):
-                    self.sharding.refuse_converted()
+                    self.sharding.states.refuse_converted()
                     add_dtype_hint(error, self.precision.model_dtype, self.module, inputs, kwargs)
                     add_released_hint(error, self.module.parameters())
                 raise
         if torch.is_grad_enabled():
-            self.sharding.window.watch(outputs)
+            self.sharding.gradients.window.watch(outputs)
         return outputs
 
     def _generate_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +155,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 return own(*inputs, **kwargs)
         except BaseException as error:
             with torch.no_grad():
-                self.sharding.forward_failed(error, all_make_it=self._divides_sequences)
+                self.sharding.gradients.forward_failed(error, all_make_it=self._divides_sequences)
             raise
 
     def backward(
@@ -183,7 +183,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ValueError: for a tensor of several elements without its gradient, or one that requires no gradient.
         """
-        self.sharding.require_states("backward")  # before it begins: one that fails drops all gradients of the step
+        self.sharding.states.require("backward")  # before it begins: one that fails drops all gradients of the step
         begin_use()
         return self._training.backward(
             loss, gradient, is_divided=not scale_wrt_gas, retain_graph=retain_graph, **kwargs
@@ -259,7 +259,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ConfigError: with sharded gradients, which cannot wait on one rank.
         """
-        if self.sharding.reduces_always:
+        if self.sharding.options.stage.divides_gradients:
             raise ConfigError(
                 f"no_sync: zero_optimization.stage is {self.sharding.stage}, which shards gradients after every "
                 "backward; use stage 0 or 1"
@@ -285,7 +285,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             with self.schedule.no_sync():
                 yield
         except BaseException:
-            self.sharding.abandon()
+            self.sharding.gradients.abandon()
             raise
         self._training.reduce_postponed()
 
@@ -451,7 +451,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             `load_checkpoint`, `wait_for_checkpoint` or `destroy`.
         """
         self._refuse_destroyed("save_checkpoint")
-        self.sharding.require_states("save_checkpoint")
+        self.sharding.states.require("save_checkpoint")
         with self._saving.one_at_a_time("save_checkpoint"):
             self._saving.save(
                 save_dir,
@@ -508,7 +508,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
         self._refuse_destroyed("load_checkpoint")
-        self.sharding.require_unmoved("load_checkpoint")
+        self.sharding.states.require_unmoved("load_checkpoint")
         with self._saving.one_at_a_time("load_checkpoint"):
             return self._saving.load(
                 load_dir,
@@ -555,7 +555,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Args:
             non_blocking: return before everything is copied; what the device is given next comes after it.
         """
-        reload_states(self.sharding, non_blocking=non_blocking)
+        self.sharding.states.reload(non_blocking=non_blocking)
 
     def _refuse_destroyed(self, asked: str) -> None:
         if self._is_destroyed:
@@ -604,7 +604,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ConfigError: if the caller divided the model over ranks, and parameters do not say which part a rank has.
         """
-        self.sharding.require_states("save_16bit_model", weights_only=True)
+        self.sharding.states.require("save_16bit_model", weights_only=True)
         refuse_unknown_division("save_16bit_model", self.module, self.mesh)
         if self.sharding.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             warn_once(
@@ -638,7 +638,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         )
 
     def _whole_weights(self, *, everywhere: bool, exclude_frozen: bool) -> dict[str, Any] | None:
-        if self.mesh.model_size == 1 and not self.sharding.unit_groups.divides_experts:
+        if self.mesh.model_size == 1 and not self.sharding.units.ranks.divides_experts:
             keeps = everywhere or self.checkpointer.commits
             return export.gathered(self.module, keeps=keeps, exclude_frozen=exclude_frozen)
         return whole_weights(

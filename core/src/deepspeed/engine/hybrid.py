@@ -107,7 +107,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             StateError: after `destroy()`, or where states were moved by `offload_states`.
         """
         self._refuse_destroyed("generate")
-        self.sharding.require_states("generate", weights_only=True)
+        self.sharding.states.require("generate", weights_only=True)
         begin_use()
         if self._takes_synced and self.sharding.stage == 3:
             kwargs.setdefault("synced_gpus", not self._gathers_all and self.sharding.world_size > 1)
@@ -123,7 +123,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                     tokens = self._generate(*inputs, **kwargs)
                 generated_s = _now_s() - began_s
         except BaseException as error:  # peers wait for this rank's part of the weights, or in the step that follows
-            self.sharding.forward_failed(error, all_make_it=True)
+            self.sharding.gradients.forward_failed(error, all_make_it=True)
             raise
         times.generate_s += generated_s
         times.switch_s += _now_s() - started_s - generated_s

@@ -107,7 +107,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
-        self.sharding.require_states("train_batch")
+        self.sharding.states.require("train_batch")
         begin_use()
         num_micros = self.schedule.num_steps
         batch = self._take("train_batch", data_iter, num_micros)
@@ -267,7 +267,7 @@ class PipelineEngine(DeepSpeedEngine):
         except (ConfigError, StateError, HeardFailure):  # raised on all ranks
             raise
         except BaseException:
-            self.sharding.abandon()
+            self.sharding.gradients.abandon()
             raise
         raise error  # with its own context
 
@@ -290,7 +290,7 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             return run()
         except BaseException:
-            self.sharding.abandon()
+            self.sharding.gradients.abandon()
             raise
         finally:
             self._compute.end()
@@ -363,8 +363,8 @@ class _Compute:
 
     def forward(self, inputs: Any, chunk: int) -> Any:
         training = self._training
-        training.sharding.require_states("forward", weights_only=True)
-        training.sharding.window.begin_forward()
+        training.sharding.states.require("forward", weights_only=True)
+        training.sharding.gradients.window.begin_forward()
         (inputs,), _ = training.precision.cast_inputs((inputs,), {})
         with self._observers.phase("forward"), training.precision.forward_context(), running(self._running):
             try:

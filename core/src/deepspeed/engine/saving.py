@@ -163,7 +163,7 @@ class Saving:
         try:
             self._meet(call)
         except RanksParted:  # the others fail in a step, or in another call
-            self._state.sharding.abandon()
+            self._state.sharding.gradients.abandon()
             raise
         follow(self._gather(standing()))  # a rank may not have heard of another's failure, as of one in an update
         given = self._gather(repr(arguments)) if arguments else []
@@ -187,7 +187,7 @@ class Saving:
     def _refuse_unknown_experts(self, asked: str) -> None:
         division = self.checkpointer.position.division
         if division is None or not division.experts:
-            self._state.sharding.unit_groups.refuse_divided_experts(asked)
+            self._state.sharding.units.ranks.refuse_divided_experts(asked)
 
     def _names_elsewhere(self) -> frozenset[str]:
         """The names, in the undivided model, of the weights and buffers that other ranks of this run have. A
@@ -259,7 +259,7 @@ class Saving:
 
         def restore() -> None:
             nonlocal changed
-            sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
+            sharding.gradients.zero_grad()  # those of micro-batches that were not stepped belong to other weights
             fill_module(state.module, weights, strict=strict, custom_load_fn=custom_load_fn)
             if custom_load_fn is not None:
                 changed = changed_since(state.module, weights)
@@ -291,11 +291,11 @@ class Saving:
             self.checkpointer.together(restore_progress, what)
             self.checkpointer.together(restore_weights, what, among=sharding.among_peers)
         except BaseException as error:
-            sharding.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
+            sharding.states.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
             sharding.accept_load()  # else a later context would take what it did for a change of the script's
             raise
         if with_states or not state.has_optimizer:
-            sharding.restored()
+            sharding.states.restored()
         return loaded.path, loaded.client_state
 
 
@@ -327,7 +327,7 @@ def create_saving(
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
     )
-    sharding.wait_for_copy = checkpointer.wait_for_copy
+    sharding.states.wait_for_copy = checkpointer.wait_for_copy
     meet = None
     if len(ranks := comm.get_all_ranks_from_group(mesh.norm_group)) > 1:
         meet = Arrivals(ranks, f"saves of ranks {name_of(ranks)}", section.wait_s).wait_for_all

@@ -19,13 +19,13 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.policy import DynamicLossScaler, LossScaler
-from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
-from deepspeed.zero.stages import Stage0, Stage1, Stage2, Stage3
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
+from deepspeed.zero.stages import STAGES
 from deepspeed.zero.unit_groups import Copies, UnitGroups
+from deepspeed.zero.units import ShardingOptions
 
 
 def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
@@ -119,6 +119,7 @@ def create_sharding(
         )
     wire = config.communication_data_type
     options = ShardingOptions(
+        stage=STAGES[0 if optimizer is None and zero.stage < 3 else zero.stage],
         model_dtype=precision.model_dtype,
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
@@ -132,22 +133,21 @@ def create_sharding(
         model_ranks=tuple(comm.group_backend(mesh.group(axis)) for axis in ("tp", "pp") if mesh.size(axis) > 1),
         counts_replicated=mesh.size("tp") == 1 or mesh.rank("tp") == 0,
         device=device,
+        partitioning=_stage3_options(zero, shard_home),
     )
     for each in options.model_ranks:
         each.connect()
     if optimizer is None and zero.stage < 3:
-        return Stage0(options, ranks, group)
+        return Sharding(options, ranks, group)
     is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
-    is_refused = zero.stage == 3 and not is_elementwise(optimizer)  # by `Stage3._prepare`, whatever is allowed
+    is_refused = zero.stage == 3 and not is_elementwise(optimizer)  # by `Stage.refuse`, whatever is allowed
     if not is_tested and not is_refused and not config.zero_allow_untested_optimizer:
         raise ConfigError(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
             'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
         )
-    stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
-    stage: Callable[..., Sharding] = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
-    partitioning = (_stage3_options(zero, shard_home),) if zero.stage == 3 else ()
-    return stage(options, ranks, group, *partitioning)
+    of_plugin: Callable[..., Sharding] | None = plugin_manager().hook.ds_sharding(name=str(zero.stage))
+    return (of_plugin or Sharding)(options, ranks, group)
 
 
 def create_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:

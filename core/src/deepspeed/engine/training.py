@@ -18,10 +18,10 @@ from deepspeed.engine.step import Progress, StepStats
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
-from deepspeed.zero.backward import BackwardPlan
 from deepspeed.zero.backward_calls import runs_unscaled
 from deepspeed.zero.backward_window import is_in_backward
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.gradients import BackwardPlan
+from deepspeed.zero.sharding import Sharding
 
 
 class Accumulation:
@@ -149,13 +149,13 @@ class Training:
         **kwargs: Any,
     ) -> Tensor | list[Tensor]:
         """See `DeepSpeedEngine.backward`; `is_divided`: by the accumulation steps."""
-        self.sharding.window.abort_if_left()
+        self.sharding.gradients.window.abort_if_left()
         self._begin_again_if_dropped()
         tensors, gradients = backward_roots(loss, gradient)
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
-            self.sharding.take_unseen()  # they have another factor
+            self.sharding.gradients.take_unseen()  # they have another factor
         with self.observers.phase("backward"):
             self._run_backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
             self.end_backward()
@@ -173,7 +173,7 @@ class Training:
                 gradients that an earlier part left.
             ends: it is the last one of a step. Then `end_backward` is to follow, which may wait for other stages.
         """
-        self.sharding.window.abort_if_left()
+        self.sharding.gradients.window.abort_if_left()
         with self.observers.phase("backward"):
             self._run_backward(tensors, gradients)
             if not ends:
@@ -182,21 +182,21 @@ class Training:
     def _run_backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, **kwargs: Any
     ) -> None:
-        with self.sharding.window.opened(), self.observers.phase("backward_inner"):
+        with self.sharding.gradients.window.opened(), self.observers.phase("backward_inner"):
             if tensors:
                 torch.autograd.backward(tensors, gradients, **kwargs)
 
     def end_backward(self) -> None:
         """The gradients of a backward are there; reduce them if the schedule says so."""
         with self.observers.phase("backward_allreduce"):
-            self.sharding.window.close()
+            self.sharding.gradients.window.close()
 
     def reduce_postponed(self) -> None:
         """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
-        if self.sharding.reduces_always or self.schedule.ends_step:
+        if self.sharding.options.stage.divides_gradients or self.schedule.ends_step:
             with self.observers.phase("backward_allreduce"):
-                self.sharding.window.abort_if_left()
-                self.sharding.reduce_postponed()
+                self.sharding.gradients.window.abort_if_left()
+                self.sharding.gradients.reduce_postponed()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as the user's own `.backward()` needs it.
@@ -212,12 +212,12 @@ class Training:
                 if (owner := itself()) is not None:
                     owner._runs_through_scaled(scale)
 
-            self.sharding.window.watch_scaled(scaled, saw)
+            self.sharding.gradients.window.watch_scaled(scaled, saw)
         return scaled
 
     def _runs_through_scaled(self, scale: float) -> None:
         """Called when a backward runs through a loss of `scale`, by which it was scaled."""
-        window = self.sharding.window
+        window = self.sharding.gradients.window
         if window.is_engines:
             raise StateError(
                 "backward: engine.backward(loss) scales the loss, and found one that engine.scale(loss) has scaled "
@@ -251,7 +251,7 @@ class Training:
         scale = self.precision.loss_scaler.loss_scale
         if begun_by is None and scale == 1.0:
             return None
-        if begun_by is None or runs_unscaled(self.sharding.window):
+        if begun_by is None or runs_unscaled(self.sharding.gradients.window):
             if not is_in_backward():  # found when they are looked for: by a step, for example
                 return StateError(
                     f"param.grad: the loss scale is {scale:g} and found gradients that came with no backward which the "
@@ -277,7 +277,7 @@ class Training:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the current micro-batch: at the last one of a step reduce, and update the weights."""
         self.has_applied = False
-        self.sharding.window.abort_if_left()
+        self.sharding.gradients.window.abort_if_left()
         self._was_dropped = False
         if self.schedule.ends_step:
             self._reduce_gradients()
@@ -295,7 +295,7 @@ class Training:
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step that has begun, and their losses."""
-        self.sharding.zero_grad()
+        self.sharding.gradients.zero_grad()
         self._had_backward = False
         self.observers.step_began_again()
         self._take_next_batch()
@@ -336,8 +336,8 @@ class Training:
                 "with a model that has parameters to train"
             )
         with self.observers.phase("backward_allreduce"):
-            self.sharding.take_unseen()
-            self.sharding.reduce()
+            self.sharding.gradients.take_unseen()
+            self.sharding.gradients.reduce()
         if not self._had_backward:
             warn_once(
                 "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
@@ -363,11 +363,11 @@ class Training:
         if self._check is not None:
             self._check(self.progress.global_steps + 1)
         with self.observers.phase("step"):
-            verdict = precision.verdict(sharding.norm())
+            verdict = precision.verdict(sharding.gradients.norm())
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
                 self._step_schedule(lr_kwargs)
-            sharding.zero_grad()
+            sharding.gradients.zero_grad()
             precision.after_step(verdict)
         return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)
 
@@ -377,8 +377,8 @@ class Training:
         try:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException as error:  # the weights are those of this step, and peers have another learning rate
-            self.sharding.break_by(error)
-            self.sharding.abandon()
+            self.sharding.states.break_by(error)
+            self.sharding.gradients.abandon()
             raise
 
     @property

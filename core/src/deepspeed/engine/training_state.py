@@ -17,9 +17,11 @@ from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import check_numbers, check_options, check_schedule, check_state
+from deepspeed.zero import named_states
+from deepspeed.zero import state_dict as sharded_states
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.redistribute import saved_part
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.whole_state_dict import as_it_is
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -79,7 +81,7 @@ class TrainingState:
             "buffer_names": [name for name, _ in module.named_buffers()],
             "optimizer": optimizer,
             "param_shapes": [
-                {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
+                {names[id(param)]: shape_of(param) for param in params} for params in sharding.units.saved_parameters()
             ],
             "frozen_param_shapes": {name: shape_of(param) for name, param in untrained.items()},
             "frozen_param_fragments": {},  # filled by `frozen_parts`
@@ -120,7 +122,7 @@ class TrainingState:
 
     def _untrained(self, *, exclude_frozen: bool) -> dict[str, torch.nn.Parameter]:
         """Frozen parameters; in stage 3 also others that the optimizer does not have: no shard of it holds them."""
-        trained = {param for params in self.sharding.saved_parameters() for param in params}
+        trained = {param for params in self.sharding.units.saved_parameters() for param in params}
         return {
             name: param
             for name, param in self.module.named_parameters()
@@ -139,7 +141,7 @@ class TrainingState:
         precision = self.training.precision
         scaler = precision.loss_scaler
         optimizer_state = {
-            **self.sharding.state_dict(is_pending=is_pending),
+            **sharded_states.collect(self.sharding, is_pending=is_pending),
             "loss_scaler": scaler.state_dict(),
             "dynamic_loss_scale": scaler.is_dynamic,
             "overflow": scaler.overflow,
@@ -160,7 +162,7 @@ class TrainingState:
     def trained_names(self) -> list[list[str]]:
         """The names of what the optimizer trains, by group, in the order of a checkpoint."""
         by_id = {id(param): name for name, param in self.module.named_parameters()}
-        return [[by_id.get(id(param), "") for param in group] for group in self.sharding.saved_parameters()]
+        return [[by_id.get(id(param), "") for param in group] for group in self.sharding.units.saved_parameters()]
 
     def check_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool, strict: bool) -> None:
         """Refuse an optimizer state that this run cannot take, before anything is changed.
@@ -173,13 +175,13 @@ class TrainingState:
         """
         scaler = self.training.precision.loss_scaler
         if loaded.by_name is not None:
-            self.sharding.check_named_states(loaded.by_name.states, with_states=with_states, strict=strict)
+            named_states.check(self.sharding, loaded.by_name.states, with_states=with_states, strict=strict)
             if with_states and isinstance(loaded.by_name.loss_scaler, dict):
                 scaler.check_state_dict(loaded.by_name.loss_scaler)
             return
         if loaded.shard_state is not None:
             saved = loaded.shard_state["optimizer_state_dict"]
-            self.sharding.check_state(saved, with_states=with_states)
+            sharded_states.check(self.sharding, saved, with_states=with_states)
             if with_states and isinstance(saved.get("loss_scaler"), dict):
                 scaler.check_state_dict(saved["loss_scaler"])
             return
@@ -208,7 +210,7 @@ class TrainingState:
     def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
         """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
         if loaded.by_name is not None:
-            self.sharding.restore_named_states(loaded.by_name.states, with_states=with_states)
+            named_states.restore(self.sharding, loaded.by_name.states, with_states=with_states)
             self._restore_loss_scaler(loaded.by_name.loss_scaler, with_states=with_states)
             return
         if loaded.shard_state is None:
@@ -220,7 +222,7 @@ class TrainingState:
             self.training.optimizer.load_state_dict(own)
             return
         saved = loaded.shard_state["optimizer_state_dict"]
-        self.sharding.restore_state(saved, load_optimizer_states=with_states)
+        sharded_states.restore(self.sharding, saved, load_optimizer_states=with_states)
         self._restore_loss_scaler(saved.get("loss_scaler"), with_states=with_states)
 
     def _restore_loss_scaler(self, saved: Any, *, with_states: bool) -> None:

@@ -20,8 +20,8 @@ from deepspeed.planning.training import DEVICE, Library, Training
 from deepspeed.planning.units import Unit, units_of
 from deepspeed.zero.bucket import FLUSH_NUMEL
 from deepspeed.zero.gradient_reduction import LARGE_NUMEL
-from deepspeed.zero.holding import DEVICE_WIDENED_NUMEL, WIDENED_NUMEL
 from deepspeed.zero.stages import MAX_IN_FLIGHT
+from deepspeed.zero.units import DEVICE_WIDENED_NUMEL, WIDENED_NUMEL
 
 _FP32 = 4
 

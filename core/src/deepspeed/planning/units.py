@@ -1,6 +1,6 @@
 """The units of ZeRO that a rank would have: which parameters are reduced and gathered together, and how many elements.
 
-By the rules of `zero/holding.py`, and in stage 3 of `zero/module_units.py`, applied to names instead of modules.
+By the rules of `zero/units.py`, and in stage 3 of `zero/module_units.py`, applied to names instead of modules.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from deepspeed.planning.blocks import Param
 from deepspeed.planning.training import Library, Training
-from deepspeed.zero.holding import MIN_BUCKET_NUMEL
 from deepspeed.zero.layout import divide_into_units, even_shard_numel
+from deepspeed.zero.units import MIN_BUCKET_NUMEL
 
 
 @dataclass(frozen=True, slots=True)

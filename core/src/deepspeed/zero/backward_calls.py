@@ -82,7 +82,7 @@ def _window_of(node: Node) -> BackwardWindow | None:
     if (window := window_of_output(node)) is not None:
         return window
     manager = manager_of(param) if isinstance(param := getattr(node, "variable", None), Tensor) else None
-    return None if manager is None else manager.window
+    return None if manager is None else manager.gradients.window
 
 
 def _nodes(outputs: Iterable[Any], *, until: Callable[[Node], bool] = lambda node: False) -> Iterator[Node]:

@@ -23,13 +23,13 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted, first_line
-from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of, note_write
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.redistribute import join_parts, own_part
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
+from deepspeed.zero.unit import ParamShard, Unit
 
 #: gives one tensor of a shard; None: it has none
 _Pick = Callable[[Sharding, ParamShard], Tensor | None]
@@ -54,14 +54,14 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return param.grad
     sharding, group, index = found
-    sharding.take_unseen()
-    sharding.reduce()
-    holders = sharding.unit_groups.holders_of_parts(param)
-    is_used = sharding.was_used(group.first_index + index)
+    sharding.gradients.take_unseen()
+    sharding.gradients.reduce()
+    holders = sharding.units.ranks.holders_of_parts(param)
+    is_used = sharding.gradients.was_used[group.first_index + index]
     gradient = _assemble(found, param, GRADIENT, _gradient) if is_used else None
     if holders is not None:
         gradient = join_parts(gradient, param, holders)
-    return None if gradient is None else _widened(gradient, sharding.average_factor)
+    return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -127,12 +127,12 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
     sharding, group, index = found
-    sharding.take_unseen()
-    sharding.reduce()
-    if not sharding.was_used(group.first_index + index):
+    sharding.gradients.take_unseen()
+    sharding.gradients.reduce()
+    if not sharding.gradients.was_used[group.first_index + index]:
         return None
     gradient = _local(sharding, group, index, GRADIENT, _gradient)
-    return None if gradient is None else _widened(gradient, sharding.average_factor)
+    return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -179,11 +179,11 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
 def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., Any]) -> None:
     """`write` is `_scatter` or `_set_local`."""
     sharding, group, index = _managed(param, asked)
-    sharding.take_unseen()
-    sharding.reduce()
-    value = value / sharding.average_factor if isinstance(value, Tensor) else value
+    sharding.gradients.take_unseen()
+    sharding.gradients.reduce()
+    value = value / sharding.gradients.average_factor if isinstance(value, Tensor) else value
     write(param, value, asked, GRADIENT, _gradient)
-    sharding.gradient_was_replaced(group.first_index + index)
+    sharding.gradients.were_replaced(group.first_index + index)
 
 
 def _widened(gradient: Tensor, factor: float) -> Tensor:
@@ -192,7 +192,7 @@ def _widened(gradient: Tensor, factor: float) -> Tensor:
     return wide if factor == 1.0 else wide.mul_(factor)
 
 
-def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:
+def _managed(param: Parameter, asked: str) -> tuple[Sharding, Unit, int]:
     """Return what `_find` returns; raise KeyError if no engine manages `param`."""
     found = _find(param)
     if found is None:
@@ -200,24 +200,24 @@ def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:
     return found
 
 
-def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
+def _find(param: Parameter) -> tuple[Sharding, Unit, int] | None:
     sharding = manager_of(param)
     if sharding is None:
         return None
-    sharding.require_states("safe_get and safe_set of a parameter")
-    if sharding.outside_changes is not None:
-        sharding.outside_changes.take_of(param)
-    return sharding, *sharding.find(param)
+    sharding.states.require("safe_get and safe_set of a parameter")
+    if sharding.states.outside_changes is not None:
+        sharding.states.outside_changes.take_of(param)
+    return sharding, *sharding.units.find(param)
 
 
-def _whole(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
+def _whole(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
     """Return what `_assemble` returns, joined with the parts of other ranks where the model itself is divided."""
-    holders = found[0].unit_groups.holders_of_parts(param)
+    holders = found[0].units.ranks.holders_of_parts(param)
     own = _assemble(found, param, name, pick)
     return own if holders is None else join_parts(own, param, holders)
 
 
-def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
+def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
     """Collect the owners' fragments of one parameter into a new tensor of its shape.
 
     Args:
@@ -318,7 +318,7 @@ def _accepted_by_all(check: Callable[[], Tensor], asked: str, ranks: GroupBacken
 
 
 def _write(sharding: Sharding, shard: ParamShard, name: str, pick: _Pick, new: Tensor) -> None:
-    sharding.wait_for_copy()
+    sharding.states.wait_for_copy()
     target = pick(sharding, shard)
     if target is not None or shard.placement.fetches:
         shard.placement.write(shard, name, target, new)
@@ -356,7 +356,7 @@ def _requires(asked: str, key: str) -> _Pick:
     return pick
 
 
-def _local(sharding: Sharding, group: FlatGroup, index: int, name: str, pick: _Pick) -> Tensor | None:
+def _local(sharding: Sharding, group: Unit, index: int, name: str, pick: _Pick) -> Tensor | None:
     """This rank's fragments of one parameter, end to end."""
     shards = [shard for shard in group.shards if shard.fragment.param == index]
     picked = [shard.placement.read(shard, name, pick(sharding, shard)) for shard in shards]

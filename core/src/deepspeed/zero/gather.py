@@ -115,7 +115,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             return
         managers = {manager for param in self.params if (manager := manager_of(param)) is not None}
         for sharding in managers:
-            sharding.abandon()
+            sharding.gradients.abandon()
         if not managers:
             give_up([work for unit in self._units() if (work := unit.abandon()) is not None])
 

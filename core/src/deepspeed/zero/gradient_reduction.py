@@ -5,8 +5,8 @@
     end              the backward is over: what is left is taken, and launched if this backward reduces
     finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
 
-Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced. `ReplicaSum` and
-`TouchedRows` complete the sums once per step.
+Used by `Gradients`. How a bucket is reduced is the answer of the stage (`stages.py`). `ReplicaSum` completes the sums
+once per step.
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
@@ -33,71 +33,13 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.errors import StateError, counted
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.param_unit import ParamUnit
-
-
-class TouchedRows:
-    """Marks the rows of parameters that got a gradient, for an optimizer that takes sparse ones only (SparseAdam).
-
-    Buckets are dense. Such an optimizer updates the rows that a gradient names, even where their gradient is zero, and
-    no others. So each rank notes the rows of its sparse gradients, the ranks that hold the parameter add these marks up
-    once per step, and the update picks the marked rows out of the dense sum. Made by `Sharding`.
-
-    Args:
-        params: the attached parameters.
-        ranks: by parameter, those that hold it.
-    """
-
-    def __init__(self, params: Sequence[Tensor], ranks: Sequence[GroupBackend]) -> None:
-        numels = [len(param) if param.dim() > 0 else 1 for param in params]
-        self._by_param: dict[int, Tensor] = {}
-        #: one element per row, 0 or not, of the parameters of each group of ranks
-        self._marks: dict[GroupBackend, Tensor] = {}
-        for group in dict.fromkeys(ranks):
-            places = [place for place, each in enumerate(ranks) if each is group]
-            counts = [numels[place] for place in places]
-            self._marks[group] = group.allocate(sum(counts), torch.float32, params[places[0]].device).zero_()
-            self._by_param.update(zip(places, self._marks[group].split(counts), strict=True))
-
-    def add_up(self) -> None:
-        """A row is marked that any rank has marked. A collective of each group."""
-        for group, marks in self._marks.items():
-            group.all_reduce(marks).wait()
-
-    def note(self, index: int, grad: Tensor, name: str) -> None:
-        """A gradient of the parameter `index`, called `name`, arrived.
-
-        Raises:
-            StateError: for a gradient that is dense, or sparse in more than its rows.
-        """
-        if not grad.is_sparse or grad.sparse_dim() != 1:
-            kind = (
-                "a dense one"
-                if not grad.is_sparse
-                else f"one that is sparse in {counted(grad.sparse_dim(), 'dimension')}"
-            )
-            raise StateError(
-                f"backward: SparseAdam takes sparse gradients only, and {name} got {kind}; use "
-                "torch.nn.Embedding(sparse=True), or an optimizer for dense gradients such as AdamW"
-            )
-        self._by_param[index][grad._indices()[0]] = 1.0
-
-    def note_all(self, index: int) -> None:
-        """The whole gradient of the parameter `index` was replaced."""
-        self._by_param[index].fill_(1.0)
-
-    def pick(self, index: int, grad: Tensor) -> Tensor:
-        """The marked rows of `grad`, the whole reduced gradient of the parameter `index`, as a sparse tensor."""
-        rows = self._by_param[index].nonzero().flatten().to(grad.device)
-        return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False)
-
-    def clear(self) -> None:
-        for marks in self._marks.values():
-            marks.zero_()
+from deepspeed.zero.stages import MAX_IN_FLIGHT
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.units import ShardingOptions, Units
+from deepspeed.zero.update import TouchedRows
 
 
 class GradientReduction:
@@ -105,51 +47,41 @@ class GradientReduction:
 
     Args:
         window: the window of the backwards; it opens with the first gradient at the latest.
-        units: the units, in the order of `FlatGroup.first_index`.
+        units: whose gradients.
         buckets: one for each unit, in the order in which they are launched, on all ranks alike.
-        reduce: starts to sum a bucket over the ranks.
-        open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
-        sees_all: whether every parameter has a hook that opens the window; see [Note: which parameters have hooks].
-        after_arrival: called when a gradient of parameters that are sharded themselves was taken, with their unit.
-        name_of: gives a parameter's name, for errors.
-        overlaps: whether a bucket is launched when it is full, not when the backward is over.
-        max_in_flight: the number of launched buckets from which on sums are taken out during the backward; None: they
-            are not taken out before its end.
-        waits_on_device: whether waiting for a collective holds the device up, not the host.
         rows: for an optimizer that takes sparse gradients only.
+        open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
+        after_arrival: called when a gradient of parameters that are divided themselves was taken, with their weights.
+        waits_on_device: whether waiting for a collective holds the device up, not the host.
     """
 
     def __init__(
         self,
         window: BackwardWindow,
-        units: Sequence[FlatGroup],
+        units: Units,
         buckets: Sequence[Bucket],
-        *,
-        reduce: Callable[[Bucket, Tensor], Work],
-        open_window: Callable[[], None],
-        sees_all: bool,
-        after_arrival: Callable[[ParamUnit], None],
-        name_of: Callable[[Tensor], str],
-        overlaps: bool,
-        max_in_flight: int | None,
-        waits_on_device: bool,
+        options: ShardingOptions,
         rows: TouchedRows | None,
+        *,
+        open_window: Callable[[], None],
+        after_arrival: Callable[[ParamUnit], None],
+        waits_on_device: bool,
     ) -> None:
         self._window = window
-        self._units = units
+        self._units = list(units)
         self._buckets = buckets
         self._by_unit = {bucket.index: bucket for bucket in buckets}
-        self._reduce = reduce
+        self._stage = options.stage
+        self._quantizes = options.partitioning.quantizes_gradients
         self._open_window = open_window
         self._after_arrival = after_arrival
-        self._name_of = name_of
-        self._overlaps = overlaps
-        self._max_in_flight = max_in_flight
+        self._name_of = units.name_of
+        self._overlaps = options.overlap  # a bucket is launched when it is full, not when the backward is over
+        #: launched buckets from which on sums are taken out during the backward; None: not before its end
+        self._max_in_flight = MAX_IN_FLIGHT if self._stage.divides_gradients else options.placement.max_in_flight
         self._waits_on_device = waits_on_device
         self._rows = rows
-        self._places = [
-            (self._by_unit[index], place) for index, unit in enumerate(units) for place in range(len(unit.params))
-        ]
+        self._places = [(self._by_unit[unit.index], place) for unit in units for place in range(len(unit.params))]
         self.used = [False] * len(self._places)  # a gradient was taken since the last step
         self._launched = 0  # buckets
         self.num_issued = 0  # reductions that were launched since the object was made
@@ -160,12 +92,12 @@ class GradientReduction:
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._hooks: list[RemovableHandle] = []
         opens = _opening_hook(weakref.ref(self), window.running)
-        for index, unit in enumerate(units):
+        for index, unit in enumerate(self._units):
             for place, param in enumerate(unit.params):
                 is_large = unit.device.type == "cpu" and unit.shapes[place].numel() >= LARGE_NUMEL
-                if unit.unit is not None or place == 0 or is_large:
+                if unit.sharded is not None or place == 0 or is_large:
                     self._hooks.append(_register_last(param, _gradient_hook(weakref.ref(self), index, place)))
-                elif sees_all:
+                elif not self._stage.divides_states:
                     self._hooks.append(_register(param, opens))
         weakref.finalize(self, _remove, self._hooks).atexit = False  # of an engine that was dropped
 
@@ -181,7 +113,7 @@ class GradientReduction:
         Args:
             reduces: whether its gradients are needed after it.
             factor: multiplies its gradients as they are written to their bucket; it contains the division by the number
-                of ranks (`Reducing._before_sum`), so that the sum over the ranks is an average.
+                of ranks (`Gradients._before_sum`), so that the sum over the ranks is an average.
             refusal: raised when a gradient is taken.
         """
         self._reduces = reduces
@@ -197,8 +129,8 @@ class GradientReduction:
         if not self._window.is_running:
             self._open_window()
         self._take(index, None if place == 0 else (place,))
-        if (param_unit := self._units[index].unit) is not None:
-            self._after_arrival(param_unit)
+        if (sharded := self._units[index].sharded) is not None:
+            self._after_arrival(sharded)
         if self._reduces and self._overlaps:
             self._launch_full(taken=index if place == 0 else None)
 
@@ -269,7 +201,8 @@ class GradientReduction:
 
     def _launch(self, bucket: Bucket) -> None:
         self.num_issued += 1
-        bucket.launch(partial(self._reduce, bucket))
+        reduce = partial(self._stage.reduce, self._units[bucket.index], quantizes=self._quantizes)
+        bucket.launch(reduce)
 
     def _finish_early(self, max_in_flight: int) -> None:
         """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
@@ -418,15 +351,15 @@ class ReplicaSum:
         self._is_done = False
         self._in_flight: list[tuple[GroupBackend, Work]] = []
 
-    def add_up(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
+    def add_up(self, units: Iterable[tuple[Unit, Tensor]]) -> None:
         """Sum the reduced shards [S] of `units` over the replicas of each, in place. A collective; once per step."""
         if self._is_done:
             return
-        for group, gradients_S in units:
-            replicas = group.ranks.replicas
+        for unit, gradients_S in units:
+            replicas = unit.ranks.replicas
             if replicas is None:
                 continue
-            wire_S = gradients_S.to(group.device, self._wire_dtype or gradients_S.dtype)
+            wire_S = gradients_S.to(unit.device, self._wire_dtype or gradients_S.dtype)
             self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=wire_S.numel())))
             if wire_S is not gradients_S:  # a copy; the next one reuses its memory
                 self._wait()
@@ -445,12 +378,12 @@ class ReplicaSum:
         in_flight, self._in_flight = self._in_flight, []
         return in_flight
 
-    def reopen(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
+    def reopen(self, units: Iterable[tuple[Unit, Tensor]]) -> None:
         """A backward adds to the step; see [Note: a second sum in a step]."""
         if not self._is_done:
             return
-        for group, gradients_S in units:
-            if group.ranks.replicas is not None and group.ranks.replicas.rank > 0:
+        for unit, gradients_S in units:
+            if unit.ranks.replicas is not None and unit.ranks.replicas.rank > 0:
                 gradients_S.zero_()
         self._is_done = False
 

@@ -20,7 +20,7 @@ from deepspeed.log import warn_once
 from deepspeed.zero.param_unit import unit_of
 
 if TYPE_CHECKING:
-    from deepspeed.zero.strategy import Sharding
+    from deepspeed.zero.sharding import Sharding
 
 #: id of a parameter -> its manager; a Sharding keeps its parameters alive, so an id stays unique as long as it lives
 _managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
@@ -41,13 +41,13 @@ def num_writes() -> int:
 
 def register(sharding: "Sharding") -> None:
     """`sharding` takes the gradients of its parameters from now on."""
-    for param in sharding.params:
+    for param in sharding.units.params:
         _managers[id(param)] = sharding
 
 
 def release(sharding: "Sharding") -> None:
     """Take `register` back."""
-    for param in sharding.params:
+    for param in sharding.units.params:
         if _managers.get(id(param)) is sharding:
             del _managers[id(param)]
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
-from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
 from deepspeed.zero.state_dict import restore_param_groups
+from deepspeed.zero.unit import owned_copy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from deepspeed.zero.flat_group import ParamShard
-    from deepspeed.zero.stateful import Stateful
+    from deepspeed.zero.sharding import Sharding
+    from deepspeed.zero.unit import ParamShard
 
 _SHOWN = 8  # names in one message
 
@@ -60,7 +60,7 @@ class SavedStates(ABC):
         """Return the states of other shapes."""
 
 
-def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: bool) -> None:
+def check(sharding: Sharding, saved: SavedStates, *, with_states: bool, strict: bool) -> None:
     """Refuse states of another model or of another kind of optimizer.
 
     Args:
@@ -74,7 +74,7 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     names = _names(sharding)
     for param, name in names.items():
         if name in saved.shapes or with_states or strict:
-            _check_shape(saved, name, shape_of(sharding.params[param]), with_states=with_states)
+            _check_shape(saved, name, shape_of(sharding.units.params[param]), with_states=with_states)
     optimizer = sharding.optimizer
     if not with_states or optimizer is None:
         return
@@ -97,27 +97,27 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     check_options(optimizer, saved.param_groups)
     _check_needed(sharding, saved, names)
     for index, name in names.items():
-        master = master_dtype(sharding.params[index].dtype)
+        master = master_dtype(sharding.units.params[index].dtype)
         for key, dtype in saved.dtypes(name).items():
             check_dtype(key, dtype, name, master)
         check_state({**saved.scalars(name), **odd[name]}, name, numel=saved.shapes[name].numel(), dtype=master)
     if saved.are_mapped:
         _check_elements(sharding, saved, names)
     others = {key for its in odd.values() for key in its}
-    if others and sharding.stage > 0 and not sharding.keeps_parameters_whole:
+    if others and sharding.stage > 0 and not sharding.units.is_whole:
         raise CheckpointError(
             f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "
             f"{sharding.stage} divides parameters; load it with the stage of the save"
         )
 
 
-def _check_needed(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:
+def _check_needed(sharding: Sharding, saved: SavedStates, names: Mapping[int, str]) -> None:
     """States of groups have a parameter without a count that was never updated, where others have one:
     `_restore_state`."""
     optimizer = sharding.optimizer
     assert optimizer is not None
-    for group in sharding.saved_groups:
-        owner = next(each.param_group for each in sharding.groups if each.first_index in group)
+    for group in sharding.units.saved_groups:
+        owner = next(each.param_group for each in sharding.units if each.first_index in group)
         states = [
             {**saved.dtypes(name), **saved.scalars(name), **saved.others(name)}
             for name in (names[index] for index in group)
@@ -126,20 +126,20 @@ def _check_needed(sharding: Stateful, saved: SavedStates, names: Mapping[int, st
         check_needed(optimizer, saved.param_groups[owner], [{**count, **state} for state in states])
 
 
-def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:
+def _check_elements(sharding: Sharding, saved: SavedStates, names: Mapping[int, str]) -> None:
     """Sizes and ranges of the moments of which this rank has a part; longer ones are padded, as DeepSpeed's are."""
     for shard in _shards(sharding, names):
         name, fragment = names[shard.index], shard.fragment
         for key in filter(is_moment, saved.dtypes(name)):
             values = saved.elements(name, key, fragment.param_start, fragment.numel)
-            dtype = master_dtype(sharding.params[shard.index].dtype)
+            dtype = master_dtype(sharding.units.params[shard.index].dtype)
             check_moment(key, values, name, numel=fragment.numel, dtype=dtype)
 
 
-def _names(sharding: Stateful) -> dict[int, str]:
+def _names(sharding: Sharding) -> dict[int, str]:
     """Return the names of the parameters that the optimizer has, by attached index."""
-    names = {id(param): name for name, param in sharding.named_parameters}
-    return {index: names[id(sharding.params[index])] for group in sharding.saved_groups for index in group}
+    names = {id(param): name for name, param in sharding.units.named_parameters}
+    return {index: names[id(sharding.units.params[index])] for group in sharding.units.saved_groups for index in group}
 
 
 def _check_shape(saved: SavedStates, name: str, shape: torch.Size, *, with_states: bool) -> None:
@@ -156,12 +156,13 @@ def _check_shape(saved: SavedStates, name: str, shape: torch.Size, *, with_state
         )
 
 
-def restore(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> None:
+def restore(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> None:
     """Take what `check` let pass; `weights_from_masters` is to follow. No collective."""
+    sharding.states.wait_for_copy()
     names, optimizer = _names(sharding), sharding.optimizer
     if with_states and optimizer is not None:
         restore_param_groups(optimizer, saved.param_groups)
-    for group in sharding.saved_groups:
+    for group in sharding.units.saved_groups:
         there = {index: names[index] for index in group if names[index] in saved.shapes}
         counted = _counted(saved, there.values())
         for shard in _shards(sharding, there):
@@ -172,9 +173,9 @@ def restore(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> Non
                 _restore_state(optimizer, shard, saved, name, counted)
 
 
-def _shards(sharding: Stateful, params: Collection[int]) -> Iterator[ParamShard]:
+def _shards(sharding: Sharding, params: Collection[int]) -> Iterator[ParamShard]:
     """This rank's shards of `params`, given by attached index."""
-    return (shard for group in sharding.groups for shard in group.shards if shard.index in params)
+    return (shard for group in sharding.units for shard in group.shards if shard.index in params)
 
 
 def _counted(saved: SavedStates, names: Iterable[str]) -> frozenset[str]:

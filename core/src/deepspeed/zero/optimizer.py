@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from deepspeed._absent_members import absent_members
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import StateError
-from deepspeed.zero.offload.moved_states import offload_states, reload_states
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero import state_dict as states
+from deepspeed.zero.offload.moved_states import offload_states
+from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.whole_state_dict import is_called_by_collective
 
 
@@ -65,9 +66,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     @property
     def parameter_offload(self) -> Any:
         """The hooks that stage 3 has on the module (`ModuleHooks`), which libraries remove around `generate`."""
-        if self._sharding.stage != 3:
+        gathering = self._sharding.gathering
+        if gathering is None:
             raise AttributeError(f"parameter_offload: zero_optimization.stage is {self._sharding.stage}, not 3")
-        return self._sharding.gathering.hooks
+        return gathering.hooks
 
     @property
     def overflow(self) -> bool:
@@ -97,13 +99,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._sharding.zero_grad()
+        self._sharding.gradients.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the scaled backward of a loss, as `engine.backward` does without gradient accumulation."""
-        with self._sharding.window.opened():
+        with self._sharding.gradients.window.opened():
             self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
-        self._sharding.window.close()
+        self._sharding.gradients.window.close()
 
     def offload_states(
         self,
@@ -117,7 +119,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the states back, as `DeepSpeedEngine.reload_states` does."""
-        reload_states(self._sharding, non_blocking=non_blocking)
+        self._sharding.states.reload(non_blocking=non_blocking)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._sharding.add_param_group(param_group)
@@ -134,11 +136,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         self._refuse_torchs_functions()
-        return {**self._sharding.state_dict(), "loss_scaler": self.loss_scaler.state_dict()}
+        return {**states.collect(self._sharding), "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_torchs_functions()
-        self._sharding.load_state_dict(state_dict)
+        states.load(self._sharding, state_dict)
         if "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
 

@@ -25,8 +25,8 @@ from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from deepspeed.errors import StateError
-from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.managed import manager_of
+from deepspeed.zero.unit import Unit
 
 
 class _ParamPlace(NamedTuple):
@@ -50,7 +50,7 @@ class OutsideChanges:
         name_of: a parameter's name, for errors.
     """
 
-    def __init__(self, module: Module, groups: Sequence[FlatGroup], name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, module: Module, groups: Sequence[Unit], name_of: Callable[[Tensor], str]) -> None:
         self._module = module
         self._name_of = name_of
         self._groups = list(groups)

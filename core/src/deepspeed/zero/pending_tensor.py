@@ -1,6 +1,6 @@
 """`PendingTensor`: a tensor of a save whose values are copied while training goes on, from where they are.
 
-Whoever changes such values, or moves them, first waits for the copy (`Stateful.wait_for_copy`). In their place nothing
+Whoever changes such values, or moves them, first waits for the copy (`Sharding.wait_for_copy`). In their place nothing
 reads them by mistake: it is no tensor.
 """
 

@@ -52,8 +52,8 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.optim.norm import tensor_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard, SubGroup
     from deepspeed.zero.offload.buffers import HostMemory
+    from deepspeed.zero.unit import ParamShard, SubGroup, Unit
 
 
 #: what `read` and `write` call the tensors of a shard that are not states of the optimizer
@@ -142,7 +142,7 @@ class Placement:
         assert value is not None
         value.data.view(-1).copy_(new.reshape(-1))
 
-    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
+    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
         """Return the memory where the optimizer finds this rank's reduced gradients; called in the order of the groups.
 
         Args:

@@ -34,7 +34,7 @@ from deepspeed.parallel.model_part import division_is_known, is_tensor_parallel
 from deepspeed.parallel.tied_params import tied_stages
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
 
 _CHUNK_NUMEL = 2**20
 _SPREAD = 0x9E3779B1  # odd, so that places below 2**31 get different factors
@@ -131,7 +131,7 @@ class ReplicaCheck:
             if is_whole or (unit.status is ZeroParamStatus.AVAILABLE and unit.is_exact):  # type: ignore[union-attr]
                 if param.numel() > 0:
                     yield name, self._holders(param, is_known), param
-        for unit in self._sharding.sharded_units():
+        for unit in self._sharding.units.divided():
             yield from self._copies_of_shards(unit, is_known)
 
     def _holders(self, param: Tensor, division_known: bool) -> list[str]:

@@ -1,8 +1,8 @@
 """`ShownGradients`: the averaged gradients that a user finds in `param.grad` between backward and step.
 
-Made by a stage whose ranks have whole gradients (`Stage0`). What is shown are the views through which buckets write
-their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get other
-`.data` from its user; it is given its memory back before a bucket writes through it again.
+Made by `Gradients`, where all ranks have whole gradients (stage 0). What is shown are the views through which buckets
+write their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get
+other `.data` from its user; it is given its memory back before a bucket writes through it again.
 
 At stages 1 to 3 `param.grad` is None between backward and step, so that `torch.nn.utils.clip_grad_norm_` and
 `clip_grad_value_` clip nothing, and say nothing either: `hint_at_clipping` has them say so. Scripts import these
@@ -22,15 +22,16 @@ from torch.nn.utils import clip_grad
 
 from deepspeed.log import warn_once
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.managed import manager_of
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.units import Units
 
 
 class ShownGradients:
     """`ShownGradients` lets `param.grad` show the gradients of one step. The object is false while nothing is shown."""
 
     def __init__(self) -> None:
-        self._units: list[tuple[FlatGroup, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views
+        self._units: list[tuple[Unit, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views
         self._used: list[bool] = []  # by attached parameter
         # What is shown of these, kept between steps; one entry for each parameter:
         self._indices: list[int] = []
@@ -43,14 +44,14 @@ class ShownGradients:
     def __bool__(self) -> bool:
         return self._is_shown
 
-    def show(self, groups: Sequence[FlatGroup], buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
+    def show(self, units: Units, buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
         """Let each used parameter show its part of its bucket's memory, if both have one dtype.
 
         Args:
             buckets: of the units; their buffers live from step to step.
             used: by attached parameter.
         """
-        found = [(groups[bucket.index], *bucket.lasting()) for bucket in buckets]
+        found = [(units[bucket.index], *bucket.lasting()) for bucket in buckets]
         if self._used != used or [id(part) for _, _, part in self._units] != [id(part) for _, _, part in found]:
             self._units = found
             self._used = list(used)

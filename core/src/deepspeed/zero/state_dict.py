@@ -32,16 +32,16 @@ from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import OF_PARAMETERS, check_options, check_state, master_dtype
-from deepspeed.zero.flat_group import owned_copy
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.pending_tensor import PendingTensor
 from deepspeed.zero.placement import MASTER
 from deepspeed.zero.redistribute import pieces_of, redistribute
+from deepspeed.zero.unit import owned_copy
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard
-    from deepspeed.zero.stateful import Stateful
+    from deepspeed.zero.sharding import Sharding
+    from deepspeed.zero.unit import ParamShard, Unit
 
 
 _WINDOW_NUMEL = 2**19  # per rank
@@ -73,16 +73,16 @@ class SavedGroup:
     little more than the file's part, or what is kept of it.
     """
 
-    def __init__(self, sharding: Stateful, index: int) -> None:
+    def __init__(self, sharding: Sharding, index: int) -> None:
         self._sharding = sharding
-        self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
+        self.params = sharding.units.saved_groups[index]  # attached indices, in the order of the file
         #: index of the optimizer's group that has them
-        self.param_group = next(each.param_group for each in sharding.groups if each.first_index in self.params)
+        self.param_group = next(each.param_group for each in sharding.units if each.first_index in self.params)
         #: whose files divide the group: all that hold its parameters
-        self.ranks = sharding.unit_groups.of(sharding.params[self.params[0]]).everyone
+        self.ranks = sharding.units.ranks.of(sharding.units.params[self.params[0]]).everyone
         self._ranks = None if sharding.stage == 0 else self.ranks
         self.place = {param: position for position, param in enumerate(self.params)}
-        self.shapes = [shape_of(sharding.params[param]) for param in self.params]
+        self.shapes = [shape_of(sharding.units.params[param]) for param in self.params]
         self.numels = [shape.numel() for shape in self.shapes]
         self.in_file, self.numel_in_file = self._divide_for_file()
         rank = self.ranks.rank if sharding.stage > 0 else 0
@@ -98,7 +98,7 @@ class SavedGroup:
             return in_parameters(self.numels, world_size), size
         if sharding.stage == 0:
             return contiguous(self.numels, (0, sum(self.numels))), sum(self.numels)
-        cut = parameter_cuts if sharding.keeps_parameters_whole else even_cuts
+        cut = parameter_cuts if sharding.units.is_whole else even_cuts
         cuts = cut(self.numels, world_size)
         return contiguous(self.numels, cuts), cuts[self.ranks.rank + 1] - cuts[self.ranks.rank]
 
@@ -107,7 +107,7 @@ class SavedGroup:
         for run in self.in_file:
             in_file.setdefault(run.param, []).append(run)
         window, used = UnitWindow(), dict[int, int]()  # elements, by owner
-        for group in self._sharding.groups:
+        for group in self._sharding.units:
             if group.first_index in self.place:
                 numel = sum(group.layout.numels)
                 if window.numel and window.numel + numel > _WINDOW_NUMEL * self.ranks.world_size:
@@ -116,9 +116,7 @@ class SavedGroup:
                 self._add(group, window, used, in_file)
         yield window
 
-    def _add(
-        self, group: FlatGroup, window: UnitWindow, used: dict[int, int], in_file: Mapping[int, list[Run]]
-    ) -> None:
+    def _add(self, group: Unit, window: UnitWindow, used: dict[int, int], in_file: Mapping[int, list[Run]]) -> None:
         for each in group.layout.fragments:
             param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
             runs = [
@@ -173,7 +171,7 @@ class SavedGroup:
     @property
     def master_dtype(self) -> torch.dtype:
         """The dtype that the group's master weights have in files; it is the same on all ranks."""
-        return master_dtype(self._sharding.params[self.params[0]].dtype)
+        return master_dtype(self._sharding.units.params[self.params[0]].dtype)
 
     @property
     def has_masters(self) -> bool:
@@ -202,15 +200,16 @@ class SavedGroup:
 PER_PARAMETER = ("parameter_scalars", "parameter_states")
 
 
-def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
+def collect(sharding: Sharding, *, is_pending: bool = False) -> dict[str, Any]:
     """The state dict of a stage. A collective, but in stage 0.
 
     Args:
         is_pending: with `PendingTensor`s in place of tensors in host memory. Weights that the model computes with are
             not held: users change them.
     """
+    sharding.states.take_outside_changes()
     optimizer = sharding.optimizer
-    groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
+    groups = [SavedGroup(sharding, index) for index in range(len(sharding.units.saved_groups))]
     param_groups = optimizer.param_groups if optimizer is not None else []
     counts = [group.ranks.world_size if sharding.stage > 0 else 1 for group in groups]
     groups_in_file = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
@@ -237,7 +236,7 @@ def masters_key(stage: int) -> str:
     return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
-def _collect_states(sharding: Stateful, group: SavedGroup, is_pending: bool) -> dict[str, Any]:
+def _collect_states(sharding: Sharding, group: SavedGroup, is_pending: bool) -> dict[str, Any]:
     optimizer = sharding.optimizer
     if optimizer is None:
         return {}
@@ -281,7 +280,7 @@ def _put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], n
         flat.setdefault("parameter_scalars", {})[name] = {place: by_param[place] for place in sorted(by_param)}
 
 
-def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> None:
+def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> None:
     """Refuse a state of another model, another kind of optimizer, other groups or another division.
 
     Args:
@@ -310,10 +309,10 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
         check_saved_state(optimizer, base["state"].values(), param_groups)
         check_each_state(optimizer, base["state"].values())
         check_options(optimizer, param_groups)
-    if len(masters) != len(sharding.saved_groups):
+    if len(masters) != len(sharding.units.saved_groups):
         raise CheckpointError(
             f"optimizer state: found {counted(len(masters), 'parameter group')}, this run has "
-            f"{len(sharding.saved_groups)}; build the optimizer with the same groups, or load with "
+            f"{len(sharding.units.saved_groups)}; build the optimizer with the same groups, or load with "
             "load_optimizer_states=False"
         )
     for index, master in enumerate(masters):
@@ -340,9 +339,10 @@ def _check_values(flat: Mapping[str, Any], index: int, master: Tensor) -> None:
                 check_state({name: value}, f"parameter {place} of group {index}", dtype=master.dtype)
 
 
-def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
     """Put a state back that `check` let pass: master weights, and with `load_optimizer_states` also moments and
-    param_groups. A collective, but in stage 0."""
+    param_groups. A collective, but in stage 0. `Sharding.weights_from_masters` is to follow."""
+    sharding.states.wait_for_copy()
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]
     if optimizer is not None and load_optimizer_states:
@@ -359,6 +359,17 @@ def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states:
                 shard.placement.write(shard, MASTER, shard.master, value)
             if optimizer is not None and load_optimizer_states:
                 _restore_states(optimizer, group, window, flat, odd)
+
+
+def load(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
+    """Take master weights and optimizer state of a run with as many ranks and the same stage. A collective.
+
+    Raises:
+        CheckpointError: says what does not fit; nothing was changed.
+    """
+    check(sharding, saved, with_states=True)
+    restore(sharding, saved, load_optimizer_states=load_optimizer_states)
+    sharding.weights_from_masters()
 
 
 def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -405,7 +416,7 @@ def _restore_states(
 
 
 def _move_by_parameter(
-    sharding: Stateful, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
+    sharding: Sharding, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
 ) -> dict[int, Any]:
     """States of odd shapes, by parameter, for whoever has the parameter in the other division.
 
@@ -414,7 +425,7 @@ def _move_by_parameter(
     """
     if sharding.stage == 0:
         return values
-    if not sharding.keeps_parameters_whole:
+    if not sharding.units.is_whole:
         raise CheckpointError(
             f"optimizer state {name!r}: found a shape that is not the parameter's, and stage {sharding.stage} divides "
             "parameters; save it with stage 0"
@@ -437,7 +448,7 @@ def _move_by_parameter(
     return moved
 
 
-def _gathered(sharding: Stateful, group: SavedGroup, value: Any) -> list[Any]:
+def _gathered(sharding: Sharding, group: SavedGroup, value: Any) -> list[Any]:
     """The values of all ranks that have other parts of a group; in stage 0 every rank has all."""
     return [value] if sharding.stage == 0 else all_gather_values(value, backend=group.ranks)
 

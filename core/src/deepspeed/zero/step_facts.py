@@ -17,8 +17,8 @@ from torch import Tensor
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.host_sums import HostSums
 from deepspeed.parallel.model_part import counted_numel, is_tensor_parallel
-from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.placement import GRADIENT, exact_norms, read
+from deepspeed.zero.unit import ParamShard
 from deepspeed.zero.unit_groups import UnitRanks
 
 #: a number of the host, or a 0-D tensor on the device, fp32

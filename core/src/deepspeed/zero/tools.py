@@ -19,7 +19,7 @@ from deepspeed.config.precision import dtype_name
 from deepspeed.errors import counted
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of
-from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def show_layout(engine: Any) -> list[UnitRow]:
 
 def _rows(sharding: Sharding, names: dict[Parameter, str]) -> Iterator[UnitRow]:
     left = dict(names)
-    for unit in dict.fromkeys(unit for param in names if (unit := getattr(param, "ds_unit", None)) is not None):
-        yield _row_of_unit(unit)
-        for param in unit.params:
+    for sharded in dict.fromkeys(its for param in names if (its := getattr(param, "ds_unit", None)) is not None):
+        yield _row_of_unit(sharded)
+        for param in sharded.params:
             left.pop(param, None)
-    for group in sharding.groups:
-        if group.unit is None:
-            start, stop = group.layout.shard(group.rank)
-            yield _row_of_whole(group.params, names, stop - start, group.ranks.world_size)
-            for param in group.params:
+    for unit in sharding.units:
+        if unit.sharded is None:
+            start, stop = unit.layout.shard(unit.rank)
+            yield _row_of_whole(unit.params, names, stop - start, unit.ranks.world_size)
+            for param in unit.params:
                 left.pop(param, None)
     if left:  # what the optimizer does not have
         yield _row_of_whole(list(left), names, 0, 1)

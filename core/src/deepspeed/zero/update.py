@@ -7,9 +7,11 @@ the model's.
 
 Where master weights and states are in swap files, every second step goes through the batches from the last to the
 first: it begins with those that are in memory still (`offload/swap_slots.py`).
+
+An optimizer that takes sparse gradients only is shown the rows that some rank has a gradient of (`TouchedRows`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError, counted
 from deepspeed.ops.optimizer import OnePass, ReferenceOptimizer
-from deepspeed.zero.flat_group import ParamShard
-from deepspeed.zero.gradient_reduction import TouchedRows
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.step_facts import Scalar
+from deepspeed.zero.unit import ParamShard
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class OptimizerUpdate:
         optimizer: Optimizer,
         batches: list[UpdateBatch],
         used: list[bool],
-        rows: TouchedRows | None = None,
+        rows: "TouchedRows | None" = None,
     ) -> None:
         self._rows = rows
         self._optimizer = optimizer
@@ -239,3 +241,63 @@ def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scal
 def _grad(shard: ParamShard) -> Tensor:
     assert shard.grad is not None
     return shard.grad
+
+
+class TouchedRows:
+    """Marks the rows of parameters that got a gradient, for an optimizer that takes sparse ones only (SparseAdam).
+
+    Buckets are dense. Such an optimizer updates the rows that a gradient names, even where their gradient is zero, and
+    no others. So each rank notes the rows of its sparse gradients, the ranks that hold the parameter add these marks up
+    once per step, and the update picks the marked rows out of the dense sum. Made by `Sharding`.
+
+    Args:
+        params: the attached parameters.
+        ranks: by parameter, those that hold it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ranks: Sequence[GroupBackend]) -> None:
+        numels = [len(param) if param.dim() > 0 else 1 for param in params]
+        self._by_param: dict[int, Tensor] = {}
+        #: one element per row, 0 or not, of the parameters of each group of ranks
+        self._marks: dict[GroupBackend, Tensor] = {}
+        for group in dict.fromkeys(ranks):
+            places = [place for place, each in enumerate(ranks) if each is group]
+            counts = [numels[place] for place in places]
+            self._marks[group] = group.allocate(sum(counts), torch.float32, params[places[0]].device).zero_()
+            self._by_param.update(zip(places, self._marks[group].split(counts), strict=True))
+
+    def add_up(self) -> None:
+        """A row is marked that any rank has marked. A collective of each group."""
+        for group, marks in self._marks.items():
+            group.all_reduce(marks).wait()
+
+    def note(self, index: int, grad: Tensor, name: str) -> None:
+        """A gradient of the parameter `index`, called `name`, arrived.
+
+        Raises:
+            StateError: for a gradient that is dense, or sparse in more than its rows.
+        """
+        if not grad.is_sparse or grad.sparse_dim() != 1:
+            kind = (
+                "a dense one"
+                if not grad.is_sparse
+                else f"one that is sparse in {counted(grad.sparse_dim(), 'dimension')}"
+            )
+            raise StateError(
+                f"backward: SparseAdam takes sparse gradients only, and {name} got {kind}; use "
+                "torch.nn.Embedding(sparse=True), or an optimizer for dense gradients such as AdamW"
+            )
+        self._by_param[index][grad._indices()[0]] = 1.0
+
+    def note_all(self, index: int) -> None:
+        """The whole gradient of the parameter `index` was replaced."""
+        self._by_param[index].fill_(1.0)
+
+    def pick(self, index: int, grad: Tensor) -> Tensor:
+        """The marked rows of `grad`, the whole reduced gradient of the parameter `index`, as a sparse tensor."""
+        rows = self._by_param[index].nonzero().flatten().to(grad.device)
+        return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False)
+
+    def clear(self) -> None:
+        for marks in self._marks.values():
+            marks.zero_()

@@ -126,8 +126,8 @@ def _set_whole(param: Any, name: str, value: Tensor) -> None:
     unit.set_shard_of(param, value.to(unit.device))
     unit.expect_load(param.ds_index)
     if (sharding := manager_of(param)) is not None:
-        sharding.wait_for_copy()
-        group, place = sharding.find(param)
+        sharding.states.wait_for_copy()
+        group, place = sharding.units.find(param)
         group.take_changes(place)
 
 

@@ -85,7 +85,7 @@ def test_what_does_not_fit(make_engine, tensors, gradient, message):
     given = tensors(engine(X))
     with pytest.raises(ValueError, match=f"backward: .*{message}"):
         engine.backward(given, gradient=gradient)
-    assert not engine.sharding.window.is_open
+    assert not engine.sharding.gradients.window.is_open
 
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}

@@ -221,7 +221,7 @@ def test_frozen_and_empty_parameters_are_left_out():
     model[0].requires_grad_(False)
     model.empty = nn.Parameter(torch.zeros(0, 3))
     engine, *_ = deepspeed.initialize(model=model, config={**SGD, "zero_optimization": {"stage": 2}})
-    assert engine.sharding.params == [model[1].weight, model[1].bias]
+    assert engine.sharding.units.params == [model[1].weight, model[1].bias]
 
 
 @pytest.mark.parametrize(

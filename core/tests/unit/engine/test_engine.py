@@ -175,7 +175,7 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(make_engine):
     out = engine(X)
     with pytest.raises(RuntimeError, match="in the middle"):
         engine.backward(out.sum() + Failing.apply(engine.module.weight).sum())
-    assert not engine.sharding.window.is_open
+    assert not engine.sharding.gradients.window.is_open
     engine.backward(engine(X).sum())
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
@@ -646,7 +646,7 @@ def test_loaded_weights_reach_the_masters(make_engine):
     weights = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
     engine.load_module_state_dict({"module": weights})
     assert deepspeed.zero is not None
-    assert all(shard.master.abs().sum() == 0 for group in engine.sharding.groups for shard in group.shards)
+    assert all(shard.master.abs().sum() == 0 for group in engine.sharding.units for shard in group.shards)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

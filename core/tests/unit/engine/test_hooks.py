@@ -5,11 +5,11 @@ import torch
 from deepspeed.checkpoint import TorchStore
 from deepspeed.errors import ConfigError
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
-from deepspeed.zero.stages import Stage1, Stage3
+from deepspeed.zero.sharding import Sharding
 from torch import nn
 
 
-class Stage(Stage1):
+class OwnSharding(Sharding):
     """A stage of the plugin's own."""
 
 
@@ -47,7 +47,7 @@ class Recorder:
     @hookimpl
     def ds_sharding(self, name):
         self.calls.append(f"sharding {name}")
-        return Stage if name == "1" else None
+        return OwnSharding if name == "1" else None
 
     @hookimpl
     def ds_checkpoint_store(self, name, arguments):
@@ -84,7 +84,7 @@ class Broken:
         raise ValueError("no step")
 
 
-class LastStage(Stage3):
+class LastStage(Sharding):
     """A third stage of the plugin's own."""
 
 
@@ -132,7 +132,7 @@ def test_every_hook_of_an_engine(make_engine, add, tmp_path):
     ]
     assert (recorder.calls[0], recorder.calls[-1]) == ("check_config", "engine_ready DeepSpeedEngine")
     assert type(engine.basic_optimizer) is torch.optim.SGD
-    assert type(engine.sharding) is Stage
+    assert type(engine.sharding) is OwnSharding
     assert type(engine.checkpointer.store) is Store
 
     recorder.calls.clear()
@@ -157,7 +157,8 @@ def test_what_no_plugin_knows_is_built_in(make_engine, add):
     add("recorder", Recorder())
     engine = make_engine(nn.Linear(4, 1), optimizer={"type": "Adam", "params": {"lr": 0.5}})
     assert type(engine.checkpointer.store) is TorchStore
-    assert type(engine.sharding).__name__ == "Stage0"
+    assert engine.sharding.stage == 0
+    assert type(engine.sharding) is Sharding
 
 
 def test_a_plugin_that_fails_in_an_event_is_named_and_the_others_hear_it(make_engine, add, lines):
@@ -190,4 +191,7 @@ def test_a_third_stage_of_a_plugin_gets_the_keys_of_stage_3(single_rank, make_en
     zero = {"stage": 3, "stage3_param_persistence_threshold": 7, "zero_quantized_weights": True}
     engine = make_engine(nn.Linear(4, 2), zero_optimization=zero)
     assert type(engine.sharding) is LastStage
-    assert (engine.sharding.partitioning.persistence_numel, engine.sharding.partitioning.quantizes_weights) == (7, True)
+    assert (
+        engine.sharding.options.partitioning.persistence_numel,
+        engine.sharding.options.partitioning.quantizes_weights,
+    ) == (7, True)

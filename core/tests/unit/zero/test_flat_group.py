@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.unit import Unit
 from deepspeed.zero.unit_groups import UnitRanks
 from torch.nn import Parameter
 
@@ -24,8 +24,9 @@ def used_memory(numel, dtype, device):
 def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
     numels = [param.numel() for param in params]
     divide = UnitLayout.whole if is_whole else UnitLayout.even
-    return FlatGroup(
+    return Unit(
         params,
+        index=0,
         first_index=10,
         param_group=0,
         layout=divide(numels, world_size) if is_flat else UnitLayout.single(numels),

@@ -20,7 +20,7 @@ SETTINGS = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16
 
 @pytest.fixture(params=SETTINGS, ids=[f"stage{stage}-{dtype}" for stage, dtype in SETTINGS])
 def engine(make_engine, monkeypatch, request):
-    monkeypatch.setattr("deepspeed.zero.holding.WIDENED_NUMEL", 3)  # several pieces per parameter
+    monkeypatch.setattr("deepspeed.zero.units.WIDENED_NUMEL", 3)  # several pieces per parameter
     stage, dtype = request.param
     torch.manual_seed(0)
     low = {"bf16": {"enabled": True}} if dtype == "bf16" else {}

@@ -11,7 +11,6 @@ from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.log import warn_once
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import is_host_front
-from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
 from deepspeed.zero.offload import buffers, policy
 from deepspeed.zero.offload.buffers import BufferRing, CopyLane, HostMemory
@@ -20,6 +19,7 @@ from deepspeed.zero.offload.nvme import NvmePlacement
 from deepspeed.zero.offload.policy import choose_placement
 from deepspeed.zero.offload.swap_slots import SwappedUnit
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.unit import ParamShard
 
 
 class Recorder(PlainAccelerator):

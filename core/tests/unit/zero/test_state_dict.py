@@ -4,6 +4,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import CheckpointError
+from deepspeed.zero import state_dict
 from torch import nn
 
 
@@ -49,13 +50,13 @@ def settings(stage, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_restored_run_goes_on_as_the_first(make_engine, monkeypatch, stage, dtype, piece_numel):
-    monkeypatch.setattr("deepspeed.zero.holding.WIDENED_NUMEL", piece_numel)
+    monkeypatch.setattr("deepspeed.zero.units.WIDENED_NUMEL", piece_numel)
     first = make_engine(make_model(), **settings(stage, dtype))
     train(first)
-    saved = _copied(first.sharding.state_dict())
+    saved = _copied(state_dict.collect(first.sharding))
     train(first)
     second = make_engine(make_model(seed=5), **settings(stage, dtype))
-    second.sharding.load_state_dict(saved)
+    state_dict.load(second.sharding, saved)
     train(second)
     for one, other in zip(first.module.parameters(), second.module.parameters()):
         assert torch.equal(one, other)
@@ -64,7 +65,7 @@ def test_a_restored_run_goes_on_as_the_first(make_engine, monkeypatch, stage, dt
 def test_what_is_in_it(make_engine):
     engine = make_engine(make_model(), **settings(1, "bf16"))
     train(engine, 3)
-    state = engine.sharding.state_dict()
+    state = state_dict.collect(engine.sharding)
     numel = sum(p.numel() for p in engine.module.parameters())
     padded = -(-numel // 2) * 2
     assert state["zero_stage"] == 1
@@ -95,11 +96,11 @@ def test_states_of_odd_shape_and_plain_numbers_come_back(make_engine):
 
     first, second = build(0), build(5)
     train(first)
-    saved = _copied(first.sharding.state_dict())
+    saved = _copied(state_dict.collect(first.sharding))
     flat = saved["base_optimizer_state"]["state"][0]
     assert flat["count"] == 2
     assert flat["parameter_states"]["rows"][0].shape == (3,)
-    second.sharding.load_state_dict(saved)
+    state_dict.load(second.sharding, saved)
     for one, other in zip(_states(first), _states(second)):
         assert one["count"] == other["count"]
         assert torch.equal(one["rows"], other["rows"])
@@ -131,7 +132,7 @@ def test_a_parameter_without_dimensions_keeps_its_moments(make_engine, stage, op
 
     first, second = build(), build()
     train(first)
-    second.sharding.load_state_dict(_copied(first.sharding.state_dict()))
+    state_dict.load(second.sharding, _copied(state_dict.collect(first.sharding)))
     for one, other in zip(_states(first), _states(second)):
         assert one.keys() == other.keys()
         for name in one:
@@ -165,8 +166,8 @@ def test_scalars_that_differ_are_kept_one_by_one(make_engine):
     first.step()
     steps = [float(state["step"]) for state in _states(first)]
     assert steps == [3, 3, 2, 2]
-    saved = _copied(first.sharding.state_dict())
-    second.sharding.load_state_dict(saved)
+    saved = _copied(state_dict.collect(first.sharding))
+    state_dict.load(second.sharding, saved)
     assert [float(state["step"]) for state in _states(second)] == steps
 
 
@@ -174,34 +175,34 @@ def test_a_fragment_that_was_never_updated_stays_without_state(make_engine):
     first, second = (make_engine(make_model(), zero_optimization={"stage": 1}) for _ in range(2))
     first.backward(first.module[0](torch.randn(4, 4)).sum())
     first.step()
-    second.sharding.load_state_dict(_copied(first.sharding.state_dict()))
+    state_dict.load(second.sharding, _copied(state_dict.collect(first.sharding)))
     assert ["step" in state for state in _states(second)] == [True, True, False, False]
 
 
 def test_masters_alone(make_engine):
     first, second = (make_engine(make_model(seed), zero_optimization={"stage": 1}) for seed in (0, 5))
     train(first)
-    second.sharding.load_state_dict(_copied(first.sharding.state_dict()), load_optimizer_states=False)
+    state_dict.load(second.sharding, _copied(state_dict.collect(first.sharding)), load_optimizer_states=False)
     assert torch.equal(first.module[0].weight, second.module[0].weight)
     assert not any(_states(second))
 
 
 def test_another_models_state_is_refused(make_engine):
     first = make_engine(make_model(), zero_optimization={"stage": 1})
-    saved = first.sharding.state_dict()
+    saved = state_dict.collect(first.sharding)
     wider = make_engine(nn.Linear(8, 8), zero_optimization={"stage": 1})
     with pytest.raises(CheckpointError, match=r"0: found a partition of 24 elements, this run has 72; build the model"):
-        wider.sharding.load_state_dict(saved)
+        state_dict.load(wider.sharding, saved)
     model = make_model()
     groups = [{"params": list(layer.parameters())} for layer in model]
     split = make_engine(model, arguments={"model_parameters": groups}, zero_optimization={"stage": 1})
     with pytest.raises(CheckpointError, match="found 1 parameter group, this run has 2"):
-        split.sharding.load_state_dict(saved)
+        state_dict.load(split.sharding, saved)
 
 
 def _states(engine):
     optimizer = engine.basic_optimizer
-    return [optimizer.state.get(shard.master, {}) for group in engine.sharding.groups for shard in group.shards]
+    return [optimizer.state.get(shard.master, {}) for group in engine.sharding.units for shard in group.shards]
 
 
 def _copied(value):

@@ -9,12 +9,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.ops import registry
-from deepspeed.zero.flat_group import SubGroup
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
 from deepspeed.zero.offload.swap_folder import SwapFolder
 from deepspeed.zero.offload.swap_slots import LEGAL_MOVES, SlotState, SwappedGroup, SwapSlot, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER
+from deepspeed.zero.unit import SubGroup
 
 pytestmark = pytest.mark.skipif(
     registry.resolve("async_io").builder is None, reason="no extension serves async_io here"

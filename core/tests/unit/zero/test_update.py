@@ -3,8 +3,8 @@
 import pytest
 import torch
 from deepspeed.ops.optimizer import ReferenceOptimizer
-from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
+from deepspeed.zero.unit import ParamShard
 from deepspeed.zero.update import OptimizerUpdate, UpdateBatch, multiply, takes_one_pass, turned_around
 
 

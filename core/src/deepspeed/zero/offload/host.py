@@ -44,7 +44,7 @@ from deepspeed.zero.offload.buffers import BufferRing, CopyLane, HostMemory, Mar
 from deepspeed.zero.placement import Keep, OffloadedShard, Placement, ShardHome, exact_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard
+    from deepspeed.zero.unit import ParamShard, Unit
 
 
 #: sums in flight to the host at the same time, and so staging buffers for them; one more waits for the oldest,
@@ -116,7 +116,7 @@ class HostPlacement(Placement):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         return self._memory.allocate(numel, dtype, crosses=crosses)
 
-    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
+    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
         reduced_S = self._memory.allocate(group.layout.shard_numel, own_S.dtype)
         self._host_shards[index] = _HostShard(reduced_S, own_S)
         return reduced_S

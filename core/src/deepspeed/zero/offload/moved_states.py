@@ -5,7 +5,7 @@ For phases in which the device is needed for something else, such as generation 
 [Note: the storage stays] Optimizer, shards, buckets and parameters hold views of the moved tensors. So what moves is
 the storage: its bytes are copied to the host, and it is resized to zero bytes; a reload resizes it back and copies
 them. Every view is then valid again. Meanwhile nothing may read it: parameters are empty tensors, which torch notices,
-and the rest is checked by `Sharding.require_states`.
+and the rest is checked by `States.require`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.zero.managed import manager_of
 from deepspeed.zero.offload.buffers import HostMemory
 
 if TYPE_CHECKING:
-    from deepspeed.zero.strategy import Sharding
+    from deepspeed.zero.sharding import Sharding
 
 _Kind = OffloadStateTypeEnum
 
@@ -52,7 +52,7 @@ class MovedStates:
         self._memory = HostMemory(get_accelerator(), pins=pins, key="offload_states")
         self._moved: dict[int, _Moved] = {}  # by storage
         if _Kind.contiguous_grad_buffer in kinds:
-            sharding.drop_free_buffers()
+            sharding.gradients.memory.drop_free_buffers()
         for tensor in [each for kind in _Kind if kind in kinds for each in tensors_of(sharding, kind)]:
             self._copy(tensor)
         if not non_blocking:
@@ -62,7 +62,7 @@ class MovedStates:
         self._params = {param: param.data for param in _own_params(sharding) if self.has(param.data)}
         for param, value in self._params.items():
             param.data = value.new_empty(0)
-        self._units = [unit for unit in sharding.sharded_units() if any(map(self.has, unit.kept_tensors()))]
+        self._units = [unit for unit in sharding.units.divided() if any(map(self.has, unit.kept_tensors()))]
         for unit in self._units:
             unit.is_moved = True
 
@@ -111,18 +111,18 @@ def tensors_of(sharding: Sharding, kind: _Kind) -> Iterator[Tensor]:
         for state in sharding.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
     elif kind is _Kind.hp_params:
-        yield from (shard.master for group in sharding.groups for shard in group.shards)
+        yield from (shard.master for group in sharding.units for shard in group.shards)
     elif kind is _Kind.lp_params:
-        yield from (tensor for unit in sharding.sharded_units() for tensor in unit.kept_tensors())
-        moved = sharding.moved_states
+        yield from (tensor for unit in sharding.units.divided() for tensor in unit.kept_tensors())
+        moved = sharding.states.moved
         yield from (param.data if moved is None else moved.value_of(param) for param in _own_params(sharding))
     elif kind is _Kind.lp_grads:
-        yield from sharding.gradient_memory
+        yield from sharding.gradients.memory.by_unit
 
 
 def _own_params(sharding: Sharding) -> Iterator[Parameter]:
     """The parameters of the model, but those that another engine trains."""
-    return (param for _, param in sharding.named_parameters if manager_of(param) in (None, sharding))
+    return (param for _, param in sharding.units.named_parameters if manager_of(param) in (None, sharding))
 
 
 def offload_states(
@@ -142,13 +142,13 @@ def offload_states(
             "offload_states: zero_optimization.stage is 0, where the optimizer and its states are the user's own; use "
             "stage 1, 2 or 3"
         )
-    if sharding.moved_states is not None:
+    if sharding.states.moved is not None:
         raise StateError("offload_states: states were moved already; call engine.reload_states() first")
-    if sharding.window.is_open:
+    if sharding.gradients.window.is_open:
         raise StateError("offload_states: found a backward that is not over; call it after the backward, or after step")
     kinds = _kinds(include)
     sharding.finish_before_moving()
-    sharding.moved_states = MovedStates(sharding, kinds, pins=pin_memory, non_blocking=non_blocking)
+    sharding.states.moved = MovedStates(sharding, kinds, pins=pin_memory, non_blocking=non_blocking)
 
 
 def _kinds(include: Collection[OffloadStateTypeEnum | str] | None) -> set[_Kind]:
@@ -158,13 +158,6 @@ def _kinds(include: Collection[OffloadStateTypeEnum | str] | None) -> set[_Kind]
     if isinstance(include, str) or any(kind not in known for kind in include):
         raise ConfigError(f"offload_states: include is {include!r}; give a list of any of {', '.join(known)}")
     return {_Kind(kind) for kind in include}
-
-
-def reload_states(sharding: Sharding, *, non_blocking: bool) -> None:
-    """See `DeepSpeedEngine.reload_states`."""
-    moved, sharding.moved_states = sharding.moved_states, None
-    if moved is not None:
-        moved.put_back(non_blocking=non_blocking)
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:
@@ -178,7 +171,7 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torc
         The devices; empty if there are no such states.
     """
     sharding: Sharding = model.sharding
-    moved = sharding.moved_states
+    moved = sharding.states.moved
     host = torch.device("cpu")
     return {
         host if moved is not None and moved.has(tensor) else tensor.device

@@ -44,7 +44,7 @@ from deepspeed.zero.offload.swap_slots import SwappedGroup, SwappedUnit, SwapPla
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard, SubGroup
+    from deepspeed.zero.unit import ParamShard, SubGroup, Unit
 
 #: sums on their way to slots and disk, and so staging buffers: one is filled while one is written
 MAX_STAGED = 2
@@ -151,7 +151,7 @@ class NvmePlacement(HostPlacement):
             self._write(shard, name, value)
             _empty(value)
 
-    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
+    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
         unit = self._by_index[index] = self._units[len(self._by_index)]
         unit.own = own_S if own_S.numel() > 0 else None
         return own_S.new_empty(0)

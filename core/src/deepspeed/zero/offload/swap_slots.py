@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.config.data import AioConfig
-from deepspeed.zero.flat_group import SubGroup
 from deepspeed.zero.offload.buffers import HostMemory, Mark
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork, padded
 from deepspeed.zero.placement import GRADIENT, MASTER
+from deepspeed.zero.unit import SubGroup
 
 
 class SwappedTensor(NamedTuple):

@@ -1,7 +1,7 @@
-"""`FlatGroup`: parameters that are reduced and updated together, with weights, master weights and shards.
+"""`Unit`: parameters that are reduced and updated together, with weights, master weights and shards.
 
-Built by a `Sharding` when it is attached (`holding.py`), which cuts its shards in sub-groups, and gives them the state
-that the optimizer has then.
+Built by `Units` (`units.py`), which cuts its shards in sub-groups, and gives them the state that the optimizer has
+then.
 
 Legend: N padded numel of the unit, S numel of this rank's shard.
 """
@@ -49,11 +49,12 @@ class ParamShard:
         return self.weight.detach().view(-1) if self.stored is None else self.stored.load()
 
 
-class FlatGroup:
+class Unit:
     """Parameters of one optimizer group and one dtype.
 
     Args:
         params: trainable parameters with at least one element.
+        index: of the unit among those of the engine.
         first_index: index of the first of them among all attached parameters.
         param_group: index of the group in `optimizer.param_groups`.
         layout: who owns what; one owner for everything in stage 0.
@@ -63,13 +64,14 @@ class FlatGroup:
         is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
         has_optimizer: without one there are no master weights.
         placement: where the master weights live.
-        unit: shards the weights themselves (stage 3); they are in the model's dtype already.
+        sharded: the weights, if they are divided themselves (stage 3); they are in the model's dtype already.
     """
 
     def __init__(
         self,
         params: Sequence[Parameter],
         *,
+        index: int,
         first_index: int,
         param_group: int,
         layout: UnitLayout,
@@ -79,17 +81,18 @@ class FlatGroup:
         is_whole: bool,
         has_optimizer: bool = True,
         placement: Placement | None = None,
-        unit: ParamUnit | None = None,
+        sharded: ParamUnit | None = None,
     ) -> None:
         self.params = list(params)
         self.shapes = [shape_of(param) for param in params]
-        self.unit = unit
+        self.sharded = sharded
+        self.index = index
         self.first_index = first_index
         self.param_group = param_group
         self.layout = layout
         self.ranks = ranks
         self.rank = ranks.rank if layout.world_size > 1 else 0  # as an owner of shards
-        source_dtype = unit.source_dtype if unit is not None else params[0].dtype
+        source_dtype = sharded.source_dtype if sharded is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         self.shard_start, _ = layout.shard(self.rank)
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
@@ -97,15 +100,15 @@ class FlatGroup:
         self.flat_N = self._allocate_flat() if is_flat else None
         needs_master = has_optimizer and (is_low or placement.fetches or not self._has_weights_in(placement))
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
-        if unit is None:
+        if sharded is None:
             self._place_weights()
         self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(self.rank)]
 
     def _has_weights_in(self, placement: Placement) -> bool:
         """Whether the optimizer finds the weights in its own memory."""
-        if self.unit is None or not self.unit.is_offloaded:
+        if self.sharded is None or not self.sharded.is_offloaded:
             return not placement.is_offloaded
-        return placement.is_offloaded and not self.unit.shard_S.is_meta
+        return placement.is_offloaded and not self.sharded.shard_S.is_meta
 
     def _allocate_flat(self) -> Tensor:
         """The buffer [N] of which the parameters become views."""
@@ -137,10 +140,10 @@ class FlatGroup:
     def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
-        if self.unit is None and self.flat_N is None and self.master_S is None:
+        if self.sharded is None and self.flat_N is None and self.master_S is None:
             # fp32 without sharding: the parameter is the master weight
             return ParamShard(index, self.param_group, fragment, param.data, param, None, placement=self.placement)
-        weight = _elements(param, fragment) if self.unit is None else self._slice(self.unit.shard_S, fragment)
+        weight = _elements(param, fragment) if self.sharded is None else self._slice(self.sharded.shard_S, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
@@ -150,16 +153,16 @@ class FlatGroup:
 
     def _stored(self, fragment: Fragment) -> StoredPart | None:
         """Return the part of the offloaded shard that has the fragment's weights; None if they are not offloaded."""
-        if self.unit is None or self.unit.offloaded is None:
+        if self.sharded is None or self.sharded.offloaded is None:
             return None
-        return StoredPart(self.unit.offloaded, fragment.start - self.shard_start, fragment.numel)
+        return StoredPart(self.sharded.offloaded, fragment.start - self.shard_start, fragment.numel)
 
     def _initial(self, fragment: Fragment) -> Tensor:
         """The fragment's weights as the user gave them."""
-        if self.unit is None:
+        if self.sharded is None:
             return _elements(self.params[fragment.param], fragment)
-        assert self.unit.source_S is not None
-        return self._slice(self.unit.source_S, fragment)
+        assert self.sharded.source_S is not None
+        return self._slice(self.sharded.source_S, fragment)
 
     def forget_masters(self) -> None:
         """The buffer of all master weights goes with the last of them, which may have other memory by now."""
@@ -171,7 +174,7 @@ class FlatGroup:
     @property
     def device(self) -> torch.device:
         """The device that the whole weights are on."""
-        return self.params[0].device if self.unit is None else self.unit.device
+        return self.params[0].device if self.sharded is None else self.sharded.device
 
     def shard_of(self, buffer_N: Tensor) -> Tensor:
         """This rank's shard of a buffer over the whole unit."""
@@ -192,11 +195,11 @@ class FlatGroup:
     @property
     def is_free(self) -> bool:
         """Whether the optimizer updates the parameters themselves, whatever memory they have: stage 0 in fp32."""
-        return self.unit is None and self.flat_N is None and not any(shard.has_master for shard in self.shards)
+        return self.sharded is None and self.flat_N is None and not any(shard.has_master for shard in self.shards)
 
     @property
     def _is_sharded(self) -> bool:
-        return self.unit is not None and self.unit.is_sharded
+        return self.sharded is not None and self.sharded.is_sharded
 
     def homes(self) -> list[tuple[Parameter, Tensor]]:
         """Each parameter with the memory in which the engine has its weights, in its shape; none of sharded ones."""
@@ -275,7 +278,7 @@ def divide(shards: Sequence[ParamShard], max_numel: int) -> list[SubGroup]:
     ]
 
 
-def adopt_state(optimizer: Optimizer, group: FlatGroup) -> None:
+def adopt_state(optimizer: Optimizer, unit: Unit) -> None:
     """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
 
     Adagrad makes state when it is built; others have it when they stepped before `initialize`.
@@ -284,11 +287,11 @@ def adopt_state(optimizer: Optimizer, group: FlatGroup) -> None:
         ConfigError: for a state, other than Adagrad's, that was made of an empty parameter, which `zero.Init` had
             sharded.
     """
-    whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
-    for shard in group.shards:
-        state = whole.get(id(group.params[shard.fragment.param]))
+    whole = {id(param): optimizer.state.pop(param) for param in unit.params if param in optimizer.state}
+    for shard in unit.shards:
+        state = whole.get(id(unit.params[shard.fragment.param]))
         if state:
-            shape = shape_of(group.params[shard.fragment.param])
+            shape = shape_of(unit.params[shard.fragment.param])
             optimizer.state[shard.master] = {
                 name: _initial_state(optimizer, name, shard) if _is_empty(value) else _share(name, value, shard, shape)
                 for name, value in state.items()

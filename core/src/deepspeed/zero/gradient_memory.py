@@ -1,0 +1,216 @@
+"""`GradientMemory`: where the gradients of a step add up and are reduced: a bucket per unit, and the memory behind it.
+
+Where gradients are whole (stages 0 and 1) a bucket fills memory that lives from step to step. Where they are divided
+(stages 2 and 3) it borrows a buffer of a pool for one reduction, and this rank's sum is added to its shard, which has
+memory until the step is over.
+
+Legend: N padded numel of a unit, S numel of a shard.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.work import DONE
+from deepspeed.zero.bucket import Bucket, BucketPool
+from deepspeed.zero.stages import MAX_IN_FLIGHT
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.units import ShardingOptions, Units
+
+
+class GradientMemory:
+    """The gradient memory of the units of one engine.
+
+    Attributes:
+        buckets: one for each unit, in the order in which a backward fills them.
+        by_unit: what lives from step to step, by unit; a tensor may be without memory.
+        reduced: by unit, where the optimizer finds this rank's sums; padding is zero.
+    """
+
+    def __init__(self, units: Units, options: ShardingOptions, backend: GroupBackend) -> None:
+        self.buckets: list[Bucket] = []
+        self.by_unit: list[Tensor] = []
+        self.reduced: list[Tensor] = []
+        self._units, self._options, self._backend = units, options, backend
+        self._stage = options.stage
+        self._shards = GradientShards()
+        self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
+
+    @property
+    def is_allocated(self) -> bool:
+        return len(self.by_unit) == len(self._units)
+
+    def cut_buckets(self) -> None:
+        """Make a bucket for each unit; again after a group was added."""
+        buckets = [self._create_bucket(unit) for unit in self._units]
+        self.buckets = sorted(buckets, key=lambda bucket: -self._units.position(self._units[bucket.index]))
+        if self.is_allocated:
+            self._connect_shards()
+
+    def _create_bucket(self, unit: Unit) -> Bucket:
+        pool = self._pool(unit) if self._stage.lends_buffers(unit) else None
+        keep = unit.placement.keeper(adds=pool is not None)
+        return Bucket(
+            unit.index,
+            unit.layout,
+            shapes=unit.shapes,
+            memory=(lambda: self.by_unit[unit.index]) if pool is None else None,
+            pool=pool,
+            result=self._stage.result(unit),
+            kept=self._stage.contributed(unit),
+            wire_dtype=self._options.wire_dtype,
+            keep=self._shards.add_up if keep is None and pool is not None else keep,
+        )
+
+    def _pool(self, unit: Unit) -> BucketPool:
+        dtype, device = self._options.gradient_dtype(unit.dtype), unit.device
+        new = BucketPool(MAX_IN_FLIGHT, lambda numel: self._backend.allocate(numel, dtype, device))
+        return self._pools.setdefault((dtype, device), new)
+
+    def allocate(self) -> None:
+        """Make the memory of units that have none yet: at the first backward, which an engine that only evaluates never
+        sees."""
+        if self.is_allocated:
+            return
+        for index in range(len(self.by_unit), len(self._units)):
+            unit = self._units[index]
+            self.by_unit.append(self._create(unit))
+            reduced_S = unit.placement.home_of_gradients(index, unit, self._own(unit))
+            reduced_S[reduced_S.numel() - unit.layout.padding(unit.rank) :].zero_()
+            self.reduced.append(reduced_S)
+        self._connect_shards()
+
+    def _create(self, unit: Unit) -> Tensor:
+        dtype = self._options.gradient_dtype(unit.dtype)
+        if not self._stage.lends_buffers(unit):
+            return unit.placement.pinned(unit.ranks.shards.allocate(unit.layout.padded_numel, dtype, unit.device))
+        numel = 0 if unit.placement.is_offloaded else unit.layout.shard_numel
+        return self._shards.create(unit.index, numel, dtype, unit.device)
+
+    def _own(self, unit: Unit) -> Tensor:
+        """This rank's part of the memory of a unit, 1-D."""
+        memory = self.by_unit[unit.index]
+        return memory if self._stage.lends_buffers(unit) else memory[slice(*self._stage.result(unit))]
+
+    def _connect_shards(self) -> None:
+        """Point each shard at its reduced gradient: at the tensor through which its bucket writes it, where that is the
+        same memory. A model of many small parameters is slowed down by every tensor object that a step touches."""
+        self._shards.allocate()
+        for bucket in self.buckets:
+            unit = self._units[bucket.index]
+            if unit.placement.fetches:  # which does it for each batch
+                continue
+            reduced_S = self.reduced[bucket.index]
+            views = bucket.lasting()[1] if bucket.is_lasting else ()
+            for shard in unit.shards:
+                start = shard.fragment.start - unit.shard_start
+                shard.grad = reduced_S.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
+                if views and _is_same_memory(view := views[shard.fragment.param], shard.grad):
+                    shard.grad = view
+        self._shards.free()
+
+    def of_units(self) -> Iterator[tuple[Unit, Tensor]]:
+        """The units, with this rank's reduced gradients of each."""
+        return zip(self._units, self.reduced, strict=True)
+
+    def zero_without_sum(self) -> None:
+        """Zero the shards that no backward reduced, as when gradients are set from outside."""
+        self._shards.zero_without_sum()
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._shards.forget()
+
+    def leave(self) -> None:
+        """Leave the memory to works in flight; the next backward allocates other memory."""
+        for bucket in self.buckets:
+            bucket.release()
+        self.by_unit, self.reduced = [], []
+        self._shards.leave()
+
+    def drop_free_buffers(self) -> None:
+        """Give back the buffers that no bucket uses now."""
+        for pool in self._pools.values():
+            pool.drop_free()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the buffers that no bucket uses now."""
+        return sum(pool.free_bytes for pool in self._pools.values())
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self.leave()
+        self.buckets = []
+        self._pools.clear()
+
+
+class GradientShards:
+    """This rank's reduced gradients where they are sharded (stages 2 and 3), by unit.
+
+    A shard has memory from its first sum until the step is over; between steps there is none. The tensors, and the
+    views that the optimizer's side has of them, stay, as those of released weights do (`param_unit.py`).
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[int, Tensor] = {}
+        self._summed: set[int] = set()  # units whose shard has memory, with a sum of this step
+
+    def create(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The shard [S] of the unit `index`, with memory until `free` is called."""
+        self._shards[index] = torch.empty(numel, dtype=dtype, device=device)
+        return self._shards[index]
+
+    def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
+        """Add what a bucket has reduced to the sum of the step; a `Keep` (`placement.py`)."""
+        work.wait()
+        if index in self._summed:
+            self._shards[index].add_(sum_S)
+        else:
+            self._take_memory(index).copy_(sum_S)
+        return DONE
+
+    def zero_without_sum(self) -> None:
+        """Zero those that no backward reduced, as when gradients are set from outside."""
+        for index in self._without_sum():
+            self._take_memory(index).zero_()
+
+    def allocate(self) -> None:
+        """Memory with arbitrary contents for those without: a view needs it while it is made."""
+        for index in self._without_sum():
+            self._resize(self._shards[index], self._shards[index].nbytes)
+
+    def free(self) -> None:
+        """Give the memory of those without a sum back."""
+        for index in self._without_sum():
+            self._resize(self._shards[index], 0)
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._summed.clear()
+        self.free()
+
+    def leave(self) -> None:
+        """Drop the shards without giving their memory back: works in flight use it."""
+        self._shards.clear()
+        self._summed.clear()
+
+    def _take_memory(self, index: int) -> Tensor:
+        shard_S = self._shards[index]
+        self._resize(shard_S, shard_S.nbytes)
+        self._summed.add(index)
+        return shard_S
+
+    def _without_sum(self) -> list[int]:
+        return [index for index in self._shards if index not in self._summed]
+
+    @staticmethod
+    def _resize(shard_S: Tensor, num_bytes: int) -> None:
+        shard_S.untyped_storage().resize_(num_bytes)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are the same elements in the same shape."""
+    return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)

@@ -1,0 +1,357 @@
+"""`Sharding`: one step of one engine, and what happens to its weights, in all stages of ZeRO.
+
+The engine calls, for every micro-batch and then once for the step:
+
+    gradients.window.open / close      around `loss.backward()`; a plain `loss.backward()` does it through hooks
+    gradients.reduce()                 every collective done, the norm agreed on by all ranks (`gradients.py`)
+    update(scale)                      gradients times `scale`, optimizer step, new weights all-gathered
+    gradients.zero_grad()
+
+A `Sharding` has parts: `units` are the parameters as they are laid out, `gradients` what a backward gave, `states`
+says whether weights and optimizer states can be used, and `gathering` has parameters whole while a module uses them
+(stage 3). How the stages differ is one table, in `stages.py`. One step as a walk, with the stages side by side:
+docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.give_up import give_up
+from deepspeed.errors import StateError
+from deepspeed.optim import takes_only_sparse
+from deepspeed.zero import managed
+from deepspeed.zero.gradients import BackwardPlan, Gradients
+from deepspeed.zero.module_hooks import ParamGathering
+from deepspeed.zero.module_units import ModuleUnits
+from deepspeed.zero.outside_changes import OutsideChanges
+from deepspeed.zero.param_unit import freed_memory_returned, unit_of
+from deepspeed.zero.shown_gradients import hint_at_clipping
+from deepspeed.zero.states import States
+from deepspeed.zero.step_facts import Scalar
+from deepspeed.zero.units import ShardingOptions, Units
+from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
+from deepspeed.zero.whole_state_dict import unwatch, watch
+
+
+def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
+    """`add_param_group` of the user's own optimizer, while the engine lives."""
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        owner = sharding()
+        if owner is None:
+            type(optimizer).add_param_group(optimizer, param_group)
+        else:
+            owner.add_param_group(param_group)
+
+    return add_param_group
+
+
+def _zero_grad(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[bool], None]:
+    """`zero_grad` of the user's own optimizer: what the buckets hold is forgotten too, while the engine lives."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        owner = sharding()
+        if owner is None:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        else:
+            owner.gradients.zero_grad()
+
+    return zero_grad
+
+
+class Sharding:
+    """`Sharding` reduces the gradients and updates the weights of one engine.
+
+    Attributes:
+        stage: the stage of ZeRO, 0 to 3.
+        optimizer: whose step is made; None: the engine only evaluates.
+        set_locally: parameters of which this rank has set its own elements; other ranks' whole weights follow with the
+            update.
+    """
+
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
+        self.options = options
+        self.stage = options.stage.number
+        self.backend = backend
+        self.group = group
+        self.world_size = backend.world_size
+        self.rank = backend.rank
+        self.placement = options.placement
+        self.optimizer: Optimizer | None = None
+        self.units = Units(options, backend, group)
+        self.backends = self.units.ranks.backends()
+        for ranks in self.backends:
+            ranks.connect()  # here all ranks are at the same place; in a backward they need not be
+        self.states = States()
+        self.gradients = Gradients(self.units, options, backend, self.states)
+        self.set_locally: set[Tensor] = set()
+        self._module = Module()  # the model
+        self._updates: OptimizerUpdate | None = None
+        if self.units.modules is not None:
+            self.gradients.gathering = self._gather(self.units.modules)  # of nothing yet
+
+    @property
+    def gathering(self) -> ParamGathering | None:
+        """Which divided parameters are whole at which moment; None in other stages than the third."""
+        return self.gradients.gathering
+
+    def _gather(self, modules: ModuleUnits) -> ParamGathering:
+        return ParamGathering(self._module, modules, self.options.partitioning, self.gradients.reduction)
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        module: Module,
+        optimizer: Optimizer | None,
+        plan: Callable[[bool], BackwardPlan],
+        dropped: Callable[[], None],
+        *,
+        is_elementwise: bool = True,
+    ) -> None:
+        """Take over the parameters of `module` that `optimizer` updates (without one: all that require a gradient and
+        that no other engine manages).
+
+        The optimizer's groups are changed in place: under sharding they hold fragments instead of parameters.
+
+        Args:
+            plan: asked at the beginning of every backward, with True if the user started it.
+            dropped: called when a failure has cost the gradients of a step.
+            is_elementwise: whether the optimizer's update of an element depends on that element only.
+
+        Raises:
+            ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
+        """
+        self.optimizer = optimizer
+        self._module = module
+        self.gradients.attach(plan, dropped)
+        with freed_memory_returned() if self.units.modules is not None else nullcontext():
+            self.units.attach(module, optimizer, is_elementwise=is_elementwise)
+            self._connect()
+        if optimizer is not None and self.stage > 0:
+            hint_at_clipping()
+        if optimizer is not None:  # a group that only the optimizer knew would train without averaging
+            own = weakref.ref(self)  # the user's optimizer does not keep the engine alive
+            optimizer.add_param_group = _add_param_group(own, optimizer)  # type: ignore[method-assign, assignment]
+            optimizer.zero_grad = _zero_grad(own, optimizer)  # type: ignore[method-assign, assignment]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
+        gradients = self.gradients
+        if gradients.window.is_open or any(gradients.reduction.used) or gradients.are_set:
+            raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
+        self.units.add_group(param_group)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Put buckets, hooks and update batches in place for all units; again after a group was added."""
+        units, optimizer = self.units, self.optimizer
+        rows = None
+        if takes_only_sparse(optimizer) and units.params:
+            rows = TouchedRows(units.params, [units.ranks.of(param).everyone for param in units.params])
+        managed.register(self)
+        self.gradients.connect(rows)
+        self.states.outside_changes = OutsideChanges(self._module, list(units), units.name_of)
+        if optimizer is not None:
+            self._updates = OptimizerUpdate(optimizer, list(units.batches()), self.gradients.was_used, rows)
+        if units.modules is not None:
+            units.modules.create_rest(units.params)
+            if self.gathering is not None:
+                self.gathering.remove_hooks()
+            self.gradients.gathering = self._gather(units.modules)
+            watch(self._module)
+
+    def before_compile(self) -> None:
+        """The module is about to be compiled with `torch.compile`."""
+        if self.gathering is not None:
+            self.gathering.hooks.leave_out_of_graphs()
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def update(self, scale: Scalar = 1.0) -> None:
+        """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
+        assert self._updates is not None
+        self._take_before_update()
+        managed.note_write()
+        self.states.wait_for_copy()
+        gathers: list[tuple[GroupBackend, Work]] = []
+        try:
+            self.release_gathered()
+            scale = scale * self.gradients.average_factor
+            if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
+                scale = scale.item()
+            if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
+                for reduced in self.gradients.memory.reduced:
+                    multiply(reduced, scale)
+                scale = 1.0
+            for batch in self._updates.step(scale):
+                for unit in map(self.units.__getitem__, batch.finished):
+                    if (work := self.options.stage.gather_weights(unit)) is not None:
+                        gathers.append((unit.ranks.shards, work))
+            for _, work in gathers:
+                work.wait()
+        except BaseException as error:
+            self.states.break_by(error)
+            self.gradients.abandon(*gathers)
+            raise
+        self.placement.finish_sending()
+        self.set_locally.clear()
+
+    def _take_before_update(self) -> None:
+        try:
+            self.states.take_outside_changes()
+        except BaseException:
+            self.gradients.abandon()
+            raise
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def masters_from_weights(self) -> None:
+        """Start the master weights again after the module's weights were loaded or changed from outside."""
+        self.states.wait_for_copy()
+        managed.note_write()
+        self.states.take_outside_changes()
+        for unit in self.units:
+            unit.masters_from_weights()
+
+    def weights_from_masters(self) -> None:
+        """Bring the master weights of all ranks into the model's weights."""
+        self.release_gathered()
+        managed.note_write()
+        if self.states.outside_changes is not None:
+            self.states.outside_changes.drop()
+        for unit in self.units:
+            unit.weights_from_masters()
+        works = [work for unit in self.units if (work := self.options.stage.gather_weights(unit)) is not None]
+        for work in works:
+            work.wait()
+
+    def release_gathered(self) -> None:
+        """Weights are about to be saved, loaded or updated, each rank's part by itself."""
+        if self.gathering is not None:
+            self.gathering.release()
+
+    def weights_changed(self, params: Set[Tensor]) -> None:
+        """`params` were changed inside `GatheredParameters`. Where every rank holds whole weights, the change is every
+        rank's own."""
+        if self.gathering is None:
+            return
+        self.states.wait_for_copy()
+        for unit in self.units:
+            if not params.isdisjoint(unit.params):
+                unit.take_changes()
+
+    @contextmanager
+    def among_peers(self) -> Iterator[None]:
+        """Enclose the collectives of a save or a load: if this rank fails inside, peers that wait for it raise."""
+        try:
+            yield
+        except BaseException:
+            give_up(self.gathering.abandon() if self.gathering is not None else ())
+            for sharded in self.units.divided():
+                sharded.shards_changed()
+            raise
+
+    def finish_before_moving(self) -> None:
+        """Return when nothing is in flight that reads or writes states."""
+        self.states.wait_for_copy()
+        self.states.take_outside_changes()
+        self.gradients.finish()
+        self.release_gathered()
+
+    # ---- parameters of other engines ----------------------------------------------------------------------------
+
+    def borrowed_names(self) -> list[str]:
+        """Parameters that another engine holds, divided, for this one, too."""
+        return list(self._find_borrowed())
+
+    def _find_borrowed(self) -> dict[str, Parameter]:
+        if self.units.modules is None:
+            return {}
+        borrowed = self.units.modules.borrowed
+
+        def is_of_another(param: Parameter) -> bool:
+            if unit_of(param) is not None:
+                return param in borrowed
+            # whole, and without an optimizer in no shard of this engine, which a save would write
+            return self.optimizer is None and managed.manager_of(param) not in (None, self)
+
+        return {name: param for name, param in self.units.named_parameters if is_of_another(param)}
+
+    def _find_lenders(self) -> "Sequence[Sharding]":
+        """The shardings of the engines that train what this one borrows."""
+        managers = dict.fromkeys(managed.manager_of(param) for param in self._find_borrowed().values())
+        return [manager for manager in managers if manager is not None]
+
+    def release_borrowed(self) -> None:
+        """The parameters of `borrowed_names` are about to be loaded.
+
+        Raises:
+            StateError: the states of an engine that trains them are in host memory since `offload_states`.
+        """
+        if self.gathering is None:
+            return
+        for lender in self._find_lenders():
+            lender.states.require_unmoved("load_checkpoint")
+            lender.states.wait_for_copy()
+        self.gathering.release_borrowed()
+
+    def load_frozen(self, parts: dict[str, Tensor]) -> None:
+        """Load what `saved_part` gave for parameters that no optimizer has, or that of another engine. Whole ones come
+        with the module's."""
+        if self.gathering is None:
+            return
+        self.gathering.load_parts(parts, self.backend)
+        params = set(self._find_borrowed().values())
+        for lender in self._find_lenders():
+            lender.weights_changed(params)
+
+    def accept_load(self) -> None:
+        """A load has ended, also by failing, and nothing that it did to parameters is a change of the user's."""
+        if self.gathering is not None:
+            self.gathering.accept_load()
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that stay allocated between steps for collectives and copies; no states."""
+        own = self.placement.held_bytes + self.gradients.memory.held_bytes
+        return own + sum(ranks.held_bytes for ranks in self.backends)
+
+    def retire(self) -> None:
+        """Leave the parameters of an engine that only evaluates to one that trains them, divided as they are."""
+        if self.units.modules is not None:
+            self.units.modules.leave()
+        self.destroy()
+
+    def destroy(self) -> None:
+        """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
+        engine, or in another one. Idempotent."""
+        module = self._module
+        if self.gathering is not None:
+            self.gathering.remove_hooks()
+        self.states.wait_for_copy()
+        self.states.reload(non_blocking=False)
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("add_param_group", None)
+            vars(self.optimizer).pop("zero_grad", None)
+        self.units.give_back()
+        self.gradients.stop()
+        self.placement.release()
+        managed.release(self)
+        self.optimizer = self._updates = None
+        self._module, self.states.outside_changes = Module(), None
+        self.units.drop()
+        self.gradients.drop()
+        if self.units.modules is not None:
+            self.units.modules.destroy()
+            unwatch(module)

@@ -1,0 +1,426 @@
+"""`Units`: what one rank has of the model, laid out in units: which parameters, whose shards, in what sub-groups.
+
+Made by `Sharding.attach`, which takes the parameters over, group by group of the optimizer. The gradients of the units
+are in `gradient_memory.py`, and who owns what of a unit is the answer of its stage (`stages.py`).
+
+Legend: N padded numel of a unit, S numel of a shard, W ranks.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.values import all_gather_values, check_same, named_ranks
+from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+from deepspeed.ops.optimizer import KernelOptimizer
+from deepspeed.optim import takes_only_sparse
+from deepspeed.zero.layout import divide_into_units
+from deepspeed.zero.managed import manager_of
+from deepspeed.zero.module_units import ModuleUnits, Stage3Options
+from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.stages import STAGES, Stage
+from deepspeed.zero.synchronize import described, settings_of
+from deepspeed.zero.unit import Unit, adopt_state, divide
+from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
+from deepspeed.zero.update import UpdateBatch, takes_one_pass, takes_one_pass_of
+
+#: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
+#: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
+WIDENED_NUMEL = 2**19
+#: the same in a device's memory, where it is a buffer of 64 MiB: a call of the optimizer costs the host more than the
+#: device needs for a short part
+DEVICE_WIDENED_NUMEL = 2**24
+#: elements updated in one call in a device's memory, about half a millisecond of its bandwidth; what is gathered begins
+#: after it
+DEVICE_UPDATE_NUMEL = 2**26
+
+#: small models get buckets of a third of their size, so that something overlaps the backward, but none below this
+MIN_BUCKET_NUMEL = 2**18
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """`ShardingOptions` carries, as plain values, what a stage needs of the configuration."""
+
+    stage: Stage = STAGES[0]
+    model_dtype: torch.dtype | None = None  # dtype that parameters get; None leaves them
+    accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
+    wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
+    bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
+    update_numel: int = 4 * 2**20  # fp32 elements updated, and then gathered, in one go
+    sub_group_numel: int = sys.maxsize  # the user's bound for the same
+    overlap: bool = True  # launch a bucket when it is full, not when the backward is over
+    allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
+    predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+    groups: UnitGroups | None = None  # of the units; None: all are those of the whole data-parallel group
+    model_ranks: tuple[GroupBackend, ...] = ()  # one per axis (tp, pp) along which the caller divided the model
+    counts_replicated: bool = True  # this rank adds parameters to the norm that its tensor-parallel peers have, too
+    device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
+    placement: Placement = field(default_factory=Placement)  # where master weights, states and reduced gradients live
+    partitioning: Stage3Options = field(default_factory=Stage3Options)  # of parameters that are divided themselves
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of `dtype` add up, whether the model's dtype was applied to
+        the parameters already or not."""
+        return self.accumulation_dtype or self.model_dtype or dtype if dtype.is_floating_point else dtype
+
+
+class Units:
+    """The units of one engine, in the order in which they were made; `units[index]` is the unit of that index.
+
+    Attributes:
+        params: the attached parameters, in the order of the units.
+        named_parameters: all parameters of the module, also those that are not attached.
+        saved_groups: attached parameters, by index, as a checkpoint has them.
+        is_whole: a parameter has one owner, as the optimizer is not known to be elementwise.
+        modules: where parameters are divided themselves: the units by module.
+    """
+
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None) -> None:
+        self.params: list[Parameter] = []
+        self.named_parameters: list[tuple[str, Parameter]] = []
+        self.saved_groups: list[list[int]] = []
+        self.is_whole = False
+        self.ranks = options.groups or UnitGroups(UnitRanks.over(backend))
+        self._options = options
+        self._stage = options.stage
+        self._backend = backend
+        self._group = group
+        self._placement = options.placement
+        self.modules: ModuleUnits | None = None
+        if options.stage.divides_parameters:
+            self.modules = self._divide(Module())  # nothing yet
+        self._optimizer: Optimizer | None = None
+        self._all: list[Unit] = []
+        self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights
+        self._widens = False  # gradients are copied to fp32 before the update, part by part
+        self._bucket_bytes = 0  # that the backend prefers
+        self._total_numel = 0  # elements that train
+        self._positions: dict[int, int] = {}  # id of a parameter -> its place in the model
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> Unit:
+        return self._all[index]
+
+    def find(self, param: Parameter) -> tuple[Unit, int]:
+        """The unit of a parameter and its index in it.
+
+        Raises:
+            KeyError: if the parameter is not attached.
+        """
+        for unit in self._all:
+            for index, candidate in enumerate(unit.params):
+                if candidate is param:
+                    return unit, index
+        raise KeyError(f"parameter of shape {tuple(shape_of(param))} is not managed by this engine")
+
+    def name_of(self, param: Tensor) -> str:
+        """The name of a parameter in the module, for errors."""
+        return next((name for name, other in self.named_parameters if other is param), "?")
+
+    def position(self, unit: Unit) -> int:
+        """The place in the model of the first parameter of a unit."""
+        return min(self._positions.get(id(param), 0) for param in unit.params)
+
+    def saved_parameters(self) -> list[list[Parameter]]:
+        """Attached parameters in the order in which a checkpoint has them, in its groups."""
+        return [[self.params[place] for place in group] for group in self.saved_groups]
+
+    def divided(self) -> Sequence[ParamUnit]:
+        """The weights of the units whose parameters are divided themselves, also of those that do not train."""
+        return () if self.modules is None else self.modules.all
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def attach(self, module: Module, optimizer: Optimizer | None, *, is_elementwise: bool) -> None:
+        """Lay out the parameters of `module` that `optimizer` updates; see `Sharding.attach`. The optimizer's groups
+        get shards instead of parameters.
+
+        Raises:
+            ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
+        """
+        self._optimizer = optimizer
+        self.is_whole = not is_elementwise
+        if self.is_whole and optimizer is not None:
+            self._stage.refuse(optimizer)
+        groups = optimizer.param_groups if optimizer is not None else []
+        if self._stage.divides_parameters:
+            self.modules = self._divide(module, [param for group in groups for param in group["params"]])
+        self._positions = {id(param): place for place, param in enumerate(module.parameters())}
+        self.named_parameters = list(module.named_parameters())
+        free = [param for param in module.parameters() if not manager_of(param)]
+        groups = groups if optimizer is not None else [{"params": free}]
+        self._agree([group["params"] for group in groups])
+        if optimizer is not None:
+            self._prepare_placement(optimizer)
+        for index, param_group in enumerate(groups):
+            for param in param_group["params"]:
+                self._refuse_foreign(index, param)
+        for index, param_group in enumerate(groups):
+            self._hold_group(index, param_group["params"])
+
+    def add_group(self, param_group: dict[str, Any]) -> None:
+        """Lay out one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        self._refuse_attached(len(optimizer.param_groups), params)
+        added = f"{self._described(params)}; {settings_of(param_group)}"
+        check_same({"the added group of parameters": added}, self._group)
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
+        last = len(optimizer.param_groups) - 1
+        self._hold_group(last, optimizer.param_groups[last]["params"])
+
+    def give_back(self) -> None:
+        """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
+        optimizer, self._optimizer = self._optimizer, None
+        if optimizer is None:
+            return
+        given = {id(param) for params in self._given_params for param in params}
+        for shard in (shard for unit in self._all for shard in unit.shards):
+            if id(shard.master) not in given:
+                optimizer.state.pop(shard.master, None)
+        for param_group, params in zip(optimizer.param_groups, self._given_params, strict=False):
+            param_group["params"] = params
+        self._given_params = []
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._all, self.params = [], []
+
+    def _divide(self, module: Module, trained: Sequence[Parameter] = ()) -> ModuleUnits:
+        options, device, dtype = self._options.partitioning, self._options.device, self._options.model_dtype
+        return ModuleUnits(module, self.ranks, options, trained, device=device, dtype=dtype)
+
+    def _prepare_placement(self, optimizer: Optimizer) -> None:
+        key = 'zero_optimization.offload_optimizer.device: found "nvme"'
+        if self._placement.fetches and self.ranks.has_replicas:
+            raise ConfigError(
+                f"{key} with mics_shard_size, or with modules that pipeline stages share: gradients of several copies "
+                'of the weights are added up in memory; set device to "cpu", or omit mics_shard_size'
+            )
+        if self._placement.fetches and takes_only_sparse(optimizer):
+            raise ConfigError(
+                f"{key} with {type(optimizer).__name__}, which takes sparse gradients only; set device to "
+                '"cpu", or use AdamW'
+            )
+        numel = -(-self._total_numel // self._backend.world_size)
+        gradient_dtype = self._options.gradient_dtype(torch.float32)
+        self._placement.prepare(optimizer, numel, gradient_dtype, max_sub_group_numel=self._batch_numel())
+
+    def _refuse_foreign(self, index: int, param: Tensor) -> None:
+        if id(param) in self._positions:
+            return
+        where = f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)}"
+        if not isinstance(param, Parameter):  # a fragment of a parameter
+            raise ConfigError(
+                f"{where} is what an engine that was not destroyed left there; call destroy() on that engine, or build "
+                "a new optimizer"
+            )
+        if param.requires_grad:
+            raise ConfigError(f"{where} is not in the model given to initialize(); give parameters of that model")
+
+    def _agree(self, param_groups: Sequence[Sequence[Parameter]]) -> None:
+        """Compare with the other ranks what the layout follows from, and settle what each would choose by itself.
+
+        Raises:
+            ConfigError: on every rank; it names those that differ.
+        """
+        options, optimizer = self._options, self._optimizer
+        dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
+        facts = {
+            "zero_optimization.stage": f"{self._stage.number}, offloaded: {self._placement.is_offloaded}",
+            "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self.is_whole}",
+            "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
+            "the optimizer's settings": "; ".join(map(settings_of, optimizer.param_groups if optimizer else ())),
+            "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
+            "reduce_bucket_size": str(options.bucket_numel),
+            "gradient_predivide_factor": str(options.predivide_factor),
+        }
+        if self._stage.divides_parameters:
+            facts |= options.partitioning.facts()
+        check_same(facts, self._group)
+        if isinstance(optimizer, KernelOptimizer):
+            optimizer.uses_kernel = True  # whatever it was in an engine before this one
+        has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
+        widens = options.model_dtype is not None and not self._will_take_one_pass(optimizer)
+        can = self._backend.capabilities
+        preferred = can.preferred_bucket_bytes if self._stage.divides_states else can.preferred_all_reduce_bytes
+        by_rank = all_gather_values([has_kernel, widens, preferred], self._group)
+        self._widens = any(numbers[1] for numbers in by_rank)
+        self._bucket_bytes = min(numbers[2] for numbers in by_rank)
+        trained = (param for params in param_groups for param in params if param.requires_grad)
+        self._total_numel = sum(shape_of(param).numel() for param in trained)
+        lacking = [rank for rank, numbers in enumerate(by_rank) if not numbers[0]]
+        if isinstance(optimizer, KernelOptimizer) and 0 < len(lacking) < self._backend.world_size:
+            self._use_reference(optimizer, lacking)
+
+    def _will_take_one_pass(self, optimizer: Optimizer | None) -> bool:
+        """Whether one pass updates the master weights, which do not exist yet and may be elsewhere than the weights are
+        now: stage 3 takes them from a model on the host. Where they are offloaded, it says whether the host's kernel
+        takes the weights themselves; if not, they are widened in short parts."""
+        device = self._options.device
+        if optimizer is None or device is None or self._placement.is_offloaded:
+            return takes_one_pass(optimizer)
+        return takes_one_pass_of(optimizer, [[torch.empty(0, device=device)] for _ in optimizer.param_groups])
+
+    def _use_reference(self, optimizer: KernelOptimizer, lacking: list[int]) -> None:
+        """Replicas that step with a kernel here and its reference there drift apart by roundings."""
+        optimizer.uses_kernel = False
+        warn_once(
+            f"optimizer: {named_ranks(lacking)} of {self._backend.world_size} cannot load the kernel of "
+            f"{type(optimizer).__name__}, so all ranks step with its torch reference, which is slower; ds_report there "
+            "says why"
+        )
+
+    def _described(self, params: Sequence[Parameter]) -> str:
+        """The parameters that train, by their places in the module."""
+        return described((str(self._positions.get(id(param))), param) for param in params if param.requires_grad)
+
+    def _hold_group(self, index: int, params: Sequence[Parameter]) -> None:
+        """Split one optimizer group by dtype and by who shares the parameters, and lay out each part in units."""
+        if self.modules is not None:
+            self.modules.drop(params)
+        self._refuse_attached(index, params)
+        parts: dict[tuple[torch.dtype, UnitRanks], list[Parameter]] = {}
+        for param in params:
+            if param.requires_grad and shape_of(param).numel() > 0:
+                parts.setdefault((param.dtype, self.ranks.of(param)), []).append(param)
+        first = len(self._all)
+        for alike in parts.values():
+            self._hold_units(index, alike)
+            place = {id(param): position for position, param in enumerate(self.params)}
+            self.saved_groups.append([place[id(param)] for param in alike])
+        self._given_params.append(list(params))
+        if self._optimizer is not None:
+            masters = [shard.master for unit in self._all[first:] for shard in unit.shards]
+            self._optimizer.param_groups[index]["params"] = masters
+
+    def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
+        """Lay out parameters of one dtype that the same ranks share: one unit per module for those that are divided
+        themselves, and for all others runs of neighbors."""
+        if self.modules is not None:
+            for sharded in self.modules.create_for(params):
+                self._hold(sharded.params, index, sharded)
+                sharded.source_S = None
+            params = [param for param in params if unit_of(param) is None]
+        if not params:
+            return
+        if self.ranks.of(params[0]).is_tied:  # other pipeline stages hold other parameters beside them
+            for param in params:
+                self._hold([param], index)
+            return
+        numels = [param.numel() for param in params]
+        positions = [self._positions.get(id(param), 0) for param in params]
+        for run in divide_into_units(numels, positions, self._unit_numel(params)):
+            self._hold([params[place] for place in run], index)
+
+    def _hold(self, params: Sequence[Parameter], param_group: int, sharded: ParamUnit | None = None) -> None:
+        """Make one unit; `sharded`: the weights of its parameters, if these are divided themselves."""
+        ranks = self.ranks.of(params[0])
+        numels = [shape_of(param).numel() for param in params]
+        is_whole, max_numel = self.is_whole, self._max_fragment_numel()
+        unit = Unit(
+            params,
+            index=len(self._all),
+            first_index=len(self.params),
+            param_group=param_group,
+            layout=self._stage.layout(numels, ranks.world_size, is_whole=is_whole, max_fragment_numel=max_numel),
+            ranks=ranks,
+            model_dtype=self._options.model_dtype,
+            is_flat=sharded is None and self._stage.divides_states,
+            is_whole=is_whole,
+            has_optimizer=self._optimizer is not None,
+            placement=self._placement.of_unit(sum(numels)),
+            sharded=sharded,
+        )
+        self._all.append(unit)
+        self.params.extend(params)
+        if self._optimizer is not None:
+            adopt_state(self._optimizer, unit)
+            sub_groups = divide(unit.shards, self._batch_numel())
+            unit.placement.put_away(self._optimizer, sub_groups, self._options.gradient_dtype(unit.dtype))
+            unit.forget_masters()
+
+    def _unit_numel(self, params: Sequence[Parameter]) -> int:
+        """Elements of a unit of such parameters, at most."""
+        wish = min(self._bucket_bytes // self._options.gradient_dtype(params[0].dtype).itemsize, self._third())
+        numel = min(self._options.bucket_numel, wish)
+        largest = max(param.numel() for param in params)
+        world_size = self.ranks.of(params[0]).world_size
+        return max(numel, largest * world_size) if self.is_whole and self._stage.divides_states else numel
+
+    def _third(self) -> int:
+        return max(MIN_BUCKET_NUMEL, self._total_numel // 3)
+
+    def _refuse_attached(self, index: int, params: Sequence[Parameter]) -> None:
+        attached = {id(param) for param in self.params}
+        own: set[int] = set()
+        for param in params:
+            if id(param) in own:
+                raise ConfigError(
+                    f"optimizer.param_groups[{index}]: a parameter of shape {tuple(shape_of(param))} is in it twice; "
+                    "give each parameter once"
+                )
+            own.add(id(param))
+            if id(param) in attached:
+                raise ConfigError(
+                    f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is in two groups; put "
+                    "it in one"
+                )
+
+    def _max_fragment_numel(self) -> int | None:
+        """Fragments are as long as possible, but where gradients are widened, or weights sent, part by part."""
+        is_divided = (self._widens or self._placement.is_offloaded) and not self.is_whole
+        return self._batch_numel() if is_divided else None
+
+    def _batch_numel(self) -> int:
+        device = self._options.device
+        on_device = device is not None and device.type != "cpu" and not self._placement.is_offloaded
+        update, widened = self._options.update_numel, WIDENED_NUMEL
+        if on_device:
+            update, widened = max(update, DEVICE_UPDATE_NUMEL), DEVICE_WIDENED_NUMEL
+        numel = min(update, self._options.sub_group_numel)
+        return min(widened, numel) if self._widens and not self._placement.fetches else numel
+
+    def batches(self) -> Iterator[UpdateBatch]:
+        """Yield what an update goes through one after the other, so that little is alive at once."""
+        is_one = not self._stage.divides_states and not self._widens  # nothing to gather
+        room = self._batch_numel()
+        batch = UpdateBatch([], [])
+        numel = 0
+        for unit in self._all:
+            if unit.placement is not batch.placement or unit.placement.fetches:  # a sub-group is of one unit
+                if batch.finished:
+                    yield batch
+                batch, numel = UpdateBatch([], [], unit.placement), 0
+            is_started = False
+            for shard in unit.shards:
+                if batch.shards and numel + shard.fragment.numel > room and not is_one:
+                    yield batch
+                    batch, numel = UpdateBatch([], [], unit.placement), 0
+                if not is_started:
+                    batch.started.append(unit.index)
+                    is_started = True
+                batch.shards.append(shard)
+                numel += shard.fragment.numel
+            if not is_started:  # this rank has nothing of it
+                batch.started.append(unit.index)
+            batch.finished.append(unit.index)
+        yield batch
