@@ -147,8 +147,8 @@ def ds_sharding(name: str) -> "Callable[..., Any] | None":
         name: `zero_optimization.stage` as text, `"0"` to `"3"`: a plugin may replace a stage.
 
     Returns:
-        A class with the contract of `deepspeed.zero.sharding.Sharding` (for `"3"`, that of
-        `deepspeed.zero.stages.Stage3`, which also gets the keys of stage 3), or None.
+        A class with the contract of `deepspeed.zero.sharding.Sharding`, or None; its `options.stage` says what is
+        divided among the ranks.
     """
 
 

@@ -1,11 +1,11 @@
 """ZeRO: optimizer states, gradients and parameters sharded over ranks.
 
-May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py` (the contract), then
-`stages.py` beside it, `holding.py`, `layout.py`, `unit_groups.py`, `backward.py` (where gradients are averaged),
-`gradient_reduction.py`, `bucket.py`, `update.py`, `backward_window.py`.
+May import `precision`, `optim`, `parallel`, `comm` and below. Read `stages.py` (what is divided), `sharding.py` (the
+step), then its parts: `units.py`, `unit.py` and `layout.py`; `gradients.py`, `backward_window.py`,
+`gradient_memory.py`, `gradient_reduction.py` (where gradients are averaged) and `bucket.py`; `update.py`; `states.py`.
 Stage 3: `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py`
-(`zero.Init`) and `gather.py`. Checkpoints: `stateful.py`, `state_dict.py`, `named_states.py`, `redistribute.py`. Names
-load on first use.
+(`zero.Init`) and `gather.py`. Checkpoints: `state_dict.py`, `named_states.py`, `redistribute.py`. Names load on first
+use.
 """
 
 import sys

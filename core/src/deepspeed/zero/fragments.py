@@ -53,11 +53,11 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     found = _find(param)
     if found is None:
         return param.grad
-    sharding, group, index = found
+    sharding, unit, index = found
     sharding.gradients.take_unseen()
     sharding.gradients.reduce()
     holders = sharding.units.ranks.holders_of_parts(param)
-    is_used = sharding.gradients.was_used[group.first_index + index]
+    is_used = sharding.gradients.was_used[unit.first_index + index]
     gradient = _assemble(found, param, GRADIENT, _gradient) if is_used else None
     if holders is not None:
         gradient = join_parts(gradient, param, holders)
@@ -126,12 +126,12 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
-    sharding, group, index = found
+    sharding, unit, index = found
     sharding.gradients.take_unseen()
     sharding.gradients.reduce()
-    if not sharding.gradients.was_used[group.first_index + index]:
+    if not sharding.gradients.was_used[unit.first_index + index]:
         return None
-    gradient = _local(sharding, group, index, GRADIENT, _gradient)
+    gradient = _local(sharding, unit, index, GRADIENT, _gradient)
     return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
 
 
@@ -178,12 +178,12 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
 
 def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., Any]) -> None:
     """`write` is `_scatter` or `_set_local`."""
-    sharding, group, index = _managed(param, asked)
+    sharding, unit, index = _managed(param, asked)
     sharding.gradients.take_unseen()
     sharding.gradients.reduce()
     value = value / sharding.gradients.average_factor if isinstance(value, Tensor) else value
     write(param, value, asked, GRADIENT, _gradient)
-    sharding.gradients.were_replaced(group.first_index + index)
+    sharding.gradients.were_replaced(unit.first_index + index)
 
 
 def _widened(gradient: Tensor, factor: float) -> Tensor:
@@ -224,21 +224,21 @@ def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pi
         name: of the tensor, as `Placement.read` has it.
         pick: gives a shard's tensor, or None if it has none; either all ranks have one or none has.
     """
-    sharding, group, index = found
-    fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
-    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    sharding, unit, index = found
+    fragments = [fragment for fragment in unit.layout.fragments if fragment.param == index]
+    shards = [shard for shard in unit.shards if shard.fragment.param == index]
     mine = [(shard, shard.placement.read(shard, name, pick(sharding, shard))) for shard in shards]
     picked = [value for _, value in mine if value is not None]
-    dtype = _agree_on_dtype(group.ranks.everyone, picked[0].dtype if picked else None, param.device)
+    dtype = _agree_on_dtype(unit.ranks.everyone, picked[0].dtype if picked else None, param.device)
     if dtype is None:
         return None
     shape = shape_of(param)
     whole_N = torch.zeros(shape.numel(), dtype=dtype, device=param.device)
     for shard, value in mine:
         whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
-    if group.layout.world_size > 1:
+    if unit.layout.world_size > 1:
         works = [
-            group.ranks.shards.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
+            unit.ranks.shards.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
             for each in fragments
         ]
         for work in works:
@@ -269,7 +269,7 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
         The part of `value` that this rank has; all of it unless the model is divided.
     """
     note_write()
-    sharding, group, index = _managed(param, asked)
+    sharding, unit, index = _managed(param, asked)
 
     def check() -> Tensor:
         if not isinstance(value, Tensor):
@@ -279,14 +279,14 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
             raise ValueError(
                 f"{asked}: found a value of shape {tuple(part.shape)}, the parameter has {tuple(shape_of(param))}"
             )
-        for shard in group.shards:
+        for shard in unit.shards:
             if shard.fragment.param == index:
                 pick(sharding, shard)  # raises if it is not there
         return part
 
-    part = _accepted_by_all(check, asked, group.ranks.everyone)
+    part = _accepted_by_all(check, asked, unit.ranks.everyone)
     flat = part.detach().reshape(-1)
-    for shard in group.shards:
+    for shard in unit.shards:
         if shard.fragment.param == index:
             start = shard.fragment.param_start
             _write(sharding, shard, name, pick, flat[start : start + shard.fragment.numel])
@@ -356,21 +356,21 @@ def _requires(asked: str, key: str) -> _Pick:
     return pick
 
 
-def _local(sharding: Sharding, group: Unit, index: int, name: str, pick: _Pick) -> Tensor | None:
+def _local(sharding: Sharding, unit: Unit, index: int, name: str, pick: _Pick) -> Tensor | None:
     """This rank's fragments of one parameter, end to end."""
-    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    shards = [shard for shard in unit.shards if shard.fragment.param == index]
     picked = [shard.placement.read(shard, name, pick(sharding, shard)) for shard in shards]
     present = [value.detach().reshape(-1) for value in picked if value is not None]
     if len(present) < len(picked):
         return None
-    return torch.cat(present) if present else torch.empty(0, device=group.params[index].device)
+    return torch.cat(present) if present else torch.empty(0, device=unit.params[index].device)
 
 
 def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
     """Copy `value`, this rank's elements of `param`, to the tensors `name`, which `pick` gives."""
     note_write()
-    sharding, group, index = _managed(param, asked)
-    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    sharding, unit, index = _managed(param, asked)
+    shards = [shard for shard in unit.shards if shard.fragment.param == index]
 
     def check() -> Tensor:
         numel = sum(shard.fragment.numel for shard in shards)
@@ -385,7 +385,7 @@ def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pi
         return value
 
     # at stage 0 a rank's elements are all of them; at the others each rank's are its own affair
-    part = _accepted_by_all(check, asked, group.ranks.everyone) if sharding.stage == 0 else check()
+    part = _accepted_by_all(check, asked, unit.ranks.everyone) if sharding.stage == 0 else check()
     flat = part.detach().reshape(-1)
     start = 0
     for shard in shards:

@@ -77,7 +77,7 @@ class GradientMemory:
         for index in range(len(self.by_unit), len(self._units)):
             unit = self._units[index]
             self.by_unit.append(self._create(unit))
-            reduced_S = unit.placement.home_of_gradients(index, unit, self._own(unit))
+            reduced_S = unit.placement.home_of_gradients(unit, self._own(unit))
             reduced_S[reduced_S.numel() - unit.layout.padding(unit.rank) :].zero_()
             self.reduced.append(reduced_S)
         self._connect_shards()

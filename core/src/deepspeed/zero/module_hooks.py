@@ -21,9 +21,9 @@ through the graph, which Python's collector does not see.
 `self.other.weight` in a functional call. `_parameters` of every module is a dict that sees such a read: the unit is
 gathered, and counts as one of the reading module's own from then on. `register_external_parameter` says so beforehand.
 
-`ParamGathering`, which `Stage3` makes, and makes again after a group was added to the optimizer, ties these hooks to
-the units (`module_units.py`) and to what gathers and releases them (`fetcher.py`). It says which parameters of one
-engine are whole at which moment of its steps.
+`ParamGathering`, which `Sharding` makes in stage 3, and makes again after a group was added to the optimizer, ties
+these hooks to the units (`module_units.py`) and to what gathers and releases them (`fetcher.py`). It says which
+parameters of one engine are whole at which moment of its steps.
 """
 
 import re
@@ -400,7 +400,7 @@ class ParamGathering:
     def gradient_arrived(self, unit: ParamUnit) -> None:
         """Count a gradient of `unit` that was taken, and drop the unit after its last one.
 
-        Called by the hook of a parameter (`GradientReduction.arrived`), through `Stage3._after_arrival`.
+        Called by the hook of a parameter (`GradientReduction.arrived`), through `Gradients`.
         """
         unit.num_missing -= 1
         if unit.num_missing == 0 and unit.num_users == 0:

@@ -42,30 +42,30 @@ class _Link(NamedTuple):
 
 
 class OutsideChanges:
-    """Made by `Sharding` when its groups are complete.
+    """Made by `Sharding` when its units are complete.
 
     Args:
         module: the model.
-        groups: of attached parameters.
+        units: all of the engine.
         name_of: a parameter's name, for errors.
     """
 
-    def __init__(self, module: Module, groups: Sequence[Unit], name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, module: Module, units: Sequence[Unit], name_of: Callable[[Tensor], str]) -> None:
         self._module = module
         self._name_of = name_of
-        self._groups = list(groups)
-        own = {id(param): param for group in groups for param in group.params}
+        self._units = list(units)
+        own = {id(param): param for unit in units for param in unit.params}
         places = {key: place for key, place in _places_in(module).items() if key in own}
         self._params = [own[key] for key in places]
         self._places = list(places.values())
         self._links = _links_in(module)
-        homes = [pair for group in groups for pair in group.homes()]
+        homes = [pair for unit in units for pair in unit.homes()]
         self._placed = [param for param, _ in homes]
         self._homes = [home for _, home in homes]
         self._home_of = {id(param): home for param, home in homes}
-        self._free = [param for group in groups if group.is_free for param in group.params]
+        self._free = [param for unit in units if unit.is_free for param in unit.params]
         self._kinds = [(param.shape, param.dtype) for param in self._free]
-        self._rounded = [param for group in groups if group.has_masters for param in group.params]
+        self._rounded = [param for unit in units if unit.has_masters for param in unit.params]
         forms = {id(param): (param.dtype, param.device) for param in self._params}
         self._forms = [forms[key] for key in places]  # of `self._params`
         self._versions: dict[int, int] = {}
@@ -122,10 +122,10 @@ class OutsideChanges:
         self._to_masters({id(param) for param, _ in changed})
 
     def _to_masters(self, changed: set[int]) -> None:
-        for group in self._groups:
-            for place, param in enumerate(group.params):
+        for unit in self._units:
+            for place, param in enumerate(unit.params):
                 if id(param) in changed:
-                    group.take_changes(place)
+                    unit.take_changes(place)
 
     def refuse_converted(self) -> None:
         """Called when a forward has failed too.

@@ -142,12 +142,11 @@ class Placement:
         assert value is not None
         value.data.view(-1).copy_(new.reshape(-1))
 
-    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
-        """Return the memory where the optimizer finds this rank's reduced gradients; called in the order of the groups.
+    def home_of_gradients(self, unit: Unit, own_S: Tensor) -> Tensor:
+        """Return the memory where the optimizer finds this rank's reduced gradients; called in the order of the units.
 
         Args:
-            index: of the unit.
-            own_S: this rank's part of what buckets of the group live in; empty where they live in buffers of a pool.
+            own_S: this rank's part of what the unit's bucket lives in; empty where they live in buffers of a pool.
         """
         return own_S
 

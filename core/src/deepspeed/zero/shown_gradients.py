@@ -63,10 +63,10 @@ class ShownGradients:
 
     def _find_views(self) -> None:
         alike = [
-            (group.first_index + place, param, view)
-            for group, memory_N, views in self._units
-            if memory_N.dtype == group.dtype
-            for place, (param, view) in enumerate(zip(group.params, views, strict=True))
+            (unit.first_index + place, param, view)
+            for unit, memory_N, views in self._units
+            if memory_N.dtype == unit.dtype
+            for place, (param, view) in enumerate(zip(unit.params, views, strict=True))
         ]
         shown = [(index, param, view) for index, param, view in alike if self._used[index]]
         self._indices = [index for index, _, _ in shown]
@@ -76,10 +76,10 @@ class ShownGradients:
 
     def _memory(self, index: int) -> Tensor:
         """The gradient memory of the parameter `index`, in its shape."""
-        for group, memory_N, _ in self._units:
-            if 0 <= (place := index - group.first_index) < len(group.params):
-                shape = group.shapes[place]
-                return memory_N.narrow(0, group.layout.offsets[place], shape.numel()).view(shape)
+        for unit, memory_N, _ in self._units:
+            if 0 <= (place := index - unit.first_index) < len(unit.params):
+                shape = unit.shapes[place]
+                return memory_N.narrow(0, unit.layout.offsets[place], shape.numel()).view(shape)
         raise AssertionError(f"the parameter {index} is in no unit")
 
     def take(self) -> list[int]:

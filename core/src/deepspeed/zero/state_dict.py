@@ -107,28 +107,28 @@ class SavedGroup:
         for run in self.in_file:
             in_file.setdefault(run.param, []).append(run)
         window, used = UnitWindow(), dict[int, int]()  # elements, by owner
-        for group in self._sharding.units:
-            if group.first_index in self.place:
-                numel = sum(group.layout.numels)
+        for unit in self._sharding.units:
+            if unit.first_index in self.place:
+                numel = sum(unit.layout.numels)
                 if window.numel and window.numel + numel > _WINDOW_NUMEL * self.ranks.world_size:
                     yield window
                     window, used = UnitWindow(), {}
-                self._add(group, window, used, in_file)
+                self._add(unit, window, used, in_file)
         yield window
 
-    def _add(self, group: Unit, window: UnitWindow, used: dict[int, int], in_file: Mapping[int, list[Run]]) -> None:
-        for each in group.layout.fragments:
-            param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
+    def _add(self, unit: Unit, window: UnitWindow, used: dict[int, int], in_file: Mapping[int, list[Run]]) -> None:
+        for each in unit.layout.fragments:
+            param, offset = self.place[unit.first_index + each.param], used.get(each.owner, 0)
             runs = [
-                Run(param, each.param_start, each.numel, holder, offset) for holder in group.ranks.holders(each.owner)
+                Run(param, each.param_start, each.numel, holder, offset) for holder in unit.ranks.holders(each.owner)
             ]
             window.here += runs
             window.first_copy.append(runs[0])
             used[each.owner] = offset + each.numel
-        for number in range(len(group.params)):
-            window.in_file += in_file[self.place[group.first_index + number]]
-        window.shards += group.shards
-        window.numel += sum(group.layout.numels)
+        for number in range(len(unit.params)):
+            window.in_file += in_file[self.place[unit.first_index + number]]
+        window.shards += unit.shards
+        window.numel += sum(unit.layout.numels)
 
     def owners(self) -> tuple[dict[int, int], dict[int, int]]:
         """The rank that has a parameter, by its place: here and in the files. Where parameters are whole."""

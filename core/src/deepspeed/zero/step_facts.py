@@ -1,6 +1,6 @@
 """`StepFacts`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
 
-Called by `strategy.py`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
+Called by `Gradients`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
 on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
 them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
 0-D tensor (`Scalar`), which is read only by those who ask for its value.

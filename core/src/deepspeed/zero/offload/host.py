@@ -116,9 +116,9 @@ class HostPlacement(Placement):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         return self._memory.allocate(numel, dtype, crosses=crosses)
 
-    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
-        reduced_S = self._memory.allocate(group.layout.shard_numel, own_S.dtype)
-        self._host_shards[index] = _HostShard(reduced_S, own_S)
+    def home_of_gradients(self, unit: Unit, own_S: Tensor) -> Tensor:
+        reduced_S = self._memory.allocate(unit.layout.shard_numel, own_S.dtype)
+        self._host_shards[unit.index] = _HostShard(reduced_S, own_S)
         return reduced_S
 
     @property

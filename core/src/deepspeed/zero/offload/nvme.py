@@ -151,9 +151,9 @@ class NvmePlacement(HostPlacement):
             self._write(shard, name, value)
             _empty(value)
 
-    def home_of_gradients(self, index: int, group: Unit, own_S: Tensor) -> Tensor:
-        unit = self._by_index[index] = self._units[len(self._by_index)]
-        unit.own = own_S if own_S.numel() > 0 else None
+    def home_of_gradients(self, unit: Unit, own_S: Tensor) -> Tensor:
+        swapped = self._by_index[unit.index] = self._units[len(self._by_index)]
+        swapped.own = own_S if own_S.numel() > 0 else None
         return own_S.new_empty(0)
 
     @property
