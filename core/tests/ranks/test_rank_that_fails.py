@@ -80,7 +80,7 @@ try:
     elif case == "stays alive":
         train_step(*(1, boom) if rank == 1 else ())
     elif case == "sum over copies":  # rank 1 has issued its part of two sums, and fails in the third
-        copies = engine.sharding.units.ranks.dense.replicas
+        copies = engine.sharding.units.ranks.dense.replicate_group
         if rank == 1:
             copies.all_reduce = boom_at_third(copies.all_reduce)
         train_step()

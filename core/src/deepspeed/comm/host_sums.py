@@ -2,7 +2,7 @@
 
 A collective of the device gives its result to the device, and a host that reads it waits for all work that was queued
 before. What the hosts know, such as which parameters got a gradient, is summed over gloo instead: the host waits for
-the hosts of its peers, and the device goes on. Used by `zero/step_facts.py`.
+the hosts of its peers, and the device goes on. Used by `zero/step_agreement.py`.
 """
 
 import time

@@ -116,7 +116,7 @@ def _part(stored: StoredTensor, param: Parameter) -> Tensor:
     """This rank's part of ceil(n / W) elements of a sharded parameter, 1-D, padded with zeros."""
     unit = unit_of(param)
     assert unit is not None
-    ranks = unit.unit_ranks.everyone
+    ranks = unit.unit_ranks.reduce_group
     size = math.ceil(stored.numel() / ranks.world_size)
     first = min(size * ranks.rank, stored.numel())
     part = torch.zeros(size, dtype=param.dtype)
@@ -180,7 +180,7 @@ def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Te
             if was_sharded or fragments[name].shape != shapes[name]:  # a part; `mics_shard_size` 1 saves the whole, too
                 parts[name] = fragments[name]
             elif unit is not None:
-                parts[name] = part_of(fragments[name], unit.unit_ranks.everyone)
+                parts[name] = part_of(fragments[name], unit.unit_ranks.reduce_group)
     return parts
 
 
@@ -229,7 +229,7 @@ def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: Sav
     """This rank's part of a parameter that is sharded here, else the whole. None: nothing is divided, or not there."""
     assert found.parts is not None
     own, unit = found.model_state, unit_of(param)
-    rank, world_size = (unit.unit_ranks.everyone.rank, unit.unit_ranks.everyone.world_size) if unit else (0, 1)
+    rank, world_size = (unit.unit_ranks.reduce_group.rank, unit.unit_ranks.reduce_group.world_size) if unit else (0, 1)
     was_sharded = name in own["module"] and own["module"][name].numel() == 0
     fragment = (own.get("frozen_param_fragments") or {}).get(name)
     if fragment is not None:
@@ -245,7 +245,7 @@ def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: Sav
         part[: values.numel()] = values
     elif unit is not None and name in own["module"]:
         value = own["module"][name]
-        return part_of(value.whole() if isinstance(value, StoredTensor) else value, unit.unit_ranks.everyone)
+        return part_of(value.whole() if isinstance(value, StoredTensor) else value, unit.unit_ranks.reduce_group)
     else:
         return None
     return part if unit is not None else part.view(shape)

@@ -24,7 +24,7 @@ from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
 from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.stages import STAGES
-from deepspeed.zero.unit_groups import Copies, UnitGroups
+from deepspeed.zero.unit_groups import ReplicationMode, UnitGroups
 from deepspeed.zero.units import ShardingOptions
 
 
@@ -47,11 +47,11 @@ def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
     return mesh
 
 
-def copies_of_weights(zero: ZeroConfig) -> Copies:
+def copies_of_weights(zero: ZeroConfig) -> ReplicationMode:
     """Return which copies MiCS or hpZ keeps among the data-parallel ranks: of the model, of its weights, or none."""
     if zero.mics_shard_size > 0:
-        return Copies.MODEL
-    return Copies.WEIGHTS if zero.zero_hpz_partition_size > 1 else Copies.NONE
+        return ReplicationMode.MODEL
+    return ReplicationMode.WEIGHTS if zero.zero_hpz_partition_size > 1 else ReplicationMode.NONE
 
 
 def asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
@@ -109,7 +109,7 @@ def create_sharding(
     Raises:
         ConfigError: the optimizer was not tested with the stage, or keys exclude each other.
     """
-    group, ranks = mesh.gradient_group(), units.dense.everyone
+    group, ranks = mesh.gradient_group(), units.dense.reduce_group
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
     if accumulation not in (None, "fp32") and precision.model_dtype is None:

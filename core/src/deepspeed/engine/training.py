@@ -155,7 +155,7 @@ class Training:
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
-            self.sharding.gradients.take_unseen()  # they have another factor
+            self.sharding.gradients.collect_unseen_grads()  # they have another factor
         with self.observers.phase("backward"):
             self._run_backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
             self.end_backward()
@@ -336,7 +336,7 @@ class Training:
                 "with a model that has parameters to train"
             )
         with self.observers.phase("backward_allreduce"):
-            self.sharding.gradients.take_unseen()
+            self.sharding.gradients.collect_unseen_grads()
             self.sharding.gradients.reduce()
         if not self._had_backward:
             warn_once(

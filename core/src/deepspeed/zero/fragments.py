@@ -54,7 +54,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return param.grad
     sharding, unit, index = found
-    sharding.gradients.take_unseen()
+    sharding.gradients.collect_unseen_grads()
     sharding.gradients.reduce()
     holders = sharding.units.ranks.holders_of_parts(param)
     is_used = sharding.gradients.was_used[unit.first_index + index]
@@ -127,7 +127,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
     sharding, unit, index = found
-    sharding.gradients.take_unseen()
+    sharding.gradients.collect_unseen_grads()
     sharding.gradients.reduce()
     if not sharding.gradients.was_used[unit.first_index + index]:
         return None
@@ -179,7 +179,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
 def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., Any]) -> None:
     """`write` is `_scatter` or `_set_local`."""
     sharding, unit, index = _managed(param, asked)
-    sharding.gradients.take_unseen()
+    sharding.gradients.collect_unseen_grads()
     sharding.gradients.reduce()
     value = value / sharding.gradients.average_factor if isinstance(value, Tensor) else value
     write(param, value, asked, GRADIENT, _gradient)
@@ -229,7 +229,7 @@ def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pi
     shards = [shard for shard in unit.shards if shard.fragment.param == index]
     mine = [(shard, shard.placement.read(shard, name, pick(sharding, shard))) for shard in shards]
     picked = [value for _, value in mine if value is not None]
-    dtype = _agree_on_dtype(unit.ranks.everyone, picked[0].dtype if picked else None, param.device)
+    dtype = _agree_on_dtype(unit.ranks.reduce_group, picked[0].dtype if picked else None, param.device)
     if dtype is None:
         return None
     shape = shape_of(param)
@@ -238,7 +238,7 @@ def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pi
         whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
     if unit.layout.world_size > 1:
         works = [
-            unit.ranks.shards.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
+            unit.ranks.shard_group.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
             for each in fragments
         ]
         for work in works:
@@ -284,7 +284,7 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
                 pick(sharding, shard)  # raises if it is not there
         return part
 
-    part = _accepted_by_all(check, asked, unit.ranks.everyone)
+    part = _accepted_by_all(check, asked, unit.ranks.reduce_group)
     flat = part.detach().reshape(-1)
     for shard in unit.shards:
         if shard.fragment.param == index:
@@ -385,7 +385,7 @@ def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pi
         return value
 
     # at stage 0 a rank's elements are all of them; at the others each rank's are its own affair
-    part = _accepted_by_all(check, asked, unit.ranks.everyone) if sharding.stage == 0 else check()
+    part = _accepted_by_all(check, asked, unit.ranks.reduce_group) if sharding.stage == 0 else check()
     flat = part.detach().reshape(-1)
     start = 0
     for shard in shards:

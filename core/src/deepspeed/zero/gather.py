@@ -111,7 +111,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     def _tell_peers(self) -> None:
         """An exception ends the context on this rank, and is being handled. Peers, who may wait for it where the
         context begins or ends, raise."""
-        if not any(unit.unit_ranks.everyone.world_size > 1 for unit in self._units()):
+        if not any(unit.unit_ranks.reduce_group.world_size > 1 for unit in self._units()):
             return
         managers = {manager for param in self.params if (manager := manager_of(param)) is not None}
         for sharding in managers:

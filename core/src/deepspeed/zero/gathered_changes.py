@@ -50,9 +50,9 @@ class GatheredChanges:
         """
         found: dict[str, list[_Change]] = {}
         units = [(unit, num_changes) for unit, num_changes in self._units if unit.params]
-        all_ranks = [unit.unit_ranks.everyone for unit, _ in units] + [kept.ranks for kept in self._small]
+        all_ranks = [unit.unit_ranks.reduce_group for unit, _ in units] + [kept.ranks for kept in self._small]
         for everyone in dict.fromkeys(all_ranks):  # also where this rank has nothing to look at: its peers may have
-            its_units = {unit: num for unit, num in units if unit.unit_ranks.everyone is everyone}
+            its_units = {unit: num for unit, num in units if unit.unit_ranks.reduce_group is everyone}
             its_small = [kept for kept in self._small if kept.ranks is everyone]
             for change in _changed(everyone, its_units, its_small, self._gathered):
                 found.setdefault(change.name, []).append(change)

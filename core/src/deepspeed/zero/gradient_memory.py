@@ -85,7 +85,7 @@ class GradientMemory:
     def _create(self, unit: Unit) -> Tensor:
         dtype = self._options.gradient_dtype(unit.dtype)
         if not self._stage.lends_buffers(unit):
-            return unit.placement.pinned(unit.ranks.shards.allocate(unit.layout.padded_numel, dtype, unit.device))
+            return unit.placement.pinned(unit.ranks.shard_group.allocate(unit.layout.padded_numel, dtype, unit.device))
         numel = 0 if unit.placement.is_offloaded else unit.layout.shard_numel
         return self._shards.create(unit.index, numel, dtype, unit.device)
 

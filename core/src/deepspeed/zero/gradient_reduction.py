@@ -218,7 +218,7 @@ class GradientReduction:
         them, and does, down to one in flight: where peers are slow, buffers would pile up."""
         while self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
             number, bucket = self._in_flight[0]
-            if number > num_issued or self._units[bucket.index].ranks.shards is not ranks:
+            if number > num_issued or self._units[bucket.index].ranks.shard_group is not ranks:
                 return
             self._in_flight.popleft()
             bucket.finish()
@@ -247,7 +247,7 @@ class GradientReduction:
         self._in_flight.clear()
         for bucket in self._buckets:
             if (work := bucket.abandon()) is not None:
-                yield self._units[bucket.index].ranks.shards, work
+                yield self._units[bucket.index].ranks.shard_group, work
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class ReplicaSum:
         if self._is_done:
             return
         for unit, gradients_S in units:
-            replicas = unit.ranks.replicas
+            replicas = unit.ranks.replicate_group
             if replicas is None:
                 continue
             wire_S = gradients_S.to(unit.device, self._wire_dtype or gradients_S.dtype)
@@ -383,7 +383,7 @@ class ReplicaSum:
         if not self._is_done:
             return
         for unit, gradients_S in units:
-            if unit.ranks.replicas is not None and unit.ranks.replicas.rank > 0:
+            if unit.ranks.replicate_group is not None and unit.ranks.replicate_group.rank > 0:
                 gradients_S.zero_()
         self._is_done = False
 

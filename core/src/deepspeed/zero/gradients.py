@@ -28,13 +28,13 @@ from deepspeed.errors import CommError, StateError, counted, first_line
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.backward_calls import see_calls
 from deepspeed.zero.backward_window import BackwardWindow
+from deepspeed.zero.exposed_grads import ExposedGrads
 from deepspeed.zero.gradient_memory import GradientMemory
 from deepspeed.zero.gradient_reduction import GradientReduction, ReplicaSum, TouchedRows
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.states import States
-from deepspeed.zero.step_facts import Scalar, StepFacts, norms_of_own_parts
+from deepspeed.zero.step_agreement import Scalar, StepAgreement, norms_of_own_parts
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.unit_groups import UnitRanks
 from deepspeed.zero.units import ShardingOptions, Units
@@ -102,7 +102,7 @@ class Gradients:
         self._others: list[tuple[str, Parameter]] = []  # parameters of the module that are not attached
         self._ranks_by_param: list[UnitRanks] = []
         self._adds_up = False  # there are gradients of a backward of this step that is over
-        self._shown = ShownGradients()
+        self._shown = ExposedGrads()
         self._replica_sum = ReplicaSum(options.wire_dtype)
         self._facts = self._create_facts()
         self._norm: Scalar | None = None  # of the reduced gradients, once the ranks have agreed on it
@@ -142,8 +142,8 @@ class Gradients:
             waits_on_device=not self._backend.capabilities.completes_on_host,
         )
 
-    def _create_facts(self) -> StepFacts:
-        return StepFacts(self._backend, self._options.model_ranks, is_offloaded=self._placement.is_offloaded)
+    def _create_facts(self) -> StepAgreement:
+        return StepAgreement(self._backend, self._options.model_ranks, is_offloaded=self._placement.is_offloaded)
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Gradients:
             own = self._placement.norms(self.memory.reduced) if counts_all else self._norms_of_own_parts(self._units)
             self._norm = self._facts.root_over_model(self._facts.own_squares(own))
 
-    def take_unseen(self) -> None:
+    def collect_unseen_grads(self) -> None:
         """Take gradients of a backward that neither an output of the forward nor a hook has seen, or that the user has
         set."""
         if not (self._shown or self.window.is_open) and self.are_set:
@@ -298,7 +298,7 @@ class Gradients:
         if self.rows is not None:
             self.rows.add_up()
         ranks = self._units.ranks
-        if ranks.tied or (ranks.dense.replicas is not None and any(used)):
+        if ranks.tied or (ranks.dense.replicate_group is not None and any(used)):
             self._replica_sum.add_up(self.memory.of_units())
             self._placement.gradients_changed()
             squares = self._facts.sum_squares(self._local_norms())
@@ -423,7 +423,7 @@ class Gradients:
         self.memory.drop()
         self.rows, self._others = None, []
         self.reduction = self._create_reduction()
-        self._shown, self._facts = ShownGradients(), self._create_facts()
+        self._shown, self._facts = ExposedGrads(), self._create_facts()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""

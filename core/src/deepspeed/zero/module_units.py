@@ -286,7 +286,7 @@ class ModuleUnits:
             if param not in self.borrowed and not is_sharded(param):
                 self._keep_whole(param)
         # elements that one all-gather serves well
-        max_numel = min(options.prefetch_numel, groups.dense.shards.capabilities.preferred_bucket_bytes // 4)
+        max_numel = min(options.prefetch_numel, groups.dense.shard_group.capabilities.preferred_bucket_bytes // 4)
         self._divided: list[UnitModule] = divide(
             module, is_sharded, max_numel=max_numel, min_granularity=options.min_granularity
         )
@@ -331,7 +331,7 @@ class ModuleUnits:
                 self._create(unit_module, named).source_S = None
         for name, param in self._module.named_parameters():
             if unit_of(param) is None and not hasattr(param, "ds_persist"):
-                mark_whole(param, self._groups.of(param).everyone, name, checks_values=self._checks_values)
+                mark_whole(param, self._groups.of(param).reduce_group, name, checks_values=self._checks_values)
                 self._marked.append(param)
 
     def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
@@ -388,8 +388,10 @@ class ModuleUnits:
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
         self._home = None
         try:
-            if units and self._groups.dense.shards.world_size > 1:  # a peer in a step would take part in the gathers
-                _meet_again(partial(arrive_in, self._groups.dense.everyone.group, "engine.destroy"), units)
+            if (
+                units and self._groups.dense.shard_group.world_size > 1
+            ):  # a peer in a step would take part in the gathers
+                _meet_again(partial(arrive_in, self._groups.dense.reduce_group.group, "engine.destroy"), units)
             if home is not None:
                 _meet_again(partial(self._require_readable, home), units)
             for unit in units:
@@ -409,7 +411,7 @@ class ModuleUnits:
             home.check()
         except OSError as error:
             problem = error
-        by_rank = all_gather_values(problem and str(problem), backend=self._groups.dense.everyone)
+        by_rank = all_gather_values(problem and str(problem), backend=self._groups.dense.reduce_group)
         if problem is not None:
             raise problem
         if lost := [rank for rank, text in enumerate(by_rank) if text]:

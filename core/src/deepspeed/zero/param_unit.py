@@ -43,7 +43,7 @@ from deepspeed.zero import quantized
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_marks import LEGAL_MOVES, ZeroParamStatus, mark, unmark
-from deepspeed.zero.placement import NearShard, ShardHome
+from deepspeed.zero.placement import SecondaryShard, ShardHome
 from deepspeed.zero.unit_groups import UnitRanks, source_in
 
 #: freed blocks of this size go back to the device while parameters are taken over
@@ -101,7 +101,7 @@ class ParamUnit:
         self.params = list(params)
         self.names = list(names)
         self.unit_ranks = ranks
-        self.ranks = ranks.shards
+        self.ranks = ranks.shard_group
         self.shapes = [shape_of(param) for param in params]
         numels = [shape.numel() for shape in self.shapes]
         self.layout = UnitLayout.even(numels, ranks.world_size)
@@ -121,7 +121,7 @@ class ParamUnit:
         self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
-        self._near = NearShard(ranks.near) if ranks.near is not None else None
+        self._near = SecondaryShard(ranks.secondary_group) if ranks.secondary_group is not None else None
         self.gathered_over = self.ranks  # the group of the latest all-gather
         self.shard_S: Tensor  # this rank's part of the weights
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
@@ -148,7 +148,7 @@ class ParamUnit:
         for param, view in zip(self.params, self._cut(full_N), strict=True):
             with whole(param) as value:
                 view.copy_(value)
-        if from_first_rank and self.unit_ranks.everyone.world_size > 1:
+        if from_first_rank and self.unit_ranks.reduce_group.world_size > 1:
             self._broadcast_first(full_N)
         self.source_dtype = full_N.dtype
         #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
@@ -157,7 +157,7 @@ class ParamUnit:
 
     def _broadcast_first(self, full_N: Tensor) -> None:
         try:
-            self.unit_ranks.everyone.broadcast(full_N, 0, tag=self.names[0]).wait()
+            self.unit_ranks.reduce_group.broadcast(full_N, 0, tag=self.names[0]).wait()
         except CommError as error:
             raise CommError(
                 f"zero.Init: broadcast of the parameter {self.names[0]} of shape {tuple(self.shapes[0])}: {error}. All "
@@ -524,7 +524,7 @@ class ParamUnit:
 
     def broadcast(self, source: int) -> None:
         """Give every rank the whole parameters of the global rank `source`, or of the first that has them."""
-        everyone = self.unit_ranks.everyone
+        everyone = self.unit_ranks.reduce_group
         if everyone.world_size > 1:
             whole_N = self._full_N if self.is_sharded else self.shard_S
             everyone.broadcast(whole_N, source_in(everyone.group, source)).wait()

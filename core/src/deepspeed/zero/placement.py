@@ -31,7 +31,7 @@ parameters: `offload_param` and `zero.Init(remote_device=...)` ask for it. `Host
     6. settle       before values are stored by others than the unit
     7. store        new values, part by part
 
-`NearShard` is a second copy of the weights, beside it.
+`SecondaryShard` is a second copy of the weights, beside it.
 
 Legend: S numel of this rank's shard of a unit.
 """
@@ -341,7 +341,7 @@ class ShardHome(ABC):
         """Drop all values."""
 
 
-class NearShard:
+class SecondaryShard:
     """This rank's part of a second copy of a unit's weights, held by a small group of ranks. Owned by `ParamUnit`.
 
     The first all-gather after an update runs over all ranks. Each rank keeps its part of the result, and until the

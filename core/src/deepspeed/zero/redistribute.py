@@ -177,7 +177,7 @@ def saved_part(param: Parameter) -> Tensor:
     if unit is None:
         return param.detach()
     with whole(param) as value:
-        return part_of(value, unit.unit_ranks.everyone)
+        return part_of(value, unit.unit_ranks.reduce_group)
 
 
 def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
@@ -209,7 +209,7 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
         for holder in unit.unit_ranks.holders(each.owner)
     ]
     flat = torch.cat([part.reshape(-1).to(unit.device, unit.dtype) for part in parts])
-    everyone = unit.unit_ranks.everyone
+    everyone = unit.unit_ranks.reduce_group
     unit.shards_changed()
     before = in_parameters(layout.numels, everyone.world_size)
     unit.set_shard(redistribute(flat, before, runs, flat.new_zeros(unit.shard_S.numel()), everyone))

@@ -148,7 +148,7 @@ class ReplicaCheck:
 
     def _copies_of_shards(self, unit: ParamUnit, division_known: bool) -> Iterator[tuple[str, list[str], Tensor]]:
         name = f"{unit.names[0]} (a shard that begins with it, of {unit.numel // unit.ranks.world_size} elements)"
-        sets, replicas, param = [], unit.unit_ranks.replicas, unit.params[0]
+        sets, replicas, param = [], unit.unit_ranks.replicate_group, unit.params[0]
         if replicas is not None:
             kind = f"pp {tied_stages(param)}" if unit.unit_ranks.is_tied else "copies"
             sets += _set_of(kind, torch.distributed.get_process_group_ranks(replicas.group))

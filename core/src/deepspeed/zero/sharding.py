@@ -28,14 +28,14 @@ from deepspeed.comm.give_up import give_up
 from deepspeed.errors import StateError
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
+from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.module_units import ModuleUnits
 from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.param_unit import freed_memory_returned, unit_of
-from deepspeed.zero.shown_gradients import hint_at_clipping
 from deepspeed.zero.states import States
-from deepspeed.zero.step_facts import Scalar
+from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.units import ShardingOptions, Units
 from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
 from deepspeed.zero.whole_state_dict import unwatch, watch
@@ -156,7 +156,7 @@ class Sharding:
         units, optimizer = self.units, self.optimizer
         rows = None
         if takes_only_sparse(optimizer) and units.params:
-            rows = TouchedRows(units.params, [units.ranks.of(param).everyone for param in units.params])
+            rows = TouchedRows(units.params, [units.ranks.of(param).reduce_group for param in units.params])
         managed.register(self)
         self.gradients.connect(rows)
         self.states.outside_changes = OutsideChanges(self._module, list(units), units.name_of)
@@ -195,7 +195,7 @@ class Sharding:
             for batch in self._updates.step(scale):
                 for unit in map(self.units.__getitem__, batch.finished):
                     if (work := self.options.stage.gather_weights(unit)) is not None:
-                        gathers.append((unit.ranks.shards, work))
+                        gathers.append((unit.ranks.shard_group, work))
             for _, work in gathers:
                 work.wait()
         except BaseException as error:

@@ -104,7 +104,7 @@ class Stage:
         Args:
             quantizes: send the gradients of divided parameters in int4 (`zero_quantized_gradients`).
         """
-        shards, tag = unit.ranks.shards, unit.index
+        shards, tag = unit.ranks.shard_group, unit.index
         if not self.divides_states:
             return shards.all_reduce(wire_N, tag=tag)
         if quantizes and unit.sharded is not None:
@@ -116,7 +116,7 @@ class Stage:
         if not self.divides_states or unit.sharded is not None:
             return None
         assert unit.flat_N is not None
-        return unit.ranks.shards.all_gather(unit.flat_N, unit.shard_of(unit.flat_N), tag=unit.index)
+        return unit.ranks.shard_group.all_gather(unit.flat_N, unit.shard_of(unit.flat_N), tag=unit.index)
 
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
         """Return the gradients of a unit whose squares this rank adds up: its shard, or its share of what all have."""
@@ -125,7 +125,7 @@ class Stage:
 
     def counts_for_norm(self, unit: Unit) -> bool:
         """Whether this rank, among those that have the same gradients of a unit, adds them to the norm."""
-        is_first = unit.ranks.replicas is None or unit.ranks.replicas.rank == 0
+        is_first = unit.ranks.replicate_group is None or unit.ranks.replicate_group.rank == 0
         return is_first and (self.divides_states or unit.ranks.rank == 0)
 
 

@@ -79,7 +79,7 @@ class SavedGroup:
         #: index of the optimizer's group that has them
         self.param_group = next(each.param_group for each in sharding.units if each.first_index in self.params)
         #: whose files divide the group: all that hold its parameters
-        self.ranks = sharding.units.ranks.of(sharding.units.params[self.params[0]]).everyone
+        self.ranks = sharding.units.ranks.of(sharding.units.params[self.params[0]]).reduce_group
         self._ranks = None if sharding.stage == 0 else self.ranks
         self.place = {param: position for position, param in enumerate(self.params)}
         self.shapes = [shape_of(sharding.units.params[param]) for param in self.params]

@@ -62,13 +62,14 @@ def synchronize_tied(module: torch.nn.Module, units: UnitGroups) -> None:
         ConfigError: on every rank that holds them, if they are not the same by name, shape and dtype.
     """
     for stages, ranks in units.tied.items():
-        assert ranks.replicas is not None
-        ranks.replicas.connect()
+        assert ranks.replicate_group is not None
+        ranks.replicate_group.connect()
         named = [(name, param) for name, param in module.named_parameters() if tied_stages(param) == stages]
         check_same(
-            {f"the modules that the stages {', '.join(map(str, stages))} share": described(named)}, ranks.replicas.group
+            {f"the modules that the stages {', '.join(map(str, stages))} share": described(named)},
+            ranks.replicate_group.group,
         )
-        _synchronize([param.data for _, param in named], ranks.replicas)
+        _synchronize([param.data for _, param in named], ranks.replicate_group)
 
 
 def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:

@@ -112,7 +112,7 @@ class Unit:
 
     def _allocate_flat(self) -> Tensor:
         """The buffer [N] of which the parameters become views."""
-        flat_N = self.ranks.shards.allocate(self.layout.padded_numel, self.dtype, self.params[0].device)
+        flat_N = self.ranks.shard_group.allocate(self.layout.padded_numel, self.dtype, self.params[0].device)
         for start, stop in self.layout.gaps:
             flat_N[start:stop].zero_()
         return flat_N

@@ -2,17 +2,17 @@
 
 Made by `engine/build.py`; stages ask `of(param)`. `UnitRanks` are those of one unit:
 
-    parameters              `shards`             `replicas`         `near`         `everyone`
-    of all ranks            data group           None               None           data group
-    of all ranks, MiCS      shard group          replicate group    None           data group
-    of all ranks, hpZ       data group           None               shard group    data group
-    of experts              expert data group    None               None           expert data group
-    of several stages       data group           their peers        None           data group
+    parameters              shard_group          replicate_group    secondary_group    reduce_group
+    of all ranks            data group           None               None               data group
+    of all ranks, MiCS      shard group          replicate group    None               data group
+    of all ranks, hpZ       data group           None               shard group        data group
+    of experts              expert data group    None               None               expert data group
+    of several stages       data group           their peers        None               data group
 
 The data group is dp x sp of the mesh (`mesh.gradient_group()`), the expert data group the ranks that hold the same
 experts (`mesh.gradient_group(ep_size)`).
 
-[Note: the average] A gradient is the sum over `everyone` divided by the size of the *data group*, also that of an
+[Note: the average] A gradient is the sum over `reduce_group` divided by the size of the *data group*, also that of an
 expert. Experts get the tokens of all ranks, whose losses are averaged over the data group: so this is the gradient of
 the mean loss, and does not depend on `ep_size`. The gradient of a parameter that several pipeline stages hold is the
 sum over the stages, as in a model on one rank that uses it several times.
@@ -44,19 +44,19 @@ class UnitRanks:
     """The groups over which a unit is sharded, and over which its gradients are summed.
 
     Args:
-        shards: hold the shards of one copy of the weights.
-        everyone: hold the same parameters, whose gradients are summed over them.
-        replicas: hold the same shard, one in each copy; None: there is one copy.
-        near: hold a second copy of the weights together (hpZ); None: there is none.
-        copies: by copy and shard, the rank of its holder within `everyone`; empty: one copy, in the order of ranks.
-        is_tied: the replicas are other pipeline stages, which use the parameter in other layers.
+        shard_group: hold the shards of one copy of the weights.
+        reduce_group: hold the same parameters, whose gradients are summed over them.
+        replicate_group: hold the same shard, one in each copy; None: there is one copy.
+        secondary_group: hold a second copy of the weights together (hpZ); None: there is none.
+        copies: by copy and shard, the rank of its holder within `reduce_group`; empty: one copy, in the order of ranks.
+        is_tied: the replicate group is that of other pipeline stages, which use the parameter in other layers.
         part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
     """
 
-    shards: GroupBackend
-    everyone: GroupBackend
-    replicas: GroupBackend | None = None
-    near: GroupBackend | None = None
+    shard_group: GroupBackend
+    reduce_group: GroupBackend
+    replicate_group: GroupBackend | None = None
+    secondary_group: GroupBackend | None = None
     copies: tuple[tuple[int, ...], ...] = ()
     part: int = 0
     num_parts: int = 1
@@ -70,22 +70,22 @@ class UnitRanks:
     @property
     def world_size(self) -> int:
         """The number of shards that one copy has."""
-        return self.shards.world_size
+        return self.shard_group.world_size
 
     @property
     def rank(self) -> int:
         """The index of the shard that this rank holds."""
-        return self.shards.rank
+        return self.shard_group.rank
 
     def holders(self, shard: int) -> tuple[int, ...]:
-        """Ranks within `everyone` that hold a shard, one in each copy."""
+        """Ranks within `reduce_group` that hold a shard, one in each copy."""
         return tuple(copy[shard] for copy in self.copies) or (shard,)
 
     def counted(self, gradients_S: Tensor) -> Tensor:
         """Return the gradients that this rank adds to the norm: copies, which have the same ones, divide them."""
-        if self.replicas is None:
+        if self.replicate_group is None:
             return gradients_S
-        return gradients_S.tensor_split(self.replicas.world_size)[self.replicas.rank]
+        return gradients_S.tensor_split(self.replicate_group.world_size)[self.replicate_group.rank]
 
 
 def source_in(group: ProcessGroup, global_rank: int) -> int:
@@ -94,8 +94,8 @@ def source_in(group: ProcessGroup, global_rank: int) -> int:
     return members.index(global_rank) if global_rank in members else 0
 
 
-class Copies(Enum):
-    """`Copies` says what the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
+class ReplicationMode(Enum):
+    """`ReplicationMode` says what the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
 
     NONE = auto()  # nothing of their own
     MODEL = auto()  # each a copy of the sharded model (MiCS)
@@ -138,7 +138,7 @@ class UnitGroups:
     @property
     def has_replicas(self) -> bool:
         """Whether shards of some unit are held by several ranks, which sum their gradients."""
-        return self.dense.replicas is not None or bool(self.tied)
+        return self.dense.replicate_group is not None or bool(self.tied)
 
     @property
     def divides_experts(self) -> bool:
@@ -148,7 +148,7 @@ class UnitGroups:
     @property
     def is_first_copy(self) -> bool:
         """Whether this rank holds shards of the first copy of the weights; true where there is one copy."""
-        return self.dense.replicas is None or self.dense.replicas.rank == 0
+        return self.dense.replicate_group is None or self.dense.replicate_group.rank == 0
 
     def refuse_divided_experts(self, asked: str) -> None:
         """Called before a save or a load of experts that no mark of `parallel.model_part` describes.
@@ -170,11 +170,11 @@ class UnitGroups:
 
     def _all(self) -> Iterator[GroupBackend]:
         for ranks in (self.dense, *self.experts.values(), *self.tied.values()):
-            groups = (ranks.everyone, ranks.shards, ranks.replicas, ranks.near)
+            groups = (ranks.reduce_group, ranks.shard_group, ranks.replicate_group, ranks.secondary_group)
             yield from (each for each in groups if each is not None)
 
 
-def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
+def unit_groups(mesh: Mesh, module: Module, copies: ReplicationMode) -> UnitGroups:
     """The groups of the units of `module`. A collective, which makes the groups of experts that are not there yet.
 
     Raises:
@@ -186,17 +186,17 @@ def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
     sizes = expert_sizes(module)
     all_sizes = _make_groups_of_experts(mesh, set(sizes.values()))
     dense = UnitRanks.over(group_backend(data_group))
-    if copies is Copies.MODEL and mesh.size("dp_replicate") > 1:
-        dense = _in_copies(mesh, dense.everyone)
-    elif copies is Copies.WEIGHTS and mesh.size("dp_replicate") > 1:
-        dense = replace(dense, near=group_backend(mesh.shard_group()))
+    if copies is ReplicationMode.MODEL and mesh.size("dp_replicate") > 1:
+        dense = _in_copies(mesh, dense.reduce_group)
+    elif copies is ReplicationMode.WEIGHTS and mesh.size("dp_replicate") > 1:
+        dense = replace(dense, secondary_group=group_backend(mesh.shard_group()))
     stages = sorted({found for param in module.parameters() if (found := tied_stages(param))})
-    if stages and copies is not Copies.NONE:
+    if stages and copies is not ReplicationMode.NONE:
         raise ConfigError(
             "initialize: found modules that pipeline stages share, with mics_shard_size or zero_hpz_partition_size; "
             "omit the key, or share no module"
         )
-    tied = {each: replace(dense, replicas=group_backend(mesh.tied_group(each)), is_tied=True) for each in stages}
+    tied = {each: replace(dense, replicate_group=group_backend(mesh.tied_group(each)), is_tied=True) for each in stages}
     experts = {name: _of_experts(mesh, size, dense) for name, size in sizes.items()}
     parts = {name: group_backend(mesh.experts(size).group("ep")) for name, size in sizes.items() if size > 1}
     if mesh.size("tp") > 1:
@@ -210,9 +210,9 @@ def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
     members = mesh.ranks("dp", "sp")
     lines = [line for line in mesh.layout.lines("dp_shard", "sp") if line[0] in members]
     return UnitRanks(
-        shards=group_backend(mesh.shard_group()),
-        everyone=everyone,
-        replicas=group_backend(mesh.replicate_group()),
+        shard_group=group_backend(mesh.shard_group()),
+        reduce_group=everyone,
+        replicate_group=group_backend(mesh.replicate_group()),
         copies=tuple(tuple(map(members.index, line)) for line in lines),
     )
 

@@ -23,7 +23,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError, counted
 from deepspeed.ops.optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.step_facts import Scalar
+from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit import ParamShard
 
 

@@ -1,4 +1,4 @@
-"""`ShownGradients`: the averaged gradients that a user finds in `param.grad` between backward and step.
+"""`ExposedGrads`: the averaged gradients that a user finds in `param.grad` between backward and step.
 
 Made by `Gradients`, where all ranks have whole gradients (stage 0). What is shown are the views through which buckets
 write their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get
@@ -27,8 +27,8 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.units import Units
 
 
-class ShownGradients:
-    """`ShownGradients` lets `param.grad` show the gradients of one step. The object is false while nothing is shown."""
+class ExposedGrads:
+    """`ExposedGrads` lets `param.grad` show the gradients of one step. The object is false while nothing is shown."""
 
     def __init__(self) -> None:
         self._units: list[tuple[Unit, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views

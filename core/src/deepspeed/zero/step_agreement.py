@@ -1,4 +1,4 @@
-"""`StepFacts`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
+"""`StepAgreement`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
 
 Called by `Gradients`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
 on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
@@ -89,8 +89,8 @@ class UseSlots:
         return [each > 0 for each in slots]
 
 
-class StepFacts:
-    """`StepFacts` lets all ranks agree once per step on the norm, the used parameters and the late gradients.
+class StepAgreement:
+    """`StepAgreement` lets all ranks agree once per step on the norm, the used parameters and the late gradients.
 
     Args:
         backend: the backend of the ranks that agree.
@@ -151,8 +151,8 @@ class StepFacts:
         agreed = list(used)
         by_group: dict[GroupBackend, list[int]] = {}
         for index, each in enumerate(ranks):
-            if each.is_tied and each.replicas is not None:
-                by_group.setdefault(each.replicas, []).append(index)
+            if each.is_tied and each.replicate_group is not None:
+                by_group.setdefault(each.replicate_group, []).append(index)
         for group, indices in by_group.items():
             flags_N = torch.tensor([float(used[index]) for index in indices], device=self._device)
             group.all_reduce(flags_N).wait()
