@@ -388,9 +388,8 @@ class ModuleUnits:
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
         self._home = None
         try:
-            if (
-                units and self._groups.dense.shard_group.world_size > 1
-            ):  # a peer in a step would take part in the gathers
+            # a peer in a step would take part in the gathers
+            if units and self._groups.dense.shard_group.world_size > 1:
                 _meet_again(partial(arrive_in, self._groups.dense.reduce_group.group, "engine.destroy"), units)
             if home is not None:
                 _meet_again(partial(self._require_readable, home), units)

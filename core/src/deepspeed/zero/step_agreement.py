@@ -1,4 +1,4 @@
-"""`StepAgreement`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
+"""`StepAgreement`: what ranks agree on once per step: the norm, which parameters were used, which gradients are late.
 
 Called by `Gradients`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
 on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
