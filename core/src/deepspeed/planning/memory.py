@@ -17,7 +17,7 @@ from deepspeed.planning.blocks import Param, PlannedBlock
 from deepspeed.planning.shape import ModelShape
 from deepspeed.planning.share import Mesh, Share, share_of
 from deepspeed.planning.training import DEVICE, Library, Training
-from deepspeed.planning.units import Unit, units_of
+from deepspeed.planning.units import PlannedUnit, units_of
 from deepspeed.zero.bucket import FLUSH_NUMEL
 from deepspeed.zero.gradient_reduction import LARGE_NUMEL
 from deepspeed.zero.stages import MAX_IN_FLIGHT
@@ -146,7 +146,7 @@ def _of_stage(shape: ModelShape, mesh: Mesh, training: Training, library: Librar
 class _Base:
     """`_Base` counts the bytes that are there between steps and in the update."""
 
-    def __init__(self, model: RankModel, units: Sequence[Unit], training: Training, library: Library) -> None:
+    def __init__(self, model: RankModel, units: Sequence[PlannedUnit], training: Training, library: Library) -> None:
         stage, size = training.stage, training.weight_bytes
         self.units, self.training, self.library = units, training, library
         owned = sum(unit.shard for unit in units)
@@ -220,7 +220,7 @@ class _Base:
 
 def _passes(
     model: RankModel,
-    units: Sequence[Unit],
+    units: Sequence[PlannedUnit],
     training: Training,
     library: Library,
     num_in_flight: int,
@@ -271,7 +271,7 @@ def _passes(
         yield moment("backward", model.parts[0][0], 0)
 
 
-def is_pooled(unit: Unit, training: Training) -> bool:
+def is_pooled(unit: PlannedUnit, training: Training) -> bool:
     """Whether its bucket borrows a buffer, and its reduced gradients are a shard."""
     return training.stage >= 2 and unit.ranks > 1
 
@@ -292,7 +292,7 @@ class _Gradients:
     def __init__(
         self,
         params: Sequence[Param],
-        units: Sequence[Unit],
+        units: Sequence[PlannedUnit],
         training: Training,
         library: Library,
         base: _Base,

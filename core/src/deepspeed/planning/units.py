@@ -13,7 +13,7 @@ from deepspeed.zero.units import MIN_BUCKET_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PlannedUnit:
     """Parameters, by their places among those of the rank, in the order of the module.
 
     numel: N, padding included; shard: S, what a rank owns; ranks: that share it.
@@ -29,7 +29,7 @@ class Unit:
 
 def units_of(
     params: Sequence[Param], training: Training, replicas: int, expert_replicas: int, library: Library
-) -> list[Unit]:
+) -> list[PlannedUnit]:
     """The units of a rank, in the order in which a backward fills them.
 
     Args:
@@ -37,7 +37,7 @@ def units_of(
         replicas: ranks over which gradients are averaged; expert_replicas: those of experts.
     """
     small = list(range(len(params)))
-    units: list[Unit] = []
+    units: list[PlannedUnit] = []
     if training.stage == 3:
         whole = _persistent(params, training)
         max_numel = min(training.zero_prefetch, library.bucket_bytes // 4)
@@ -59,10 +59,10 @@ def units_of(
     return sorted(units, key=lambda unit: -unit.params[0])
 
 
-def _unit(places: Sequence[int], params: Sequence[Param], ranks: int, *, is_gathered: bool = False) -> Unit:
+def _unit(places: Sequence[int], params: Sequence[Param], ranks: int, *, is_gathered: bool = False) -> PlannedUnit:
     numel = sum(params[at].numel for at in places)
     shard = numel if ranks == 1 and not is_gathered else even_shard_numel(numel, ranks)
-    return Unit(tuple(places), shard * ranks, shard, ranks, is_gathered)
+    return PlannedUnit(tuple(places), shard * ranks, shard, ranks, is_gathered)
 
 
 def _persistent(params: Sequence[Param], training: Training) -> set[int]:

@@ -10,7 +10,7 @@ a node and one between nodes. Blocks of `BLOCK_NUMEL` elements have one fp32 sca
 inf or nan comes back as nan: an overflow stays one. What is gathered is rounded on every rank alike, its own included.
 
 A group of one rank sends nothing, and what the quantizer does not take (fp64, integers) is sent as it is.
-Called by `param_unit.py` for weights that a module is about to read, and by `Stage.reduce` for gradients.
+Called by `param_unit.py` for weights that a module is about to read, and by `ZeroStage.reduce` for gradients.
 
 [Note: rounded once] Weights that rest in int8 are packed again when they are loaded, from what `unpack` gave. In bf16
 and fp16 that makes the same codes and scales: the largest element m of a block comes back as m, and with it the scale.

@@ -100,7 +100,7 @@ class Sharding:
 
     @property
     def gathering(self) -> ParamGathering | None:
-        """Which divided parameters are whole at which moment; None in other stages than the third."""
+        """`ParamGathering` decides which divided parameters are whole at which moment; None below stage 3."""
         return self.gradients.gathering
 
     def _gather(self, modules: ModuleUnits) -> ParamGathering:

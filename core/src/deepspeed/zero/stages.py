@@ -10,7 +10,7 @@ without what is in flight (ZeRO, arXiv 1910.02054, section 5):
     3       and parameters        16/W         16/W          reduce-scattered     gathered when a module uses them
 
 All else is alike in the stages: `Sharding` makes the step, `Units` lays parameters out, `Gradients` reduces what a
-backward gives. They ask the `Stage` where this table makes a difference.
+backward gives. They ask the `ZeroStage` where this table makes a difference.
 
 Legend: N padded numel of a unit, S numel of a shard.
 """
@@ -34,8 +34,8 @@ MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A `Stage` says what is divided among the ranks, and answers what follows from it for one unit."""
+class ZeroStage:
+    """A `ZeroStage` says what is divided among the ranks, and answers what follows from it for one unit."""
 
     number: int
     divides_states: bool = False
@@ -131,8 +131,8 @@ class Stage:
 
 #: by `zero_optimization.stage`
 STAGES = (
-    Stage(0),
-    Stage(1, divides_states=True),
-    Stage(2, divides_states=True, divides_gradients=True),
-    Stage(3, divides_states=True, divides_gradients=True, divides_parameters=True),
+    ZeroStage(0),
+    ZeroStage(1, divides_states=True),
+    ZeroStage(2, divides_states=True, divides_gradients=True),
+    ZeroStage(3, divides_states=True, divides_gradients=True, divides_parameters=True),
 )

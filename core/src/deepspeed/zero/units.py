@@ -28,7 +28,7 @@ from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.stages import STAGES, Stage
+from deepspeed.zero.stages import STAGES, ZeroStage
 from deepspeed.zero.synchronize import described, settings_of
 from deepspeed.zero.unit import Unit, adopt_state, divide
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
@@ -52,7 +52,7 @@ MIN_BUCKET_NUMEL = 2**18
 class ShardingOptions:
     """`ShardingOptions` carries, as plain values, what a stage needs of the configuration."""
 
-    stage: Stage = STAGES[0]
+    stage: ZeroStage = STAGES[0]
     model_dtype: torch.dtype | None = None  # dtype that parameters get; None leaves them
     accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
     wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
