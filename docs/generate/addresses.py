@@ -181,14 +181,14 @@ COLLECTIONS = {
     "runtime.zero.config": {
         "DeepSpeedZeroConfig": "config.zero:ZeroConfig",
         "ZERO_OPTIMIZATION": "config.constants:ZERO_OPTIMIZATION",
-        "ZeroStageEnum": "config.enums:ZeroStageEnum",
-        "get_zero_config": "config.lookup:get_zero_config",
+        "ZeroStageEnum": "config.constants:ZeroStageEnum",
+        "get_zero_config": "config.intake:get_zero_config",
     },
     "runtime.zero.offload_config": {
         "DeepSpeedZeroOffloadOptimizerConfig": "config.zero:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "config.zero:OffloadParamConfig",
-        "OffloadDeviceEnum": "config.enums:OffloadDeviceEnum",
-        "OffloadStateTypeEnum": "config.enums:OffloadStateTypeEnum",
+        "OffloadDeviceEnum": "config.constants:OffloadDeviceEnum",
+        "OffloadStateTypeEnum": "config.constants:OffloadStateTypeEnum",
     },
     "runtime.zero.offload_states": {
         "get_state_devices": "zero.offload.moved_states:get_state_devices",
@@ -247,15 +247,15 @@ COLLECTIONS = {
     "runtime.config_utils": {
         "DeepSpeedConfigModel": "config.base:Section",
         "dict_raise_error_on_duplicate_keys": "config.read:refuse_duplicates",
-        "get_dict_param": "config.lookup:get_dict_param",
-        "get_list_param": "config.lookup:get_list_param",
-        "get_scalar_param": "config.lookup:get_scalar_param",
+        "get_dict_param": "config.intake:get_dict_param",
+        "get_list_param": "config.intake:get_list_param",
+        "get_scalar_param": "config.intake:get_scalar_param",
     },
     "runtime.precision_config": {
         "DeepSpeedBF16Config": "config.precision:BF16Config",
         "DeepSpeedFP16Config": "config.precision:FP16Config",
-        "get_bfloat16_config": "config.lookup:get_bfloat16_config",
-        "get_float16_config": "config.lookup:get_float16_config",
+        "get_bfloat16_config": "config.intake:get_bfloat16_config",
+        "get_float16_config": "config.intake:get_float16_config",
     },
 }
 

@@ -25,7 +25,7 @@ from deepspeed.cli.console import make_console, make_parser
 from deepspeed.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed.cli.ckpt_result import Result
+    from deepspeed.cli.ckpt_commands import Result
 
 _DONE, _FAULTS, _NOT_RUN = 0, 1, 2
 
@@ -109,15 +109,15 @@ def _positive(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> "Result":
     # here, because these import torch, which --help and a wrong argument need not wait for
-    from deepspeed.cli import ckpt_convert, ckpt_prune, ckpt_show, ckpt_verify
+    from deepspeed.cli import ckpt_commands, ckpt_show
 
     if options.command == "verify":
-        return ckpt_verify.run(options.directory, options.tags)
+        return ckpt_commands.verify(options.directory, options.tags)
     if options.command == "prune":
-        return ckpt_prune.run(options.directory, options.keep_last, dry_run=options.dry_run)
+        return ckpt_commands.prune(options.directory, options.keep_last, dry_run=options.dry_run)
     if options.command == "convert":
         arguments = (options.directory, options.output, options.to, options.tag, options.max_shard_size)
-        return ckpt_convert.run(*arguments, verify=not options.no_verify)
+        return ckpt_commands.convert(*arguments, verify=not options.no_verify)
     if options.tag is None:
         if options.tensors:
             raise ConfigError("--tensors: found no TAG, whose tensors to list; add it after DIR")

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
 from deepspeed.checkpoint.tensor_index import TensorEntry, TensorTable
 from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
-from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
+from deepspeed.cli.ckpt_commands import Result, as_size, asked_tags, warn
 from deepspeed.cli.console import make_table
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError

@@ -1,8 +1,11 @@
 """Keys of the config and their defaults, as scripts import them from `deepspeed.runtime.constants`.
 
 NAME is the key, NAME_DEFAULT its value when the user is silent. Nothing here reads them: the sections declare keys and
-defaults, and `core/tests/unit/config/test_constants.py` compares the two.
+defaults, and `core/tests/unit/config/test_constants.py` compares the two. Enumerations that scripts import are here
+too: stages of ZeRO, devices of offload, kinds of offloaded state.
 """
+
+from enum import Enum, IntEnum
 
 # what the engine's data loader is for
 ROUTE_TRAIN = "train"
@@ -174,3 +177,31 @@ CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT = False
 PIPE_REPLICATED = "ds_pipe_replicated"
 DATA_PARALLEL_GROUP = "data_parallel_group"
 GLOBAL_RANK = "global_rank"
+
+
+class ZeroStageEnum(IntEnum):
+    """`zero_optimization.stage`: what is partitioned."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """`offload_optimizer.device` and `offload_param.device`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """`OffloadStateTypeEnum` names the states that `engine.offload_states(include=[...])` can move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

@@ -1,7 +1,8 @@
 """`take_in` turns a user's dict into the values a model may validate: "auto", null, deprecated keys, unknown keys.
 
 Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `parse_section` by whoever holds one section
-alone; never changes the user's dict.
+alone; never changes the user's dict. The functions of DeepSpeed's `runtime.config_utils` are for scripts that read
+sections of a dict themselves.
 """
 
 import functools
@@ -14,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Section, default_of, flag, is_same, json_keys, section_of
 from deepspeed.config.bounds import brief, check_bounds, shown_key
+from deepspeed.config.precision import BF16Config, FP16Config
 from deepspeed.config.redact import redacted
 from deepspeed.config.unknown import unknown_key
 from deepspeed.config.wording import validated
+from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 
@@ -189,3 +192,27 @@ def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None
         raise ConfigError(f"{old}: found {brief(value)}, but its replacement {'.'.join(names)} says {brief(present)}; "
                           "keep the new key only")  # fmt: skip
     result[names[-1]] = value
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """`param_dict[param_name]`, or the default where the key is absent."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_scalar_param
+get_dict_param = get_scalar_param
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroConfig:
+    """The section `zero_optimization` of a whole config, also in its form `true`. Raises ConfigError."""
+    return parse_section(ZeroConfig, param_dict.get("zero_optimization", {}), "zero_optimization")
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16Config:
+    """The section `bf16`, or `bfloat16`, of a whole config. Raises ConfigError."""
+    return parse_section(BF16Config, param_dict.get("bf16", param_dict.get("bfloat16", {})), "bf16")
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> FP16Config:
+    """The section `fp16` of a whole config. Raises ConfigError."""
+    return parse_section(FP16Config, param_dict.get("fp16", {}), "fp16")

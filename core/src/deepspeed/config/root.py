@@ -13,20 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, PrivateAttr
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.activation import ActivationCheckpointingConfig
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
-from deepspeed.config.data import (
-    AioConfig,
-    AutotuningConfig,
-    CompressionConfig,
-    CurriculumConfig,
-    DataEfficiencyConfig,
-    ElasticityConfig,
-)
 from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
 from deepspeed.config.intake import naming_old_keys, take_in
 from deepspeed.config.monitor import (
@@ -40,7 +31,6 @@ from deepspeed.config.monitor import (
     WandbConfig,
     WatchConfig,
 )
-from deepspeed.config.optim import EigenvalueConfig, OptimizerConfig, ProgressiveLayerDropConfig, SchedulerConfig
 from deepspeed.config.parallel import (
     CompileConfig,
     ExpertParallelConfig,
@@ -52,6 +42,19 @@ from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, D
 from deepspeed.config.read import ConfigSource, file_of, naming_file, read_config
 from deepspeed.config.redact import redacted
 from deepspeed.config.supported import check_supported, shown
+from deepspeed.config.training import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    AutotuningConfig,
+    CompressionConfig,
+    CurriculumConfig,
+    DataEfficiencyConfig,
+    EigenvalueConfig,
+    ElasticityConfig,
+    OptimizerConfig,
+    ProgressiveLayerDropConfig,
+    SchedulerConfig,
+)
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.elasticity.config import ElasticityConfig as ElasticConfig

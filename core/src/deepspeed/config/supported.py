@@ -10,9 +10,8 @@ from typing import Any
 
 from deepspeed.config.base import Section, Support, declared, default_of, is_same
 from deepspeed.config.bounds import cut
-from deepspeed.config.data import switched_on
-from deepspeed.config.optim import OptimizerConfig
 from deepspeed.config.redact import redacted
+from deepspeed.config.training import OptimizerConfig, switched_on
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 

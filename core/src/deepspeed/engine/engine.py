@@ -21,7 +21,7 @@ from deepspeed.checkpoint.layout import location
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.together import note_engine_gone
 from deepspeed.compatibility import FEATURES
-from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.config.constants import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.data.loader import check_data
 from deepspeed.engine import export

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.config.base import AUTO
-from deepspeed.config.optim import OptimizerConfig
+from deepspeed.config.training import OptimizerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.optim.arguments import construct, suggestion, without_auto
 from deepspeed.plugins.manager import plugin_manager

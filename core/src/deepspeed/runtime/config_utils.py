@@ -2,7 +2,7 @@
 
 from deepspeed._absent import complete
 from deepspeed.config.base import Section as DeepSpeedConfigModel
-from deepspeed.config.lookup import get_dict_param, get_list_param, get_scalar_param
+from deepspeed.config.intake import get_dict_param, get_list_param, get_scalar_param
 from deepspeed.config.read import refuse_duplicates as dict_raise_error_on_duplicate_keys
 
 __all__ = [

@@ -28,8 +28,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.parted import in_call
 from deepspeed.comm.together import begin_in
 from deepspeed.config import DeepSpeedConfig, read_config
-from deepspeed.config.data import AioConfig
 from deepspeed.config.precision import torch_dtype
+from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.layers import WeightToStore, await_values, store_layers, weights_to_store

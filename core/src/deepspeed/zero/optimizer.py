@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.config.constants import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import StateError
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.offload.moved_states import offload_states

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.config.data import AioConfig
 from deepspeed.config.intake import parse_section
+from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.log import warn_once
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam

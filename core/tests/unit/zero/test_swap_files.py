@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops import registry
 from deepspeed.zero.offload import swap_file

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.ops import registry
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.config.constants import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.offload.buffers import HostMemory

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.comm.backend import Work
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.log import warn_once
 from deepspeed.ops.aio import preflight
 from deepspeed.optim.saved_state import num_states

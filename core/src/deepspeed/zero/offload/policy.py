@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist, warn_once

@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.ops.aio import aio_handle
 from deepspeed.zero.offload.buffers import ALIGNMENT
 

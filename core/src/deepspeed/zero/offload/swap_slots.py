@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.zero.offload.buffers import HostMemory, Mark
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork, padded
 from deepspeed.zero.placement import GRADIENT, MASTER

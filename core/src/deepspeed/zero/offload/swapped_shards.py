@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import DeepSpeedAccelerator
-from deepspeed.config.data import AioConfig
+from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError, counted
 from deepspeed.zero.offload.buffers import CopyLane, HostMemory, Mark

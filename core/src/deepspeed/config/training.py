@@ -1,11 +1,76 @@
-"""Elasticity and aio; data efficiency, curriculum, compression, autotuning, which are refused when switched on.
+"""Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
 
-Their inner structure is free here; the room that acts on a feature one day brings its own section.
+Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency, curriculum,
+compression and autotuning are refused when switched on; their inner structure is free here, and what acts on one of
+them one day brings its own section.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
-from deepspeed.config.base import Flag, Free, Int, Section, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Free, Int, Section, Text, key, quiet, refused, warned
+
+_NOT_HERE = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
+
+
+class OptimizerConfig(Section):
+    """`optimizer`."""
+
+    type: Text = key(
+        ...,
+        "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any class of torch.optim. Not yet: 1-bit and mu-optimizers.",
+    )
+    params: Free = key(dict, "Arguments of the optimizer: lr, betas, eps, weight_decay, ...")
+    legacy_fusion: Flag = key(False, "The first fused implementation.", support=quiet("there is one implementation"))
+
+    closed: ClassVar[bool] = True
+
+    def refusal(self) -> str | None:
+        """Return why this version cannot train with the optimizer; None when nothing is known against it."""
+        known_elsewhere = self.type.lower().replace("_", "") in _NOT_HERE
+        return "it is not in this version; use 'AdamW' or 'Lamb'" if known_elsewhere else None
+
+
+class SchedulerConfig(Section):
+    """`scheduler`."""
+
+    type: Text = key(..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR.")
+    params: Free = key(dict, "Arguments of the schedule: warmup_min_lr, warmup_max_lr, warmup_num_steps, ...")
+
+    closed: ClassVar[bool] = True
+
+
+class ProgressiveLayerDropConfig(Section):
+    """`progressive_layer_drop`."""
+
+    enabled: Flag = key(False, "Drop layers while training.", support=refused("layer drop is not in this version"))
+    theta: float = key(1.0, "Keep ratio in the limit.", support=quiet("see enabled"))
+    gamma: float = key(0.001, "How fast the keep ratio falls.", support=quiet("see enabled"))
+
+
+class EigenvalueConfig(Section):
+    """`eigenvalue`: curvature estimates which steer quantized training."""
+
+    enabled: Flag = key(False, "Estimate eigenvalues.", support=refused("eigenvalues are not in this version"))
+    verbose: Flag = key(False, "Print them.", support=quiet("see enabled"))
+    max_iter: int = key(100, "Power iterations, at most.", support=quiet("see enabled"))
+    tol: float = key(0.01, "Relative tolerance.", support=quiet("see enabled"))
+    stability: float = key(1e-6, "Added to norms.", support=quiet("see enabled"))
+    gas_boundary_resolution: int = key(1, "Updates between estimates.", support=quiet("see enabled"))
+    layer_name: str = key("bert.encoder.layer", "Where the layers are.", support=quiet("see enabled"))
+    layer_num: int = key(0, "How many layers.", support=quiet("see enabled"))
+
+
+class ActivationCheckpointingConfig(Section):
+    """`activation_checkpointing`, which `deepspeed.checkpointing.configure(deepspeed_config=...)` reads."""
+
+    partition_activations: Flag = key(False, "Partition saved inputs over tensor-parallel ranks.")
+    cpu_checkpointing: Flag = key(False, "Keep saved inputs in host memory.")
+    contiguous_memory_optimization: Flag = key(False, "Keep them in one buffer per size.")
+    number_checkpoints: Int | None = key(None, "How many that buffer holds.", ge=1)
+    synchronize_checkpoint_boundary: Flag = key(False, "Wait for the device at each boundary.")
+    profile: Flag = key(False, "Log the time of each block.")
+    use_reentrant: Flag = key(True, "Recompute in the reentrant way.", support=quiet("read by pipeline models only"))
+
 
 _OFF = quiet("see enabled")
 

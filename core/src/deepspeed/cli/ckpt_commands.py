@@ -1,0 +1,200 @@
+"""The commands `verify`, `prune` and `convert` of `ds_ckpt`; each returns a `Result`. `show` is in `ckpt_show.py`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from deepspeed.checkpoint import TorchStore, consolidate, layout
+from deepspeed.checkpoint import convert as formats
+from deepspeed.checkpoint.commit import plan_prune
+from deepspeed.checkpoint.layout import local_folder
+from deepspeed.checkpoint.stores import built_in_store
+from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
+from deepspeed.cli.console import make_table
+from deepspeed.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one command."""
+
+    record: Mapping[str, Any]
+    """The values that `--json` prints."""
+    show: Callable[[Console], None]
+    """Prints it for people."""
+    has_faults: bool = False
+
+
+def asked_tags(directory: Path, names: list[str]) -> list[SavedTag]:
+    """The tags of these names in `directory`, oldest first; all, where no name is given.
+
+    Raises:
+        CheckpointError: a tag is not there.
+    """
+    found = saved_tags(directory, names or None)
+    if missing := set(names) - {tag.name for tag in found}:
+        there = ", ".join(tag.name for tag in saved_tags(directory)) or "no checkpoint"
+        raise CheckpointError(f"{directory} holds no tag {', '.join(sorted(missing))}; it holds: {there}")
+    return found
+
+
+def as_size(num_bytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def make_progress() -> Progress:
+    """A bar of bytes on a terminal; nothing elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+
+def warn(console: Console, text: str) -> None:
+    """Print one line of red text, without markup and unfolded."""
+    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+_VERIFIED = ("tag", "state", "files", "size")
+
+
+def verify(directory: Path, names: list[str]) -> Result:
+    """Verify the tags `names` of `directory`, or all of them and the file `latest`.
+
+    The record: `directory`; `tags`, of each `tag`, `state` ("whole", "damaged", "no index": there is nothing to compare
+    its files with), `bytes`, `files`, `faults` (name of a file -> what is wrong); `latest`: what is wrong with it, or
+    null.
+    """
+    tags = asked_tags(directory, names)
+    if not tags:
+        raise CheckpointError(
+            f"{directory} holds no tag that save_checkpoint saved, so there is nothing to verify; give the directory "
+            "that save_checkpoint was given"
+        )
+    with make_progress() as bar:
+        task = bar.add_task("", total=sum(tag.num_bytes for tag in tags))
+        rows = []
+        for tag in tags:
+            bar.update(task, description=tag.name)
+            rows.append(_row_of(tag, lambda num_bytes: bar.advance(task, num_bytes)))
+    latest = None if names else _fault_in_latest(directory)
+    record = {"directory": str(directory), "tags": rows, "latest": latest}
+    has_faults = latest is not None or any(row["faults"] for row in rows)
+    return Result(record, lambda console: _show_verified(record, console), has_faults)
+
+
+def _row_of(tag: SavedTag, advance: Callable[[int], object]) -> dict[str, Any]:
+    faults = tag.faults(content=True, advance=advance)
+    if tag.index is not None:
+        listed = {layout.INDEX_FILE, *(entry.name for entry in tag.index.files)}
+        names = sorted(path.name for path in tag.folder.iterdir() if layout.is_checkpoint_file(path.name))
+        unlisted = [name for name in names if name not in listed]
+        faults.update({name: f"{tag.folder / name} is not listed in the index beside it" for name in unlisted})
+    state = "damaged" if faults else "whole" if tag.index is not None else "no index"
+    num_files = len(tag.index.files) if tag.index is not None else None
+    return {"tag": tag.name, "state": state, "bytes": tag.num_bytes, "files": num_files, "faults": faults}
+
+
+def _fault_in_latest(directory: Path) -> str | None:
+    try:
+        latest = read_latest(directory)
+    except CheckpointError as error:
+        return str(error)
+    if latest is None or layout.whole_folder(directory / latest) is not None:
+        return None
+    return (
+        f"{directory / layout.LATEST_FILE} names {latest!r}, which is not there. Write one of "
+        f"{layout.tags_in(directory)} into it."
+    )
+
+
+def _show_verified(record: dict[str, Any], console: Console) -> None:
+    rows = [
+        (row["tag"], row["state"], "" if row["files"] is None else str(row["files"]), as_size(row["bytes"]))
+        for row in record["tags"]
+    ]
+    console.print(make_table(f"Checkpoints in {record['directory']}", _VERIFIED, rows))
+    for fault in (fault for row in record["tags"] for fault in row["faults"].values()):
+        warn(console, fault)
+    if record["latest"] is not None:
+        warn(console, record["latest"])
+
+
+def prune(directory: Path, keep_last: int, *, dry_run: bool) -> Result:
+    """Remove the tags that `plan_prune` names.
+
+    The record: `directory`, `dry_run`, `removed` (tag -> bytes), `failed` (tag -> why it could not be removed), `kept`
+    (tag -> why it stays).
+    """
+    store = built_in_store(directory)
+    if not dry_run and isinstance(store, TorchStore):
+        store.finish_removals(directory)
+    plan = plan_prune(directory, keep_last)
+    removed: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    for tag in plan.removed:
+        num_bytes = tag.num_bytes
+        try:
+            if not dry_run:
+                store.remove(tag.folder)
+            removed[tag.name] = num_bytes
+        except CheckpointError as error:
+            failed[tag.name] = str(error)
+    record = {"directory": str(directory), "dry_run": dry_run, "removed": removed, "failed": failed, "kept": plan.kept}
+    return Result(record, lambda console: _show_pruned(record, console), bool(failed))
+
+
+def _show_pruned(record: dict[str, Any], console: Console) -> None:
+    done = "would be removed" if record["dry_run"] else "removed"
+    rows = [(tag, done, "older than the tags that stay") for tag in record["removed"]]
+    rows += [(tag, "failed", why) for tag, why in record["failed"].items()]
+    rows += [(tag, "kept", why) for tag, why in record["kept"].items()]
+    console.print(make_table(f"Checkpoints in {record['directory']}", ("tag", "what", "why"), rows))
+    console.print(f"{as_size(sum(record['removed'].values()))} {done}", markup=False, highlight=False)
+
+
+def convert(source: Path, target: str, to: str, tag: str | None, max_shard_size: str, *, verify: bool) -> Result:
+    """Convert one tag.
+
+    The record: `directory`, `tag`, `to`, `output`, and `files`, of each `name` and `bytes`.
+    """
+    directory, output = local_folder(source, "convert"), local_folder(target, "write a converted checkpoint to")
+    try:
+        folder = consolidate.tag_folder(directory, tag)
+        with make_progress() as bar:
+            task = bar.add_task(f"verifying {folder.name}", total=sum(path.stat().st_size for path in folder.iterdir()))
+            formats.convert(
+                directory,
+                output,
+                to,
+                tag=tag,
+                max_shard_size=max_shard_size,
+                verify=verify,
+                advance=lambda num_bytes: bar.advance(task, num_bytes),
+            )
+    except ValueError as error:  # max_shard_size
+        raise CheckpointError(str(error)) from error
+    paths = sorted(path for path in output.rglob("*") if path.is_file())
+    files = [{"name": str(path.relative_to(output)), "bytes": path.stat().st_size} for path in paths]
+    record = {
+        "directory": str(directory),
+        "tag": layout.tag_of(folder),
+        "to": to,
+        "output": str(output),
+        "files": files,
+    }
+    return Result(record, lambda console: _show_convertd(record, console))
+
+
+def _show_convertd(record: dict[str, Any], console: Console) -> None:
+    rows = [(each["name"], as_size(each["bytes"])) for each in record["files"]]
+    console.print(make_table(f"{record['tag']} as {record['to']} in {record['output']}", ("file", "size"), rows))
