@@ -349,7 +349,7 @@ def break_save(engine, fault, patch, arguments):
     elif fault == "scheduler":
         patch.setattr(engine.lr_scheduler, "state_dict", broken)
     elif fault == "optimizer":
-        patch.setattr(engine.sharding, "state_dict", broken)
+        patch.setattr(engine.sharding.states, "take_outside_changes", broken)
     elif fault == "optimizer content":
         engine.basic_optimizer.param_groups[0]["odd"] = object()
     elif fault == "client_state":

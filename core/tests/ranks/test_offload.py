@@ -19,7 +19,7 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.odd_models import OddMLP
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import fragments, holding
+from deepspeed.zero import fragments, units
 from deepspeed.zero.offload import policy
 from deepspeed.zero.offload.host import HostPlacement
 from torch import nn
@@ -99,16 +99,16 @@ class LateCopies(PlainAccelerator):
 @contextlib.contextmanager
 def separate_host_memory():
     """Inside, offload goes to a memory of its own."""
-    kept = HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, holding.WIDENED_NUMEL
+    kept = HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, units.WIDENED_NUMEL
     HostPlacement.is_needed = staticmethod(lambda device: True)
     policy.get_accelerator = LateCopies
     # several fragments, buckets and batches for the few parameters
     sharding.ShardingOptions = functools.partial(sharding.ShardingOptions, update_numel=12)
-    holding.WIDENED_NUMEL = 12
+    units.WIDENED_NUMEL = 12
     try:
         yield
     finally:
-        HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, holding.WIDENED_NUMEL = kept
+        HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, units.WIDENED_NUMEL = kept
 
 
 def create_engine(stage, precision, is_offloaded=True, seed=3, nvme_path=None, **keys):
