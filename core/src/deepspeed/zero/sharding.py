@@ -32,9 +32,8 @@ from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.module_units import ModuleUnits
-from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.param_unit import freed_memory_returned, unit_of
-from deepspeed.zero.states import States
+from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.units import ShardingOptions, Units
 from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass

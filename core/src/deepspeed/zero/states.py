@@ -1,15 +1,38 @@
 """`States`: whether the weights and optimizer states of this rank can be used: all there, and all of one step.
 
 Whoever reads or writes them asks before: a backward, a step, a save, `safe_get_full_fp32_param`.
+
+`OutsideChanges` are values that attached parameters were given between steps, by others than the engine (all stages).
+`param.data = value` (`vector_to_parameters`, pruning, averages of weights) points a parameter at other memory than the
+engine's, so that no update would reach it. `param.copy_(value)` (`load_state_dict`) changes a weight in low precision,
+and the next step would bring its former value back from the master weight. The engine takes both before it reads or
+writes master weights: the parameter gets its own memory again with the new value, and the master weight follows.
+
+It does not see an in-place operation on `param.data`, which torch does not count, if the parameter has a master weight.
+Sharded parameters have no values to be changed between steps; `ParamUnit` looks after them.
+
+A conversion (`module.half()`, `module.to("meta")`) cannot be taken. It is refused when it matters: a script may convert
+the module when training is over.
+
+[Note: cheap checks] Every step asks whether there are changes, so the question is one comparison per parameter and
+kind of change, in C: about 0.1 us each.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module, Parameter
 
 from deepspeed.comm import failure
 from deepspeed.errors import StateError, first_line
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.offload.moved_states import MovedStates
-from deepspeed.zero.outside_changes import OutsideChanges
+from deepspeed.zero.unit import Unit
 
 #: of those made in this process; ranks make them in the same order
 _numbers = itertools.count()
@@ -91,7 +114,7 @@ class States:
             moved.put_back(non_blocking=non_blocking)
 
     def take_outside_changes(self) -> None:
-        """Take the values that others than the engine gave to parameters; see `outside_changes.py`. Called before
+        """Take the values that others than the engine gave to parameters; see `OutsideChanges`. Called before
         master weights are read or written.
 
         Raises:
@@ -108,3 +131,192 @@ class States:
         """
         if self.outside_changes is not None and self.moved is None:
             self.outside_changes.refuse_converted()
+
+
+class _ParamPlace(NamedTuple):
+    owner: Module
+    name: str  # under which the owner has the parameter
+    path: str  # of the parameter in the model
+
+
+class _Link(NamedTuple):
+    children: dict[str, Module | None]  # of a module
+    name: str
+    child: Module
+
+
+class OutsideChanges:
+    """Made by `Sharding` when its units are complete.
+
+    Args:
+        module: the model.
+        units: all of the engine.
+        name_of: a parameter's name, for errors.
+    """
+
+    def __init__(self, module: Module, units: Sequence[Unit], name_of: Callable[[Tensor], str]) -> None:
+        self._module = module
+        self._name_of = name_of
+        self._units = list(units)
+        own = {id(param): param for unit in units for param in unit.params}
+        places = {key: place for key, place in _places_in(module).items() if key in own}
+        self._params = [own[key] for key in places]
+        self._places = list(places.values())
+        self._links = _links_in(module)
+        homes = [pair for unit in units for pair in unit.homes()]
+        self._placed = [param for param, _ in homes]
+        self._homes = [home for _, home in homes]
+        self._home_of = {id(param): home for param, home in homes}
+        self._free = [param for unit in units if unit.is_free for param in unit.params]
+        self._kinds = [(param.shape, param.dtype) for param in self._free]
+        self._rounded = [param for unit in units if unit.has_masters for param in unit.params]
+        forms = {id(param): (param.dtype, param.device) for param in self._params}
+        self._forms = [forms[key] for key in places]  # of `self._params`
+        self._versions: dict[int, int] = {}
+        self.accept()
+
+    def accept(self) -> None:
+        """The master weights have what was changed in place up to now."""
+        self._versions = {id(param): param._version for param in self._rounded}
+
+    def drop(self) -> None:
+        """The weights are about to be written from the master weights, whatever they are."""
+        for param, home in zip(self._placed, self._homes, strict=True):
+            param.data = home
+        self.accept()
+
+    def take_of(self, param: Parameter) -> None:
+        """`take`, if this parameter was changed."""
+        home = self._home_of.get(id(param))
+        if home is not None and not (
+            param.is_set_to(home) and self._versions.get(id(param), param._version) == param._version
+        ):
+            self.take()
+
+    def take(self) -> None:
+        """Take what was changed since the last call.
+
+        Raises:
+            StateError: names a parameter that was replaced by another one, or whose value has another shape or dtype.
+        """
+        found = [place.owner._parameters.get(place.name) for place in self._places]
+        children = [link.children.get(link.name) for link in self._links]
+        if not (all(map(is_, found, self._params)) and all(map(is_, children, [link.child for link in self._links]))):
+            self.refuse_converted()
+            self._follow(found)
+        if not all(map(Tensor.is_set_to, self._placed, self._homes)):
+            self._take_assigned()
+        if [(param.shape, param.dtype) for param in self._free] != self._kinds:
+            for param, (shape, dtype) in zip(self._free, self._kinds, strict=True):
+                self._refuse_other(param, shape, dtype)
+        if [param._version for param in self._rounded] != list(self._versions.values()):
+            self._to_masters({id(param) for param in self._rounded if param._version != self._versions[id(param)]})
+            self.accept()
+
+    def _take_assigned(self) -> None:
+        changed = [pair for pair in zip(self._placed, self._homes, strict=True) if not pair[0].is_set_to(pair[1])]
+        for param, home in changed:
+            self._refuse_other(param, home.shape, home.dtype)
+        own = {home.untyped_storage().data_ptr() for home in self._homes}
+        values = [param.data for param, _ in changed]  # maybe of one another, or transposed
+        values = [value.clone() if value.untyped_storage().data_ptr() in own else value for value in values]
+        for (param, home), value in zip(changed, values, strict=True):
+            home.copy_(value)
+            param.data = home
+        self._to_masters({id(param) for param, _ in changed})
+
+    def _to_masters(self, changed: set[int]) -> None:
+        for unit in self._units:
+            for place, param in enumerate(unit.params):
+                if id(param) in changed:
+                    unit.take_changes(place)
+
+    def refuse_converted(self) -> None:
+        """Called when a forward has failed too.
+
+        Raises:
+            StateError: names a parameter that has another dtype than the engine trains, or is on the meta device; from
+                the exception that is being handled.
+        """
+        for param, place, (dtype, device) in zip(self._params, self._places, self._forms, strict=True):
+            found = place.owner._parameters.get(place.name)
+            if found is None or ((found.dtype, found.device) == (dtype, device)):
+                continue
+            if found.is_meta or (found is param and found.numel() > 0):
+                raise StateError(_conversion(self._name_of(param), found, dtype, device))
+
+    def _refuse_other(self, param: Parameter, shape: torch.Size, dtype: torch.dtype) -> None:
+        if param.shape == shape and param.dtype != dtype:
+            raise StateError(_conversion(self._name_of(param), param, dtype, param.device))
+        if param.shape != shape:
+            raise StateError(
+                f"parameter {self._name_of(param)}: found a value of shape {tuple(param.shape)} in {param.dtype} that "
+                f"was put into it after initialize(), where the engine trains shape {tuple(shape)} in {dtype}; "
+                "assign values of this shape and dtype, or change the model before initialize()"
+            )
+
+    def _follow(self, found: Sequence[Parameter | None]) -> None:
+        """Parameters are not where they were: look for them. Those that the model does not have any more, such as those
+        of a layer that was taken out, have no gradient and need no place.
+
+        Raises:
+            StateError: another parameter is in the place of one of them, so that nobody would train it.
+        """
+        now, named = _places_in(self._module), dict(self._module.named_parameters())
+        for param, place, other in zip(self._params, self._places, found, strict=True):
+            if id(param) in now:
+                continue
+            others = (other, named.get(place.path))  # in the same module, or in a module in its place
+            if any(each is not None and each.requires_grad and manager_of(each) is None for each in others):
+                raise StateError(
+                    f"parameter {self._name_of(param)}: found another Parameter in its place since initialize(), as "
+                    "load_state_dict(assign=True) or a new module puts it there. The optimizer does not have it, so it "
+                    "would not be trained; load without assign=True, copy values with param.data.copy_(value), or give "
+                    "the new parameter to engine.optimizer.add_param_group"
+                )
+        forms = zip(self._params, self._forms, strict=True)
+        self._forms = [form for param, form in forms if id(param) in now]
+        self._params = [param for param in self._params if id(param) in now]
+        self._places = [now[id(param)] for param in self._params]
+        self._links = _links_in(self._module)
+
+
+def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the error message for a parameter with the value `found` that the engine has in `dtype` on `device`."""
+    if found.is_meta:
+        advice = "It has no values there, so build the model and the engine again"
+    elif found.device != device:
+        advice = f"Move the module back with module.to({str(device)!r}); engine.offload_states() frees a device"
+    else:
+        precision = {
+            torch.float16: "set fp16.enabled in the configuration",
+            torch.bfloat16: "set bf16.enabled in the configuration",
+            torch.float32: "train with neither bf16.enabled nor fp16.enabled in the configuration",
+        }.get(found.dtype, "convert the model before initialize(), with neither bf16.enabled nor fp16.enabled")
+        advice = f"To train in {found.dtype} {precision}; else convert the module back with module.to({dtype})"
+    return (
+        f"parameter {name}: found a value of shape {tuple(found.shape)} in {found.dtype} on {found.device}, as "
+        f"module.to(...) or .half() after initialize() leave it, where the engine trains it in {dtype} on {device}. "
+        f"{advice}. When training is over, call engine.destroy() before"
+    )
+
+
+def _places_in(module: Module) -> dict[int, _ParamPlace]:
+    """Return the place of each parameter in the first module that has it, by the parameter's id."""
+    places: dict[int, _ParamPlace] = {}
+    for path, each in module.named_modules():
+        for name, param in each._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), _ParamPlace(each, name, f"{path}.{name}" if path else name))
+    return places
+
+
+def _links_in(module: Module) -> list[_Link]:
+    """Return which module is where, so that another module in its place is seen."""
+    return [
+        _Link(each._modules, name, child)
+        for each in module.modules()
+        if not isinstance(each, ScriptModule)  # its children stay
+        for name, child in each._modules.items()
+        if child is not None
+    ]
