@@ -175,15 +175,65 @@ def test_more_ranks_for_experts_than_there_are():
     run_ranks(2, over_job)
 
 
-def other_mesh_job():
+def other_mesh_job(make):
+    """Of four ranks, 1 and 2 made each other's experts."""
+    groups.set_mesh(None)
+    moe = layer(make=make)
+    moe.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+    return moe(tokens(dist.get_rank()))[0].detach()
+
+
+@pytest.mark.parametrize("make", [single, stacked])
+def test_experts_that_were_made_for_another_layout_are_sent(make):
+    expected = [layer(ep_size=1, make=make)(tokens(rank))[0].detach() for rank in range(4)]
+    torch.testing.assert_close(run_ranks(4, other_mesh_job, make), expected)
+
+
+def other_mesh_refused_job():
     groups.set_mesh(None)
     moe = layer()
-    with pytest.raises(ConfigError, match=r"MoE layer: rank 1 made part 1 of 2 .* it holds part 0; lay"):
+    for param in moe.deepspeed_moe.experts.parameters():
+        param.tensor_model_parallel = True
+    with pytest.raises(ConfigError, match=r"MoE layer: rank 1 made part 1 .* it holds part 0\. .* divided since; lay"):
         moe.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
 
 
-def test_experts_that_were_made_for_another_layout():
-    run_ranks(4, other_mesh_job)
+def test_divided_experts_that_were_made_for_another_layout_are_refused():
+    run_ranks(4, other_mesh_refused_job)
+
+
+def after_tp_model_init_job(stage):
+    """A whole model, built when the ranks are laid out for another one that they divide."""
+    groups.reset()
+    deepspeed.tp_model_init(single(), 2)
+    engine = make_engine(layer(), stage)
+    found = []
+    for _ in range(2):
+        output = engine(tokens(dist.get_rank()))[0]
+        engine.backward(output.square().mean())
+        engine.step()
+        found.append(output.detach())
+    engine.destroy()
+    groups.reset()
+    return found
+
+
+def whole_losses(num_ranks):
+    """The outputs by rank of two steps of a layer that one rank has whole."""
+    moe = layer(ep_size=1)
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, weight_decay=0.1)  # as that of `make_engine`
+    outputs = []
+    for _ in range(2):
+        outputs.append([moe(tokens(rank))[0] for rank in range(num_ranks)])
+        torch.stack(outputs[-1]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [[each[rank].detach() for each in outputs] for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (2, 3), (4, 2)])
+def test_experts_of_a_whole_model_after_tp_model_init(num_ranks, stage):
+    torch.testing.assert_close(run_ranks(num_ranks, after_tp_model_init_job, stage), whole_losses(num_ranks))
 
 
 def data_first_job():

@@ -6,7 +6,8 @@
     loss = loss + 0.01 * sum_of_all(l_aux)
 
 `deepspeed.initialize` connects the layers of a model to the ranks of its mesh (`connect_moe_layers`). The parts:
-`gate.py` chooses, `dispatch.py` moves rows by an all-to-all, `experts.py` computes.
+`gate.py` chooses, `dispatch.py` moves rows by an all-to-all, `experts.py` computes, `placement.py` brings experts to
+the ranks that hold them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.dispatch import dispatch, token_ranks
 from deepspeed.moe.experts import Experts, ExpertSource, hold_experts, make_experts
 from deepspeed.moe.gate import TopKGate
+from deepspeed.moe.placement import BuiltExperts, part_to_make, send_experts
 from deepspeed.moe.stacked import StackedExperts
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
@@ -65,20 +65,9 @@ class MOELayer(nn.Module):
         out_TH = dispatch(x_TH, routing, self.experts, self.ranks)
         return out_TH.view(*hidden.shape[:-1], out_TH.shape[-1])
 
-    def misplaced(self, mesh: Mesh, path: str) -> str:
-        """Return why the experts made here are not those of this rank on `mesh`; "": they are.
-
-        Raises:
-            ConfigError: on every rank, if `ep_size` does not fit the mesh.
-        """
-        part = mesh.experts(self.ep_size).rank("ep")
-        if self._made_for in (None, part):
-            return ""
-        return (
-            f"MoE {path or 'layer'}: rank {dist.get_rank()} made part {self._made_for} of {self.ep_size} of the "
-            f"experts, and on this mesh it holds part {part}; lay the ranks out with "
-            "deepspeed.utils.groups.set_mesh(...) before the model is built"
-        )
+    def built(self) -> BuiltExperts:
+        """The experts, and where they are from."""
+        return BuiltExperts(self.experts, self.ep_size, self._made_for)
 
     def connect(self, mesh: Mesh, path: str) -> None:
         """Take the ranks of `mesh`. A collective of those that divide the experts.
@@ -89,6 +78,7 @@ class MOELayer(nn.Module):
         if self.ep_size == 1:
             return
         self.ranks = token_ranks(mesh, self.ep_size)
+        self._made_for = None if self._made_for is None else self.ranks.rank  # `send_experts` has brought them
         self.experts.mark(f"{path}.experts".lstrip("."), self.ranks.rank, self.ep_size)
 
 
@@ -167,7 +157,7 @@ class MoE(nn.Module):
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
             z_loss_coefficient=z_loss_coefficient,
         )
-        part = None if isinstance(expert, nn.Module) else _ep_rank(ep_size)
+        part = None if isinstance(expert, nn.Module) else part_to_make(ep_size)
         first = (part or 0) * self.num_local_experts
         with building_experts(ep_size):
             experts = make_experts(expert, num_experts, range(first, first + self.num_local_experts))
@@ -233,11 +223,7 @@ def connect_moe_layers(module: nn.Module, mesh: Mesh, divide: DivideExpert) -> N
 
 
 def _connect(layers: Mapping[str, MoE], mesh: Mesh, divide: DivideExpert | None) -> None:
-    reasons = (layer.deepspeed_moe.misplaced(mesh, path) for path, layer in layers.items())
-    own = next((reason for reason in reasons if reason), "")
-    first = next((reason for reason in all_gather_values(own, mesh.norm_group) if reason), "")
-    if first:
-        raise ConfigError(first)
+    send_experts({path: layer.deepspeed_moe.built() for path, layer in layers.items()}, mesh)
     for path, layer in layers.items():
         experts = layer.deepspeed_moe.experts
         if layer.enable_expert_tensor_parallelism and mesh.size("tp") > 1:
@@ -255,17 +241,3 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether the module has mixtures of experts, and the number of experts of the first one."""
     found = moe_layers(m)
     return bool(found), found[0].num_experts if found else 0
-
-
-def _ep_rank(ep_size: int) -> int:
-    if ep_size == 1:
-        return 0
-    if not dist.is_initialized():
-        raise ConfigError(
-            f"MoE: found ep_size {ep_size} before deepspeed.init_distributed(), which says which of the experts this "
-            "rank holds; call it first"
-        )
-    mesh = groups.viewed_mesh()
-    made = mesh.expert_grids.get(ep_size)
-    layout = mesh.layout.experts(ep_size) if made is None else made.layout
-    return layout.line(dist.get_rank(), "ep").index(dist.get_rank())

@@ -154,6 +154,11 @@ def viewed_mesh() -> Mesh:
     return _mesh()
 
 
+def mesh_of_whole_models() -> Mesh:
+    """The mesh of engines of whole models that are given no other."""
+    return _default_mesh()
+
+
 def reset() -> None:
     """Forget the mesh; for tests."""
     global _viewed, _default, _divided

@@ -88,11 +88,21 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
         _broadcast_together(same_kind, ranks)
 
 
-def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend) -> None:
+def copy_from(tensors: list[Tensor], ranks: GroupBackend, source: int) -> None:
+    """Copy the tensors of rank `source` to those of every rank, which are the same by shape and dtype. A collective."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same_kind in by_kind.values():
+        _broadcast_together(same_kind, ranks, source)
+
+
+def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend, source: int = 0) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not serves(ranks.group, flat.device):  # stage 3 moves parameters later, shard by shard
         flat = flat.to(get_accelerator().current_device_name())
-    ranks.broadcast(flat, 0, tag=_TAG).wait()
+    ranks.broadcast(flat, source, tag=_TAG).wait()
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
