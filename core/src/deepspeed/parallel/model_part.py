@@ -7,6 +7,9 @@ of the layers:
 
 Here the rank holds rows 0, 1, 4 and 5 of a [12, 4] weight, in this order, as a fused query-key-value weight does. A
 parameter without a mark is whole on every rank that has one of its name.
+
+Parameters that several pipeline stages hold copies of, and sum the gradients of, have another mark, which
+`PipelineModule` sets (`mark_tied`).
 """
 
 from collections.abc import Mapping
@@ -144,3 +147,17 @@ def division_is_known(module: Module) -> bool:
 def is_tensor_parallel(param: Tensor) -> bool:
     """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+_TIED = "ds_tied_stages"
+
+
+def mark_tied(param: Tensor, stages: tuple[int, ...]) -> None:
+    """Say that these stages, two or more, hold copies of `param`."""
+    assert len(stages) > 1, stages
+    setattr(param, _TIED, stages)
+
+
+def tied_stages(param: Tensor) -> tuple[int, ...]:
+    """The stages that hold copies of a parameter; none where only its own does."""
+    return getattr(param, _TIED, ())

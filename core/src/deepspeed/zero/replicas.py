@@ -30,8 +30,7 @@ from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import division_is_known, is_tensor_parallel
-from deepspeed.parallel.tied_params import tied_stages
+from deepspeed.parallel.model_part import division_is_known, is_tensor_parallel, tied_stages
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.sharding import Sharding

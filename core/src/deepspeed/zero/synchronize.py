@@ -16,7 +16,7 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import serves
 from deepspeed.comm.values import check_same
 from deepspeed.parallel.expert_params import expert_group_of
-from deepspeed.parallel.tied_params import tied_stages
+from deepspeed.parallel.model_part import tied_stages
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.unit_groups import UnitGroups
 

@@ -35,8 +35,7 @@ from deepspeed.comm.values import all_gather_values, check_same
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel, part_held
-from deepspeed.parallel.tied_params import tied_stages
+from deepspeed.parallel.model_part import is_tensor_parallel, part_held, tied_stages
 
 
 @dataclass(frozen=True)
