@@ -1,4 +1,4 @@
-"""Which rank holds which experts, and their way there from the ranks that made them.
+"""`send_experts` brings experts to the ranks that hold them, from the ranks that made them.
 
 A layer is built before its engine, whose mesh may be another than the one that was viewed then (`parallel/groups.py`):
 `tp_model_init` of another model lays ranks out, too. `layer.py` calls this when the layers are connected.
