@@ -15,9 +15,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -153,12 +155,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     for index, names in enumerate(files):
         name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.{ending}"
         log.info("writing %s (%d of %s)", output / name, index + 1, counted(len(files), "file"))
-        _write(write, {key: weights[key] for key in names}, output / name)
+        with new_file(output / name) as file:
+            write({key: weights[key] for key in names}, file)
         weight_map.update(dict.fromkeys(names, name))
     if len(files) > 1:
         sizes = {id(weight): _nbytes(weight) for weight in weights.values()}
         index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
-        (output / f"{stem}.{ending}.index.json").write_text(index_text + "\n", encoding="utf-8")
+        with new_file(output / f"{stem}.{ending}.index.json") as file:
+            file.write(f"{index_text}\n".encode())
 
 
 def _create_folder(output: Path) -> Path:
@@ -172,11 +176,11 @@ def _create_folder(output: Path) -> Path:
     return output
 
 
-def _write_bin(weights: Mapping[str, Any], path: Path) -> None:
-    torch.save(_in_memory(weights), path)
+def _write_bin(weights: Mapping[str, Any], file: BinaryIO) -> None:
+    torch.save(_in_memory(weights), file)
 
 
-def _write_safetensors(weights: Mapping[str, Any], path: Path) -> None:
+def _write_safetensors(weights: Mapping[str, Any], file: BinaryIO) -> None:
     """The format of the package safetensors: the length of a header, the header as JSON, the bytes of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -189,19 +193,36 @@ def _write_safetensors(weights: Mapping[str, Any], path: Path) -> None:
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, weight in weights.items():
-            log.debug("%s %s", name, tuple(weight.shape))
-            if weight.numel():
-                file.write(memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name, weight in weights.items():
+        log.debug("%s %s", name, tuple(weight.shape))
+        if weight.numel():
+            file.write(memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
-def _write(write: Callable[[Mapping[str, Any], Path], None], weights: Mapping[str, Any], path: Path) -> None:
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` when the body is over; a failure leaves what was there.
+
+    Raises:
+        CheckpointError: the disk refuses, which `torch.save` gives as a RuntimeError.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(weights, temporary)
+        with open(temporary, "wb") as file:
+            yield file
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        refusal: BaseException | None = error
+        while refusal is not None and not isinstance(refusal, OSError):
+            refusal = refusal.__cause__ or refusal.__context__
+        if refusal is None or isinstance(error, CheckpointError):
+            raise
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise CheckpointError(
+            f"cannot write {path}: {refusal.strerror or refusal} ({free:.0f} MiB are free there). The checkpoint is "
+            "untouched; make room in that folder, or give another one, and convert again"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -79,6 +79,7 @@ def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_siz
 
 
 def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    from deepspeed.checkpoint.consolidate import new_file
     from deepspeed.checkpoint.other_formats import write_latest_universal, write_universal
     from deepspeed.checkpoint.saved_run import open_run
 
@@ -87,7 +88,8 @@ def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size
     output.mkdir(parents=True, exist_ok=True)
     write_universal(run, folder)
     write_latest_universal(folder)
-    (output / layout.LATEST_FILE).write_text(folder.name, encoding="utf-8")
+    with new_file(output / layout.LATEST_FILE) as file:
+        file.write(folder.name.encode())
 
 
 class Format(NamedTuple):

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate import new_file
 from deepspeed.checkpoint.constants import VOCAB_TENSOR
 from deepspeed.checkpoint.deepspeed_files import constant_scaler, vocabulary_rows
 from deepspeed.checkpoint.saved_run import SavedRun
@@ -157,7 +158,7 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, or `output` holds something.
-        OSError: the disk refuses.
+        CheckpointError, OSError: the disk refuses.
     """
     if run.states is None:
         raise CheckpointError(
@@ -182,10 +183,10 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
         with ThreadPoolExecutor(num_workers) as pool:
             for _ in pool.map(lambda name: _write_parameter(run, name, zero / name), names):
                 pass
-        torch.save(_optimizer_state(run), zero / "optimizer_state.pt")
+        _save(_optimizer_state(run), zero / "optimizer_state.pt")
         with TemporaryDirectory(dir=staging) as scratch:
             for file, content in run.model_contents(Path(scratch)):
-                torch.save(content, staging / file)
+                _save(content, staging / file)
         if output.is_dir():
             output.rmdir()
         staging.rename(output)
@@ -195,7 +196,8 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
 
 def write_latest_universal(folder: Path) -> None:
     """Put `latest_universal`, by which DeepSpeed finds the tag, beside the tag's folder."""
-    folder.with_name("latest_universal").write_text(folder.name, encoding="utf-8")
+    with new_file(folder.with_name("latest_universal")) as file:
+        file.write(folder.name.encode())
 
 
 def _write_parameter(run: SavedRun, name: str, folder: Path) -> None:
@@ -208,18 +210,23 @@ def _write_parameter(run: SavedRun, name: str, folder: Path) -> None:
     for key in run.state_names(name):
         _save_value(run, run.optimizer_state(name, key), shape, folder / f"{key}.pt", rows)
     for key, value in states.others(name).items():
-        torch.save(value.clone(), folder / f"{key}.pt")
+        _save(value.clone(), folder / f"{key}.pt")
     for key, value in states.scalars(name).items():
-        torch.save(value.clone() if isinstance(value, Tensor) else value, folder / f"{key}.pt")
+        _save(value.clone() if isinstance(value, Tensor) else value, folder / f"{key}.pt")
 
 
 def _save_value(run: SavedRun, value: Tensor, shape: torch.Size, path: Path, rows: int | None) -> None:
     if run.zero_stage == 3:
-        torch.save(value.reshape(-1), path)
+        _save(value.reshape(-1), path)
     elif rows is None:
-        torch.save({"param": value.reshape(shape), "cat_dim": 0}, path)
+        _save({"param": value.reshape(shape), "cat_dim": 0}, path)
     else:
-        torch.save({"param": value.reshape(shape)[:rows].clone(), "cat_dim": 0, VOCAB_TENSOR: True}, path)
+        _save({"param": value.reshape(shape)[:rows].clone(), "cat_dim": 0, VOCAB_TENSOR: True}, path)
+
+
+def _save(content: Any, path: Path) -> None:
+    with new_file(path) as file:
+        torch.save(content, file)
 
 
 def _optimizer_state(run: SavedRun) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """`ds_ckpt convert`: what is written, for whom, in how much memory, and what is refused."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -119,3 +121,24 @@ def test_states_without_names_are_refused(make_ranks, make_training, tmp_path):
 def test_an_unknown_format_is_refused(saved, tmp_path):
     with pytest.raises(ConfigError, match="found the format 'hf'; allowed: safetensors, torch, dcp"):
         convert(saved, tmp_path / "out", "hf")
+
+
+@contextmanager
+def small_disk(num_bytes):
+    """Files of this process that are longer than this are refused, as by a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "universal"])
+def test_a_full_disk_is_named_and_leaves_nothing(saved, tmp_path, to):
+    with small_disk(64), pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "ckpt", tmp_path / "out", to)
+    assert "cannot write" in str(caught.value)
+    assert "File too large (" in str(caught.value)
+    assert "convert again" in str(caught.value)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
