@@ -1,12 +1,15 @@
 """The process groups of torch, and the libraries that serve them."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import CommError
 
 
@@ -36,6 +39,24 @@ def host_or_device(group: ProcessGroup) -> torch.device:
     """Return where small values are sent from: the host if the group has a library for it, else this rank's device."""
     host = torch.device("cpu")
     return host if serves(group, host) else torch.device(get_accelerator().current_device_name())
+
+
+def broadcast_together(tensors: Sequence[Tensor], ranks: GroupBackend, source: int, *, tag: str | int | None) -> None:
+    """Copy the tensors of rank `source`, of one dtype and on one device, to those of every rank, in one collective; by
+    this rank's device where the group has no library for theirs.
+
+    Args:
+        tensors: as many on every rank, of the same shapes.
+        tag: of the broadcast.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if not serves(ranks.group, flat.device):  # stage 3 moves parameters later, shard by shard
+        flat = flat.to(get_accelerator().current_device_name())
+    ranks.broadcast(flat, source, tag=tag).wait()
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
 
 
 def barrier_devices(group: ProcessGroup) -> list[int] | None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.libraries import broadcast_together
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import is_tensor_parallel
-from deepspeed.zero.synchronize import copy_from, described
 
 
 class BuiltExperts(NamedTuple):
@@ -83,7 +83,8 @@ def _sendable(module: nn.Module) -> str | None:
     """The kinds of the experts' tensors; None: this rank has parts of them, which others cannot take."""
     if any(hasattr(param, "ds_id") or is_tensor_parallel(param) for param in module.parameters()):
         return None
-    return described([*module.named_parameters(), *module.named_buffers()])
+    named = (*module.named_parameters(), *module.named_buffers())
+    return ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named)
 
 
 def _check(path: str, places: Mapping[int, Any]) -> None:
@@ -107,11 +108,15 @@ def _take(module: nn.Module, part: int, makers: Mapping[int, int], ranks: GroupB
     Args:
         makers: by part, the place in `ranks` of one that made it.
     """
-    own = [each.detach() for each in (*module.parameters(), *module.buffers())]
+    own = [each.detach() for each in (*module.parameters(), *module.buffers()) if each.numel()]
     found: list[Tensor] = []
     for index, source in sorted(makers.items()):
         values = [each.clone() if ranks.rank == source else torch.empty_like(each) for each in own]
-        copy_from(values, ranks, source)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for value in values:
+            by_kind.setdefault((value.dtype, value.device), []).append(value)
+        for same_kind in by_kind.values():
+            broadcast_together(same_kind, ranks, source, tag="experts")
         found = values if index == part else found
     for tensor, value in zip(own, found, strict=True):
         tensor.copy_(value)

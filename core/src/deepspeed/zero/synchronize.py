@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.comm.libraries import serves
+from deepspeed.comm.libraries import broadcast_together, serves
 from deepspeed.comm.values import check_same
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.parallel.model_part import tied_stages
@@ -77,7 +76,7 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
     works = []
     for tensor in tensors:
         if tensor.nbytes >= _SMALL_BYTES and not serves(ranks.group, tensor.device):
-            _broadcast_together([tensor], ranks)
+            broadcast_together([tensor], ranks, 0, tag=_TAG)
         elif tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
             works.append(ranks.broadcast(tensor.view(-1), 0, tag=_TAG))
         else:
@@ -85,28 +84,7 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
     for work in works:
         work.wait()
     for same_kind in small.values():
-        _broadcast_together(same_kind, ranks)
-
-
-def copy_from(tensors: list[Tensor], ranks: GroupBackend, source: int) -> None:
-    """Copy the tensors of rank `source` to those of every rank, which are the same by shape and dtype. A collective."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same_kind in by_kind.values():
-        _broadcast_together(same_kind, ranks, source)
-
-
-def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend, source: int = 0) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if not serves(ranks.group, flat.device):  # stage 3 moves parameters later, shard by shard
-        flat = flat.to(get_accelerator().current_device_name())
-    ranks.broadcast(flat, source, tag=_TAG).wait()
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
+        broadcast_together(same_kind, ranks, 0, tag=_TAG)
 
 
 def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
