@@ -34,7 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as torch_dist
-from deepspeed.comm import ended, failure, own_group, parted
+from deepspeed.comm import failure, own_group, parted
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.issued import Collective, Issued
 from deepspeed.launcher import nodes
@@ -151,10 +151,10 @@ def ends(num_ranks: int) -> Iterator[Row]:
     def job(ranks: ManyRanks) -> Callable[[int], None]:
         def end_or_look(rank: int) -> None:
             if rank < num_ranks // 2:
-                ended.note_end(ranks.store, rank)  # type: ignore[arg-type]  # counts
-                ended.note_end(ranks.store, rank)  # type: ignore[arg-type]
+                failure.note_end(ranks.store, rank)  # type: ignore[arg-type]  # counts
+                failure.note_end(ranks.store, rank)  # type: ignore[arg-type]
             else:
-                assert len(ended.ended_of(range(num_ranks))) == num_ranks // 2
+                assert len(failure.ended_of(range(num_ranks))) == num_ranks // 2
 
         return end_or_look
 

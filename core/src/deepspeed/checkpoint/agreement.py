@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from deepspeed.checkpoint.load import Position
-from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.interrupts import held, let_through
+from deepspeed.comm.failure import PeerFailed, held, let_through
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class Ranks:
     ) -> T:
         """Run `step` on every rank; raise on every rank when it failed on one.
 
-        An interrupt (Ctrl-C, SystemExit) is a failure, too. It is raised in a step, or after it; see `interrupts.py`.
+        An interrupt (Ctrl-C, SystemExit) is a failure, too. It is raised in a step, or after it; see `comm/failure.py`.
 
         The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
         traceback is the last on the screen says what is wrong.

@@ -8,7 +8,7 @@ meanwhile, so after a failure the ranks go on. Called at the begin of `save_chec
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
 one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
 (`parted.py`: then all that are in it raise). After the latter, ranks that wait or come later meet in the next round. A
-rank that is interrupted when all have come goes on with them, and is interrupted later (`interrupts.py`).
+rank that is interrupted when all have come goes on with them, and is interrupted later (`failure.py`).
 """
 
 import hashlib
@@ -20,8 +20,7 @@ import torch.distributed as torch_dist
 from torch.distributed import Store
 
 from deepspeed.comm import parted
-from deepspeed.comm.ended import clause_of, ended_of
-from deepspeed.comm.interrupts import any_held, handle_held, held
+from deepspeed.comm.failure import any_held, clause_of, ended_of, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 

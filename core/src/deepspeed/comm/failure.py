@@ -6,15 +6,39 @@ to make a group have no record of it yet; so a failure is told there, too, by it
 [Note: a rank that leaves] A rank that fails waits for nobody: its exception must reach the user while the peers may be
 in a collective of their own. It records the exception in the store, lets its peers know in the way of its transport,
 and keeps the buffers of its collectives alive, since peers may still read them and the library may still write them.
+
+[Note: a rank that has ended] A rank that waits for one of them in the job's store raises, and says so. A rank notes its
+own end as the interpreter exits, and the `deepspeed` launcher notes the end of each process that it started
+(`launcher/node_agent.py`), which also sees one that ends without Python. Nobody waits here. Where ranks wait in a
+library, or read each other's memory, a connection or the process itself is gone, and the notes say whose.
+
+[Note: interrupts] A signal may raise, such as Ctrl-C, while ranks make a call together: between any two instructions,
+also between two collectives that the peers expect. They would wait, and a later call of this rank would be matched with
+what they wait for. So during such a call signals are held, and handled where an exception reaches the peers
+(`let_through`), or at the end of the call.
+
+    with held():                    # agreement.py, arrivals.py
+        with let_through():
+            result = step()         # KeyboardInterrupt here, as always
+        gather(...)                 # held
 """
 
+import atexit
+import os
+import signal
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
@@ -208,3 +232,159 @@ class FailureRecord:
         if wait_s == 0.0:
             return _ask(lambda store: store.get(key) if store.check([key]) else b"")
         return _ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))
+
+
+#: whose end is noted as the interpreter exits
+_worlds: WeakSet[ProcessGroup] = WeakSet()
+
+
+def note_end(store: Store, rank: int) -> None:
+    """Note that a rank has ended. Called by itself or by the launcher; a second note of it does no harm."""
+    try:
+        _base(store).append(_key(), f"{rank} ")  # type: ignore[attr-defined]  # torch's stub lacks it
+    except (RuntimeError, ValueError) as error:  # the store is gone: who had it was to end last
+        logger.debug("the end of rank %d cannot be noted: %s", rank, first_line(error))
+
+
+def note_own_end_at_exit() -> None:
+    """Called when the world group was made, here or by the script. Once is enough."""
+    world = torch_dist.group.WORLD
+    if world is None or world in _worlds:
+        return
+    _worlds.add(world)
+    store, rank, process = torch_dist.distributed_c10d._get_default_store(), torch_dist.get_rank(), os.getpid()
+
+    def note() -> None:
+        if os.getpid() == process:  # else a fork ends
+            note_end(store, rank)
+
+    atexit.register(note)
+
+
+def ended_of(ranks: Iterable[int]) -> list[int]:
+    """Return those of `ranks` that have ended, as the job counts them."""
+    ended = _ended()
+    return [rank for rank in ranks if rank in ended]
+
+
+def ended_clause(group: ProcessGroup) -> str:
+    """ "rank 1 has ended", for messages; empty where no rank of `group` has."""
+    return clause_of(ended_of(torch_dist.get_process_group_ranks(group)))
+
+
+def clause_of(ranks: Iterable[int]) -> str:
+    """ "rank 1 has ended", or "rank 1, 2 have ended"; empty for none."""
+    named = list(ranks)
+    verb = "has" if len(named) == 1 else "have"
+    return f"rank {', '.join(map(str, named))} {verb} ended" if named else ""
+
+
+def _ended() -> frozenset[int]:
+    try:
+        store = _base(torch_dist.distributed_c10d._get_default_store())
+        noted = store.get(_key()).decode() if store.check([_key()]) else ""
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the store of the job does not answer: %s", first_line(error))
+        return frozenset()
+    return frozenset(map(int, noted.split()))
+
+
+def _key() -> str:
+    """Ranks that torchrun starts again have the same store."""
+    return f"deepspeed/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _base(store: Store) -> Store:
+    """The store that the launcher has, too: torch and its agents put prefixes before the keys of a world."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# A signal that comes so long after one that is held is handled at once: the user insists. Launchers and terminals send
+# the same signal, a moment apart.
+_INSISTENCE_S = 2.0
+
+_former: dict[int, Callable[[int, FrameType | None], Any]] = {}  # the program's handlers, while signals are held
+_noted: list[tuple[int, float]] = []  # signals that are held, and since when
+_is_open = False  # inside `let_through`
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Inside, signals with a handler of Python's wait; when the outermost context ends they are handled.
+
+    In other threads than the main one, which alone handles signals, nothing happens.
+    """
+    global _is_open
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_outermost, was_open = not _former, _is_open
+    if is_outermost:
+        _install()
+    _is_open = False
+    try:
+        yield
+    finally:
+        _is_open = was_open
+        if is_outermost:
+            _uninstall()
+        if is_outermost or was_open:
+            handle_held()
+
+
+@contextmanager
+def let_through() -> Iterator[None]:
+    """Inside `held`: signals are handled here, also those that came before."""
+    global _is_open
+    if not _former or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    was_open, _is_open = _is_open, True
+    try:
+        handle_held()
+        yield
+    finally:
+        _is_open = was_open
+
+
+def any_held() -> bool:
+    """Whether a signal waits."""
+    return bool(_noted) and threading.current_thread() is threading.main_thread()
+
+
+def handle_held() -> None:
+    """Handle the signals that wait; raises what their handlers do."""
+    while any_held():
+        number, _ = _noted.pop(0)
+        handler = _former.get(number)
+        if handler is None:
+            signal.raise_signal(number)
+        else:
+            handler(number, None)
+
+
+def _install() -> None:
+    for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
+        handler = signal.getsignal(number)
+        if callable(handler):  # else the signal is not Python's
+            _former[number] = handler
+            signal.signal(number, _note)
+
+
+def _uninstall() -> None:
+    for number, handler in list(_former.items()):
+        if signal.getsignal(number) is _note:  # else the program has set another one meanwhile
+            signal.signal(number, handler)
+    _former.clear()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    insists = any(time.monotonic() - since_s > _INSISTENCE_S for _, since_s in _noted)
+    if not (_is_open or insists):
+        _noted.append((number, time.monotonic()))
+        return
+    _noted.clear()
+    _former[number](number, frame)

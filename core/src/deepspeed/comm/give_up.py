@@ -21,9 +21,8 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import failure
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.failure import PeerFailed, handled_errors
+from deepspeed.comm.failure import PeerFailed, handled_errors, held
 from deepspeed.comm.group_backend import known_backends, makes_collectives
-from deepspeed.comm.interrupts import held
 from deepspeed.comm.record import plain, unrecorded
 
 #: attribute of an exception that peers know of: the number of uses at that time

@@ -21,8 +21,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.arrivals import Arrivals
-from deepspeed.comm.ended import ended_clause
-from deepspeed.comm.failure import unheard
+from deepspeed.comm.failure import ended_clause, unheard
 from deepspeed.comm.give_up import begin_use, follow, give_up, standing
 from deepspeed.comm.libraries import host_or_device, timeout_of
 from deepspeed.comm.parted import RanksParted

@@ -17,8 +17,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.ended import ended_clause
-from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.failure import PeerFailed, ended_clause
 from deepspeed.comm.libraries import host_or_device, no_group_error
 from deepspeed.errors import CommError, ConfigError, first_line
 

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm import failure, parted
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.backend import Work
-from deepspeed.comm.ended import ended_clause
-from deepspeed.comm.failure import FailureRecord, PeerFailed
+from deepspeed.comm.failure import FailureRecord, PeerFailed, ended_clause
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.own_group import own_group

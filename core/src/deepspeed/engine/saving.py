@@ -17,8 +17,8 @@ from deepspeed.checkpoint.load import as_damage
 from deepspeed.checkpoint.model_ranks import Division, SavedExperts
 from deepspeed.checkpoint.module_files import module_files
 from deepspeed.comm.arrivals import Arrivals, name_of
+from deepspeed.comm.failure import held
 from deepspeed.comm.give_up import begin_use, follow, standing
-from deepspeed.comm.interrupts import held
 from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig

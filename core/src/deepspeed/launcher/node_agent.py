@@ -8,7 +8,7 @@ failure, `_shutdown` always. What is our own, and why:
   is known even if they follow each other within milliseconds. A rank that failed because a peer did may end before that
   peer, which has to tear down first: `_find_cause` then waits for the peer;
 - peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
-- ranks that still run are told that one has ended (`comm/ended.py`), for which they would wait;
+- ranks that still run are told that one has ended (`comm/failure.py`), for which they would wait;
 - with several nodes a failure on one ends the ranks of all (`nodes.py`);
 - a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
 """
@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from deepspeed.comm.ended import note_end
+from deepspeed.comm.failure import note_end
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.failure import RankEnd, exit_code_of, may_be_a_consequence
 from deepspeed.launcher.nodes import NodePeers
