@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -218,10 +218,12 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             refusal = refusal.__cause__ or refusal.__context__
         if refusal is None or isinstance(error, CheckpointError):
             raise
-        free = shutil.disk_usage(path.parent).free / 2**20
+        room = ""
+        with suppress(OSError):  # of a folder that is gone
+            room = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there)"
         raise CheckpointError(
-            f"cannot write {path}: {refusal.strerror or refusal} ({free:.0f} MiB are free there). The checkpoint is "
-            "untouched; make room in that folder, or give another one, and convert again"
+            f"cannot write {path}: {refusal.strerror or refusal}{room}. The checkpoint is untouched; make room in that "
+            "folder, or give another one, and convert again"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

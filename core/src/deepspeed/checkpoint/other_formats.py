@@ -157,8 +157,8 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
         num_workers: how many parameters are written at a time; memory holds one value of each.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, or `output` holds something.
-        CheckpointError, OSError: the disk refuses.
+        CheckpointError: the checkpoint has no optimizer state, `output` holds something, or the disk refuses a file.
+        OSError: the disk refuses a folder.
     """
     if run.states is None:
         raise CheckpointError(

@@ -192,9 +192,9 @@ def convert(source: Path, target: str, to: str, tag: str | None, max_shard_size:
         "output": str(output),
         "files": files,
     }
-    return Result(record, lambda console: _show_convertd(record, console))
+    return Result(record, lambda console: _show_converted(record, console))
 
 
-def _show_convertd(record: dict[str, Any], console: Console) -> None:
+def _show_converted(record: dict[str, Any], console: Console) -> None:
     rows = [(each["name"], as_size(each["bytes"])) for each in record["files"]]
     console.print(make_table(f"{record['tag']} as {record['to']} in {record['output']}", ("file", "size"), rows))

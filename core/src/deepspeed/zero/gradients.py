@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from deepspeed.comm.backend import GroupBackend, Work
@@ -90,10 +90,10 @@ class Gradients:
         self._placement = options.placement
         self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
         self.memory = GradientMemory(units, options, backend)
-        self.gathering: ParamGathering | None = None
         self.was_used: list[bool] = []
         self.rows: TouchedRows | None = None
         self.reduction = self._create_reduction()  # of nothing yet
+        self.gathering = self._create_gathering(Module())
         average = options.predivide_factor or float(backend.world_size)
         self._before_sum = 1.0 / average
         self.average_factor = average / backend.world_size
@@ -113,8 +113,9 @@ class Gradients:
         """See `Sharding.attach`. `connect` is to follow."""
         self._plan, self._dropped = plan, dropped
 
-    def connect(self, rows: TouchedRows | None) -> None:
-        """Put buckets and hooks in place for all units; again after units were added. All ranks call it together."""
+    def connect(self, module: Module, rows: TouchedRows | None) -> None:
+        """Put buckets and hooks in place for all units of `module`; again after units were added. All ranks call it
+        together."""
         units = self._units
         self.rows = rows
         self.reduction.remove_hooks()
@@ -129,6 +130,9 @@ class Gradients:
             self._facts.attach(self._ranks_by_param, units[0].device)
         see_calls(self.window)
         self.reduction = self._create_reduction()
+        if self.gathering is not None:
+            self.gathering.remove_hooks()
+            self.gathering = self._create_gathering(module)
 
     def _create_reduction(self) -> GradientReduction:
         return GradientReduction(
@@ -141,6 +145,12 @@ class Gradients:
             after_arrival=self._after_arrival,
             waits_on_device=not self._backend.capabilities.completes_on_host,
         )
+
+    def _create_gathering(self, module: Module) -> ParamGathering | None:
+        modules = self._units.modules
+        if modules is None:
+            return None
+        return ParamGathering(module, modules, self._options.partitioning, self.reduction)
 
     def _create_facts(self) -> StepAgreement:
         return StepAgreement(self._backend, self._options.model_ranks, is_offloaded=self._placement.is_offloaded)

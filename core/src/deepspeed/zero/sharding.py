@@ -31,7 +31,6 @@ from deepspeed.zero import managed
 from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
-from deepspeed.zero.module_units import ModuleUnits
 from deepspeed.zero.param_unit import freed_memory_returned, unit_of
 from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
@@ -71,7 +70,6 @@ class Sharding:
 
     Attributes:
         stage: the stage of ZeRO, 0 to 3.
-        optimizer: whose step is made; None: the engine only evaluates.
         set_locally: parameters of which this rank has set its own elements; other ranks' whole weights follow with the
             update.
     """
@@ -84,7 +82,6 @@ class Sharding:
         self.world_size = backend.world_size
         self.rank = backend.rank
         self.placement = options.placement
-        self.optimizer: Optimizer | None = None
         self.units = Units(options, backend, group)
         self.backends = self.units.ranks.backends()
         for ranks in self.backends:
@@ -94,16 +91,16 @@ class Sharding:
         self.set_locally: set[Tensor] = set()
         self._module = Module()  # the model
         self._updates: OptimizerUpdate | None = None
-        if self.units.modules is not None:
-            self.gradients.gathering = self._gather(self.units.modules)  # of nothing yet
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's optimizer makes the step; None where the engine only evaluates."""
+        return self.units.optimizer
 
     @property
     def gathering(self) -> ParamGathering | None:
         """`ParamGathering` decides which divided parameters are whole at which moment; None below stage 3."""
         return self.gradients.gathering
-
-    def _gather(self, modules: ModuleUnits) -> ParamGathering:
-        return ParamGathering(self._module, modules, self.options.partitioning, self.gradients.reduction)
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -129,7 +126,6 @@ class Sharding:
         Raises:
             ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
         """
-        self.optimizer = optimizer
         self._module = module
         self.gradients.attach(plan, dropped)
         with freed_memory_returned() if self.units.modules is not None else nullcontext():
@@ -157,15 +153,11 @@ class Sharding:
         if takes_only_sparse(optimizer) and units.params:
             rows = TouchedRows(units.params, [units.ranks.of(param).reduce_group for param in units.params])
         managed.register(self)
-        self.gradients.connect(rows)
+        self.gradients.connect(self._module, rows)
         self.states.outside_changes = OutsideChanges(self._module, list(units), units.name_of)
         if optimizer is not None:
             self._updates = OptimizerUpdate(optimizer, list(units.batches()), self.gradients.was_used, rows)
-        if units.modules is not None:
-            units.modules.create_rest(units.params)
-            if self.gathering is not None:
-                self.gathering.remove_hooks()
-            self.gradients.gathering = self._gather(units.modules)
+        if self.gathering is not None:
             watch(self._module)
 
     def before_compile(self) -> None:
@@ -192,7 +184,8 @@ class Sharding:
                     multiply(reduced, scale)
                 scale = 1.0
             for batch in self._updates.step(scale):
-                for unit in map(self.units.__getitem__, batch.finished):
+                for index in batch.finished:
+                    unit = self.units[index]
                     if (work := self.options.stage.gather_weights(unit)) is not None:
                         gathers.append((unit.ranks.shard_group, work))
             for _, work in gathers:
@@ -347,7 +340,7 @@ class Sharding:
         self.gradients.stop()
         self.placement.release()
         managed.release(self)
-        self.optimizer = self._updates = None
+        self._updates = None
         self._module, self.states.outside_changes = Module(), None
         self.units.drop()
         self.gradients.drop()

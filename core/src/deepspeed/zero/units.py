@@ -81,6 +81,7 @@ class Units:
     Attributes:
         params: the attached parameters, in the order of the units.
         named_parameters: all parameters of the module, also those that are not attached.
+        optimizer: the user's, whose groups have the units' shards; None: the engine only evaluates.
         saved_groups: attached parameters, by index, as a checkpoint has them.
         is_whole: a parameter has one owner, as the optimizer is not known to be elementwise.
         modules: where parameters are divided themselves: the units by module.
@@ -100,7 +101,7 @@ class Units:
         self.modules: ModuleUnits | None = None
         if options.stage.divides_parameters:
             self.modules = self._divide(Module())  # nothing yet
-        self._optimizer: Optimizer | None = None
+        self.optimizer: Optimizer | None = None
         self._all: list[Unit] = []
         self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights
         self._widens = False  # gradients are copied to fp32 before the update, part by part
@@ -154,7 +155,7 @@ class Units:
         Raises:
             ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
         """
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.is_whole = not is_elementwise
         if self.is_whole and optimizer is not None:
             self._stage.refuse(optimizer)
@@ -173,10 +174,11 @@ class Units:
                 self._refuse_foreign(index, param)
         for index, param_group in enumerate(groups):
             self._hold_group(index, param_group["params"])
+        self._hold_rest()
 
     def add_group(self, param_group: dict[str, Any]) -> None:
         """Lay out one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         assert optimizer is not None
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
@@ -186,10 +188,11 @@ class Units:
         type(optimizer).add_param_group(optimizer, {**param_group, "params": params})
         last = len(optimizer.param_groups) - 1
         self._hold_group(last, optimizer.param_groups[last]["params"])
+        self._hold_rest()
 
     def give_back(self) -> None:
         """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
-        optimizer, self._optimizer = self._optimizer, None
+        optimizer, self.optimizer = self.optimizer, None
         if optimizer is None:
             return
         given = {id(param) for params in self._given_params for param in params}
@@ -242,7 +245,7 @@ class Units:
         Raises:
             ConfigError: on every rank; it names those that differ.
         """
-        options, optimizer = self._options, self._optimizer
+        options, optimizer = self._options, self.optimizer
         dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
         facts = {
             "zero_optimization.stage": f"{self._stage.number}, offloaded: {self._placement.is_offloaded}",
@@ -308,9 +311,9 @@ class Units:
             place = {id(param): position for position, param in enumerate(self.params)}
             self.saved_groups.append([place[id(param)] for param in alike])
         self._given_params.append(list(params))
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             masters = [shard.master for unit in self._all[first:] for shard in unit.shards]
-            self._optimizer.param_groups[index]["params"] = masters
+            self.optimizer.param_groups[index]["params"] = masters
 
     def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
         """Lay out parameters of one dtype that the same ranks share: one unit per module for those that are divided
@@ -346,17 +349,22 @@ class Units:
             model_dtype=self._options.model_dtype,
             is_flat=sharded is None and self._stage.divides_states,
             is_whole=is_whole,
-            has_optimizer=self._optimizer is not None,
+            has_optimizer=self.optimizer is not None,
             placement=self._placement.of_unit(sum(numels)),
             sharded=sharded,
         )
         self._all.append(unit)
         self.params.extend(params)
-        if self._optimizer is not None:
-            adopt_state(self._optimizer, unit)
+        if self.optimizer is not None:
+            adopt_state(self.optimizer, unit)
             sub_groups = divide(unit.shards, self._batch_numel())
-            unit.placement.put_away(self._optimizer, sub_groups, self._options.gradient_dtype(unit.dtype))
+            unit.placement.put_away(self.optimizer, sub_groups, self._options.gradient_dtype(unit.dtype))
             unit.forget_masters()
+
+    def _hold_rest(self) -> None:
+        """Divide the parameters that no group has, where parameters are divided themselves."""
+        if self.modules is not None:
+            self.modules.create_rest(self.params)
 
     def _unit_numel(self, params: Sequence[Parameter]) -> int:
         """Elements of a unit of such parameters, at most."""
