@@ -23,7 +23,27 @@ def stacked_expert():
     return ExpertMLP(8, 12)
 
 
-EXPERTS = {"copies": linear_expert, "stacked": stacked_expert, "tensor-parallel": stacked_expert}
+class Centered(torch.nn.Module):
+    """An expert with a mean of its own from the start on, and a counter without dimensions. Both are replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", torch.rand(8))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training and len(x):
+            self.mean, self.count = self.mean.lerp(x.detach().mean(0).to(self.mean.dtype), 0.2), self.count + 1
+        return self.linear(x - self.mean) * (1 + 0.1 * self.count)
+
+
+EXPERTS = {
+    "copies": linear_expert,
+    "stacked": stacked_expert,
+    "tensor-parallel": stacked_expert,
+    "buffers": Centered,
+}
 
 
 class Net(torch.nn.Module):
@@ -108,6 +128,10 @@ COVERING = [
     ("copies", (1, 1, 2), (2, 2, 3), "fp32"),
     ("stacked", (4, 4, 1), (2, 2, 0), "fp32"),
     ("copies", (4, 4, 3), (4, 2, 3), "fp32"),
+    ("buffers", (2, 2, 0), (1, 1, 0), "fp32"),
+    ("buffers", (2, 2, 1), (2, 2, 1), "fp32"),
+    ("buffers", (1, 1, 2), (2, 2, 3), "fp32"),
+    ("buffers", (2, 2, 3), (2, 1, 2), "fp32"),
 ]
 PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 EVERY = [
@@ -143,6 +167,7 @@ def test_experts_over_tensor_parallel_ranks_resume_elsewhere(tmp_path, source, t
 
 
 CONSOLIDATED = [("copies", 2, 2, 1, "bf16"), ("stacked", 4, 2, 3, "fp32"), ("copies", 4, 4, 0, "bf16")]
+CONSOLIDATED += [("buffers", 2, 2, stage, "fp32") for stage in (0, 2, 3)]
 ALL = [
     (expert, *place, stage, dtype)
     for expert in EXPERTS
@@ -167,6 +192,7 @@ JOINED = [
     ("copies", (2, 2, 1), "universal", (1, 1, 2)),
     ("stacked", (4, 2, 3), "universal", (2, 2, 3)),
     ("stacked", (2, 2, 0), "dcp", (2, 2, 1)),
+    ("buffers", (2, 2, 1), "universal", (2, 2, 0)),
 ]
 
 

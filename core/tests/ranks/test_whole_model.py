@@ -39,7 +39,15 @@ def stacked_expert():
     return ExpertMLP(8, 16)
 
 
-EXPERTS = {"copies": linear_expert, "stacked": stacked_expert}
+class Scaled(torch.nn.Linear):
+    """An expert with a buffer that differs between experts."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.rand(()))
+
+
+EXPERTS = {"copies": linear_expert, "stacked": stacked_expert, "buffers": Scaled}
 
 
 def save_job(folder, model, stage):
@@ -68,7 +76,7 @@ def check_storages(weights, module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("model", ["tp", "copies", "stacked"])
+@pytest.mark.parametrize("model", ["tp", *EXPERTS])
 def test_whole_weights_of_a_divided_model(tmp_path, model, stage):
     run_ranks(2, save_job, tmp_path, model, stage)
     whole = Divided() if model == "tp" else mixture(EXPERTS[model], 1)

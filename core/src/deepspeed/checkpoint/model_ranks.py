@@ -30,7 +30,7 @@ class SavedExperts:
 
     Args:
         holders: the data-parallel ranks that have them, in their order.
-        names: of their parameters, on these ranks.
+        names: of their parameters and buffers, on these ranks.
     """
 
     holders: tuple[int, ...]
@@ -142,7 +142,8 @@ class SavedModelRank:
 
     def part(self, name: str) -> ModelPart:
         """Return the part of a weight that this rank has."""
-        return self.parts.get(name) or _all_of(self.shapes[name])
+        part = self.parts.get(name)
+        return part if part is not None and part.shape else _all_of(self.shapes[name])
 
     def check_shape(self, name: str) -> None:
         """Raises CheckpointError where the value of a weight has another shape than its part of the model."""

@@ -29,7 +29,7 @@ from deepspeed.engine.observers import notify
 from deepspeed.engine.sigterm import SigtermWatch, watch_sigterm
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
-from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.expert_params import expert_groups, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
 from deepspeed.pipe.module import PipelineModule
@@ -351,9 +351,9 @@ def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
         return None
     if axes["tp"] > 1 and not division_is_known(module):
         return None
-    experts = {}
+    experts, group_of = {}, expert_groups(module)
     for group_name, ep_size in expert_sizes(module).items():
-        names = [name for name, param in module.named_parameters() if expert_group_of(param) == group_name]
+        names = [name for name, found in group_of.items() if found == group_name]
         if ep_size > 1:
             places = mesh.ranks("dp", "sp")
             holders = [places.index(rank) for rank in mesh.experts(ep_size).ranks("edp")]

@@ -13,7 +13,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.engine.export import gathered
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.expert_params import expert_group_of, expert_groups, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import ModelPart, division_is_known, parts_held
 
@@ -42,7 +42,7 @@ def whole_weights(
     state = gathered(module, keeps=True, exclude_frozen=exclude_frozen)
     assert state is not None
     experts, parts = expert_sizes(module), parts_held(module)
-    group_of = {name: expert_group_of(param) for name, param in module.named_parameters(remove_duplicate=False)}
+    group_of = expert_groups(module)
     held = [
         _Held(part.name or name if part else name, part, value, group_of.get(name))
         for name, value in state.items()

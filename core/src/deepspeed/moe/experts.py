@@ -11,7 +11,8 @@ from deepspeed.errors import ConfigError
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.expert_params import ModuleOfExperts
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
+from deepspeed.parallel.model_part import ModelPart, mark_buffer, mark_part, part_held
+from deepspeed.parallel.sharded_params import whole_shape
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
 ExpertSource = nn.Module | Callable[[], nn.Module]
@@ -72,9 +73,10 @@ class Experts(ModuleOfExperts):
                 if known is not None:
                     mark_part(param, replace(known, name=whole_name))
                     continue
-                shape = torch.Size(getattr(param, "ds_shape", param.shape))
-                whole = ((0, shape[0]),) if shape else ()
-                mark_part(param, ModelPart(shape, ranges=whole, name=whole_name), over="ep")
+                mark_part(param, ModelPart.all_of(whole_shape(param), whole_name), over="ep")
+            for name, _ in expert.named_buffers():
+                owner, _, own = name.rpartition(".")
+                mark_buffer(expert.get_submodule(owner), own, f"{path}.deepspeed_experts.{number}.{name}")
 
 
 def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn.Module]:

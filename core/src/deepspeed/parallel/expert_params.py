@@ -51,18 +51,18 @@ def mark_as_expert(param: Tensor, group_name: str) -> None:
 
 
 class ModuleOfExperts(Module):
-    """A module whose parameters are all experts', also those of a copy: `copy.deepcopy` makes parameters without
-    marks."""
+    """A module whose parameters and buffers are all experts', also those of a copy: `copy.deepcopy` makes parameters
+    without marks. Buffers have none: a forward may put other tensors in their place."""
 
     def mark_as_experts(self, ep_size: int) -> None:
         """Mark the parameters, of experts that are divided over `ep_size` ranks; called once they are there."""
-        self._ep_size = ep_size
+        self.ep_size = ep_size
         for param in self.parameters():
             mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.mark_as_experts(self._ep_size)
+        self.mark_as_experts(self.ep_size)
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -73,6 +73,17 @@ def is_moe_param(param: Tensor) -> bool:
 def expert_group_of(param: Tensor) -> str | None:
     """The name of the group of an expert's parameter; None for a parameter that all ranks have."""
     return str(getattr(param, "group_name", None)) if is_moe_param(param) else None
+
+
+def expert_groups(module: Module) -> dict[str, str]:
+    """The group of experts, by the names of the parameters and buffers that are experts'."""
+    named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    found = {name: group for name, tensor in named if (group := expert_group_of(tensor)) is not None}
+    for path, each in module.named_modules(remove_duplicate=False):
+        if isinstance(each, ModuleOfExperts):
+            buffers = each.named_buffers(path, remove_duplicate=False)
+            found.update({name: f"{EXPERT_PREFIX}{each.ep_size}" for name, _ in buffers})
+    return found
 
 
 def expert_sizes(module: Module) -> dict[str, int]:

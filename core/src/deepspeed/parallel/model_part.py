@@ -24,6 +24,7 @@ from torch.nn import Module
 from deepspeed.parallel.sharded_params import whole_shape
 
 _MARK = "ds_model_part"
+_BUFFERS = "ds_parts_of_buffers"
 _COUNTED = "ds_counted_numel"
 
 
@@ -43,6 +44,11 @@ class ModelPart:
     dim: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
     name: str = ""
+
+    @classmethod
+    def all_of(cls, shape: torch.Size, name: str) -> "ModelPart":
+        """Make the part of a parameter that this rank has whole, and other ranks others beside it."""
+        return cls(shape, ranges=((0, shape[0]),) if shape else (), name=name)
 
     @property
     def own_shape(self) -> torch.Size:
@@ -109,6 +115,12 @@ def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read
 
 
+def mark_buffer(module: Module, name: str, whole_name: str) -> None:
+    """Say that the buffer `name` of `module`, as one of an expert, is whole here, and `whole_name` in a whole model.
+    Its module keeps the mark: a forward may put another tensor in its place."""
+    vars(module).setdefault(_BUFFERS, {})[name] = whole_name
+
+
 def mark_counted(param: Tensor, numel: int) -> None:
     """Say that norms count only the first `numel` elements of `param` here: an earlier rank holds the others, too, as
     where ranks share a key and value head."""
@@ -126,9 +138,15 @@ def part_held(param: Tensor) -> ModelPart | None:
 
 
 def parts_held(module: Module) -> Mapping[str, ModelPart]:
-    """The marks of a module's parameters, by the names that these have here."""
+    """The marks of a module's parameters and buffers, by the names that these have here."""
     marked = ((name, part_held(param)) for name, param in module.named_parameters(remove_duplicate=False))
-    return {name: part for name, part in marked if part is not None}
+    parts = {name: part for name, part in marked if part is not None}
+    for path, each in module.named_modules(remove_duplicate=False):
+        whole = getattr(each, _BUFFERS, {})
+        for name, buffer in each.named_buffers(recurse=False):
+            if name in whole:
+                parts[f"{path}.{name}".lstrip(".")] = ModelPart.all_of(buffer.shape, whole[name])
+    return parts
 
 
 def whole_names(module: Module) -> list[str]:

@@ -14,7 +14,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import broadcast_together, serves
 from deepspeed.comm.values import check_same
-from deepspeed.parallel.expert_params import expert_group_of
+from deepspeed.parallel.expert_params import expert_groups
 from deepspeed.parallel.model_part import tied_stages
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.unit_groups import UnitGroups
@@ -32,8 +32,8 @@ def synchronize_module(
     """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank.
 
     Args:
-        experts: by `param.group_name`, the ranks that hold the same experts; their parameters come from the first of
-            these.
+        experts: by `param.group_name`, the ranks that hold the same experts; their parameters and buffers come from the
+            first of these.
 
     Raises:
         ConfigError: on every rank, if the module's tensors are not the same by name, shape and dtype.
@@ -43,9 +43,10 @@ def synchronize_module(
     named = [*module.named_parameters(), *module.named_buffers()]
     check_same({"the module": described(named)}, group)
     by_group: dict[ProcessGroup | None, list[Tensor]] = {}
-    for _, tensor in named:
+    of_experts = expert_groups(module)
+    for path, tensor in named:
         if tensor.numel() > 0 and unit_of(tensor) is None:
-            name = expert_group_of(tensor)
+            name = of_experts.get(path)
             members = group if name is None or experts is None else experts[name]
             by_group.setdefault(members, []).append(tensor.data)
     for members, tensors in by_group.items():
