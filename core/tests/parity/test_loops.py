@@ -211,6 +211,28 @@ def test_gradients_that_waited_are_reduced_by_the_step(stage):
     run_ranks(2, only_no_sync_job, stage)
 
 
+def own_step_job(stage):
+    """The optimizer's step instead of the engine's, as under Lightning's Fabric; whole accumulations or parts."""
+    for num_backwards, accumulation in ((2, 2), (2, 3), (1, 1)):
+        engine = create_engine(stage, gradient_accumulation_steps=accumulation)
+        for step in range(4):
+            for micro in range(num_backwards):
+                loss = loss_of(engine(inputs(num_backwards * step + micro)))
+                engine.backward(loss * accumulation / num_backwards)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.backward(loss_of(engine(inputs(0))))
+        engine.optimizer.zero_grad()
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            assert_close(copies(engine.module), train_accumulated_by_hand(4, num_backwards), 1e-5)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", swept([0, 1, 3], lambda stage: stage == 0))
+def test_steps_of_the_optimizer(stage):
+    run_ranks(2, own_step_job, stage)
+
+
 def coalesced_job(stage, by_user, accumulation):
     """Several losses of one step, whose sum is reduced once."""
     engine = create_engine(stage, gradient_accumulation_steps=accumulation)

@@ -137,6 +137,8 @@ class Training:
         self.has_applied = False  # whether the last call of `step` changed the weights
         self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning
         self._had_backward = False  # since the last step
+        self._num_divided = 0  # backwards since the last step whose loss is divided by the accumulation steps
+        self._was_part = False  # the last step was one of `optimizer_step`, after fewer of them than it takes
         self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
         self._next_batch: tuple[int, int] | None = None  # from the next step on: its samples, its micro-batches
 
@@ -154,6 +156,7 @@ class Training:
         tensors, gradients = backward_roots(loss, gradient)
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
+        self._num_divided += not is_divided
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.gradients.collect_unseen_grads()  # they have another factor
         with self.observers.phase("backward"):
@@ -236,6 +239,7 @@ class Training:
         refusal = self.refuse_backward("backward")
         if by_user:
             refusal = self._refuse_scale(self._begun_by) or refusal
+            self._num_divided += 1
         return BackwardPlan(
             reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
@@ -280,6 +284,7 @@ class Training:
         self.sharding.gradients.window.abort_if_left()
         self._was_dropped = False
         if self.schedule.ends_step:
+            self._was_part = False
             self._reduce_gradients()
             self._update(lr_kwargs)
         self.observers.micro_batch_ended()
@@ -288,17 +293,51 @@ class Training:
 
     def optimizer_step(self) -> None:
         """One step, whatever the schedule says: what `engine.optimizer.step()` does."""
+        self._warn_of_parts()
         self._reduce_gradients()
         self._update(None)
         self.schedule.restart()
         self._take_next_batch()
 
+    def reduce_before_steps_of(self, optimizer: Optimizer) -> None:
+        """Let a step that a user makes with torch's own optimizer find the gradients that `param.grad` does not show
+        yet, those of an accumulation that has begun. The engine's steps have reduced them already."""
+        itself = weakref.ref(self)
+
+        def reduce(*_: Any) -> None:
+            owner = itself()
+            if owner is None or not owner._had_backward:
+                return
+            owner._warn_of_parts()
+            owner._num_divided = 0
+            if not owner.sharding.gradients.are_set:
+                owner._reduce_gradients()
+                owner.schedule.restart()
+
+        reduce.reads_no_gradients = True  # type: ignore[attr-defined] # one-pass kernels are asked for all the same
+        optimizer.register_step_pre_hook(reduce)
+
+    def _warn_of_parts(self) -> None:
+        """Warn at the second step in a row on part of an accumulation. One may be the rest of an epoch."""
+        before = self._was_part
+        self._was_part = 0 < self._num_divided < self.schedule.num_steps and not self.schedule.is_boundary()
+        if before and self._was_part:
+            warn_once(
+                "engine.optimizer.step: found a second step in a row after "
+                f"{counted(self._num_divided, 'backward')} of a loss divided by {self.schedule.num_steps} "
+                "(gradient_accumulation_steps). It updates the weights at each call: call engine.step() after each "
+                "micro-batch, which counts them, or set no gradient_accumulation_steps, and divide the loss yourself"
+            )
+
     def zero_grad(self) -> None:
         """Forget the gradients of the step that has begun, and their losses."""
         self.sharding.gradients.zero_grad()
-        self._had_backward = False
+        self._forget_backwards()
         self.observers.step_began_again()
         self._take_next_batch()
+
+    def _forget_backwards(self) -> None:
+        self._had_backward, self._num_divided = False, 0
 
     def set_batch(self, train_batch_size: int, num_steps: int) -> None:
         """Change the samples and the micro-batches of a step: of the next one, if gradients of this one, which are
@@ -318,7 +357,8 @@ class Training:
 
     def _begin_again_if_dropped(self) -> None:
         if self._was_dropped:
-            self._was_dropped = self._had_backward = False
+            self._was_dropped = False
+            self._forget_backwards()
             self.schedule.restart()
             self.observers.step_began_again()
             self._take_next_batch()
@@ -343,7 +383,7 @@ class Training:
                 "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
                 "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
             )
-        self._had_backward = False
+        self._forget_backwards()
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         progress = self.progress

@@ -117,7 +117,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         return (
             is_ours
             and is_paired
-            and not self._optimizer_step_pre_hooks
+            and all(map(_reads_no_gradients, self._optimizer_step_pre_hooks.values()))
             and all(map(self.has_one_pass, self.param_groups))
         )
 
@@ -141,6 +141,11 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if dtype != param.dtype and name != "step" and isinstance(value, Tensor):
                     self.state[param][name] = value.to(device=param.device, dtype=dtype, copy=True)
+
+
+def _reads_no_gradients(hook: Callable[..., Any]) -> bool:
+    """Whether a hook before the step is one that does not look at `param.grad`: it says so by an attribute."""
+    return getattr(hook, "reads_no_gradients", False)
 
 
 def _definer(cls: type, name: str) -> type:

@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.log import warn_once
 from deepspeed.zero.optimizer import DeepSpeedOptimizer, ZeroOptimizer
 from torch import nn
 from torch.optim import lr_scheduler
@@ -41,6 +42,7 @@ def test_plain_fp32_without_sharding_gets_the_users_own(make_engine):
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = make_engine(model, arguments={"optimizer": mine}, optimizer=None)
     assert engine.optimizer is mine
+    assert all(hook.reads_no_gradients for hook in mine._optimizer_step_pre_hooks.values()), "see takes_one_pass"
 
 
 def test_step_and_zero_grad_are_the_engines(engine):
@@ -52,6 +54,40 @@ def test_step_and_zero_grad_are_the_engines(engine):
     assert engine.global_steps == 1
     assert engine.get_global_grad_norm() == pytest.approx((8 * 4**2 + 2 * 4**2) ** 0.5)
     assert not torch.equal(engine.module.weight, before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("by_user", [False, True])
+def test_steps_on_part_of_an_accumulation_are_named(make_engine, lines, stage, by_user):
+    """As under Lightning's Fabric, whose optimizer steps after each micro-batch."""
+    warn_once.cache_clear()
+    sizes = {"train_batch_size": 12, "gradient_accumulation_steps": 3}
+    engine = make_engine(nn.Linear(4, 2), **sizes, zero_optimization={"stage": stage})
+
+    def step(num_backwards, make_step, **kwargs):
+        for _ in range(num_backwards):
+            loss = engine(torch.ones(4, 4)).sum()
+            loss.backward() if by_user else engine.backward(loss, **kwargs)
+        make_step()
+
+    for num_backwards in (1, 3, 2):  # the rest of an epoch, a whole accumulation, a rest
+        step(num_backwards, engine.optimizer.step)
+    for _ in range(3):
+        step(1, engine.step)
+    step(1, engine.optimizer.step)
+    engine.set_gradient_accumulation_boundary(True)
+    step(1, engine.optimizer.step)
+    step(1, engine.optimizer.step)
+    engine.set_gradient_accumulation_boundary(None)
+    if not by_user:
+        step(1, engine.optimizer.step, scale_wrt_gas=False)
+        step(1, engine.optimizer.step, scale_wrt_gas=False)
+    assert not any("in a row" in text for _, text in lines)
+    for _ in range(3):
+        step(1, engine.optimizer.step)
+    (line,) = [text for _, text in lines if "in a row" in text]
+    assert "found a second step in a row after 1 backward of a loss divided by 3" in line
+    assert "gradient_accumulation_steps" in line
 
 
 def test_what_it_lacks_is_not_blamed_on_the_optimizer_in_it(engine):

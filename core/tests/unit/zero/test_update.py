@@ -211,6 +211,18 @@ def test_a_hook_before_the_step_sees_gradients():
     assert seen == [[3.0, 3.0]]
 
 
+def test_a_hook_that_reads_no_gradients_leaves_the_one_pass():
+    optimizer = OnePassSGD([torch.ones(1)])
+
+    def reduce(*_):
+        pass
+
+    optimizer.register_step_pre_hook(reduce)
+    assert not takes_one_pass(optimizer)
+    reduce.reads_no_gradients = True
+    assert takes_one_pass(optimizer)
+
+
 def test_batches_turned_around_finish_each_unit_with_its_first_shard():
     shards = [make_shard(i, 2) for i in range(5)]
     # unit 0: shards 0 to 2; unit 1: none on this rank; unit 2: shard 3; unit 3: shard 4, in the batch of unit 2
