@@ -38,11 +38,24 @@ class Centered(torch.nn.Module):
         return self.linear(x - self.mean) * (1 + 0.1 * self.count)
 
 
+class Tied(torch.nn.Module):
+    """An expert whose two layers share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
 EXPERTS = {
     "copies": linear_expert,
     "stacked": stacked_expert,
     "tensor-parallel": stacked_expert,
     "buffers": Centered,
+    "tied": Tied,
 }
 
 
@@ -132,6 +145,8 @@ COVERING = [
     ("buffers", (2, 2, 1), (2, 2, 1), "fp32"),
     ("buffers", (1, 1, 2), (2, 2, 3), "fp32"),
     ("buffers", (2, 2, 3), (2, 1, 2), "fp32"),
+    ("tied", (2, 2, 1), (1, 1, 0), "fp32"),
+    ("tied", (2, 2, 0), (2, 2, 3), "fp32"),
 ]
 PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 EVERY = [
@@ -168,6 +183,7 @@ def test_experts_over_tensor_parallel_ranks_resume_elsewhere(tmp_path, source, t
 
 CONSOLIDATED = [("copies", 2, 2, 1, "bf16"), ("stacked", 4, 2, 3, "fp32"), ("copies", 4, 4, 0, "bf16")]
 CONSOLIDATED += [("buffers", 2, 2, stage, "fp32") for stage in (0, 2, 3)]
+CONSOLIDATED += [("tied", 2, 2, stage, "fp32") for stage in (1, 3)]
 ALL = [
     (expert, *place, stage, dtype)
     for expert in EXPERTS

@@ -11,7 +11,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.expert_params import ModuleOfExperts
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, mark_buffer, mark_part, part_held
+from deepspeed.parallel.model_part import ModelPart, mark_names, mark_part, part_held
 from deepspeed.parallel.sharded_params import whole_shape
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
@@ -74,9 +74,16 @@ class Experts(ModuleOfExperts):
                     mark_part(param, replace(known, name=whole_name))
                     continue
                 mark_part(param, ModelPart.all_of(whole_shape(param), whole_name), over="ep")
-            for name, _ in expert.named_buffers():
-                owner, _, own = name.rpartition(".")
-                mark_buffer(expert.get_submodule(owner), own, f"{path}.deepspeed_experts.{number}.{name}")
+        experts, first = "deepspeed_experts", part * self.num_local_experts
+        mark_names(
+            self,
+            {
+                f"{experts}.{number}.{name}": f"{path}.{experts}.{first + number}.{name}"
+                for number, expert in enumerate(self.deepspeed_experts)
+                for named in (expert.named_parameters, expert.named_buffers)
+                for name, _ in named(remove_duplicate=False)
+            },
+        )
 
 
 def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn.Module]:

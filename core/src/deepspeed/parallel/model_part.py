@@ -13,7 +13,7 @@ Parameters that several pipeline stages hold copies of, and sum the gradients of
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn import Module
 from deepspeed.parallel.sharded_params import whole_shape
 
 _MARK = "ds_model_part"
-_BUFFERS = "ds_parts_of_buffers"
+_NAMES = "ds_whole_names"
 _COUNTED = "ds_counted_numel"
 
 
@@ -115,10 +115,13 @@ def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read
 
 
-def mark_buffer(module: Module, name: str, whole_name: str) -> None:
-    """Say that the buffer `name` of `module`, as one of an expert, is whole here, and `whole_name` in a whole model.
-    Its module keeps the mark: a forward may put another tensor in its place."""
-    vars(module).setdefault(_BUFFERS, {})[name] = whole_name
+def mark_names(module: Module, whole_names: Mapping[str, str]) -> None:
+    """Say what parameters and buffers in `module`, which has whole ones as experts are, are called in a whole model.
+
+    The module keeps this. A parameter's mark has one name, and the parameter may have several; a buffer has no mark, as
+    a forward may put another tensor in its place.
+    """
+    setattr(module, _NAMES, dict(whole_names))
 
 
 def mark_counted(param: Tensor, numel: int) -> None:
@@ -142,10 +145,14 @@ def parts_held(module: Module) -> Mapping[str, ModelPart]:
     marked = ((name, part_held(param)) for name, param in module.named_parameters(remove_duplicate=False))
     parts = {name: part for name, part in marked if part is not None}
     for path, each in module.named_modules(remove_duplicate=False):
-        whole = getattr(each, _BUFFERS, {})
-        for name, buffer in each.named_buffers(recurse=False):
-            if name in whole:
-                parts[f"{path}.{name}".lstrip(".")] = ModelPart.all_of(buffer.shape, whole[name])
+        names: Mapping[str, str] = getattr(each, _NAMES, {})
+        buffers = dict(each.named_buffers(remove_duplicate=False)) if names else {}
+        for name, whole_name in names.items():
+            here = f"{path}.{name}".lstrip(".")
+            if name in buffers:
+                parts[here] = ModelPart.all_of(buffers[name].shape, whole_name)
+            elif here in parts:
+                parts[here] = replace(parts[here], name=whole_name)
     return parts
 
 
