@@ -8,6 +8,7 @@ Modules of features that are not here yet are in `deepspeed/compatibility/module
 ALIASES = {
     "accelerator.real_accelerator": "accelerator.current",
     "inference.quantization.layers": "ops.quantizer.layers",
+    "profiling.flops_profiler.profiler": "profiling.flops",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
     "runtime.compiler": "engine.compiler",
     "runtime.dataloader": "data.loader",
@@ -168,7 +169,7 @@ COLLECTIONS = {
         "partition_balanced": "pipe.partition:partition_balanced",
         "partition_uniform": "pipe.partition:partition_uniform",
         "see_memory_usage": "profiling.breakdown:see_memory_usage",
-        "set_random_seed": "accelerator.seeds:set_random_seed",
+        "set_random_seed": "accelerator.current:set_random_seed",
     },
     "runtime.sequence_parallel.ulysses_sp": {
         "SequenceTiledCompute": "sequence.tiled:SequenceTiledCompute",
@@ -261,6 +262,14 @@ COLLECTIONS = {
 
 # Old package -> names it has beside its modules. Packages that only hold modules are not listed.
 PACKAGES = {
+    "profiling.flops_profiler": {
+        name: f"profiling.flops:{name}"
+        for name in (
+            *("FlopsProfiler", "bytes_to_string", "duration_to_string", "flops_to_string", "get_model_profile"),
+            *("get_module_duration", "get_module_flops", "get_module_macs", "macs_to_string", "number_to_string"),
+            "params_to_string",
+        )
+    },
     "runtime": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
         "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",

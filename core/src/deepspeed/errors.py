@@ -7,6 +7,7 @@
     ├── CommError          process groups and collectives              (also a RuntimeError)
     ├── CheckpointError    files that are missing, foreign or damaged  (also a RuntimeError)
     ├── StateError         a call that is not legal now                (also a RuntimeError)
+    │   └── PipelineError  one that a pipeline cannot answer
     └── AbsentMemberError  a member of DeepSpeed's that is not here    (also an AttributeError)
 
 May import nothing of the project.
@@ -49,6 +50,10 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 class StateError(DeepSpeedError, RuntimeError):
     """A call came at a moment at which it is not legal, for example `step()` inside a backward."""
+
+
+class PipelineError(StateError):
+    """A pipeline's engine or module cannot answer a call. DeepSpeed's name."""
 
 
 class AbsentMemberError(DeepSpeedError, AttributeError):

@@ -213,3 +213,33 @@ def test_a_summary_without_stragglers_is_no_collective():
     assert figures["straggler_analysis"] is None
     assert figures["summary"]["broadcast"][64]["count"] == 2
     assert "straggler" not in table
+
+
+# ---- the profile of one step ----------------------------------------------------------------------------------------
+
+
+def train_profiled(folder, stage):
+    path = Path(folder, f"rank{dist.get_rank()}.txt")
+    section = {"enabled": True, "profile_step": 1, "output_file": str(path)}
+    engine, losses = train(flops_profiler=section, zero_optimization={"stage": stage})
+    weights_of_run = [weight.double().sum().item() for weight in engine.module.state_dict().values()]
+    engine.destroy()
+    return losses, weights_of_run
+
+
+def train_unprofiled(stage):
+    engine, losses = train(zero_optimization={"stage": stage})
+    weights_of_run = [weight.double().sum().item() for weight in engine.module.state_dict().values()]
+    engine.destroy()
+    return losses, weights_of_run
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rank_0_profiles_one_step_which_stays_as_it_is(stage, tmp_path):
+    assert run_ranks(2, train_profiled, str(tmp_path), stage) == run_ranks(2, train_unprofiled, stage)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.txt"]
+    lines = [line.strip() for line in (tmp_path / "rank0.txt").read_text().splitlines()]
+    figures = dict(line.split(":", 1) for line in lines if ":" in line)
+    found = {name: figures[name].strip() for name in ("ranks", "parameters", "forward FLOPs", "backward FLOPs")}
+    # two micro-batches of two samples; the inputs need no gradient
+    assert found == {"ranks": "2", "parameters": "4", "forward FLOPs": "24", "backward FLOPs": "24"}

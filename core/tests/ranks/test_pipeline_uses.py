@@ -503,3 +503,32 @@ def zero_init_job():
 
 def test_zero_init_around_a_pipeline_is_refused():
     assert all("found zero.Init around it" in told for told in run_ranks(2, zero_init_job))
+
+
+# ---- the profile of a step ------------------------------------------------------------------------------------------
+
+
+def profile_job(path):
+    engine = create(flops_profiler={"enabled": True, "profile_step": 1, "output_file": path})
+    batches = samples()
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+def unprofiled_job():
+    engine = create()
+    batches = samples()
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+def test_profile_counts_the_stage_of_rank_0(tmp_path):
+    path = tmp_path / "profile.txt"
+    assert run_ranks(2, profile_job, str(path)) == run_ranks(2, unprofiled_job)
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    figures = dict(line.split(":", 1) for line in lines if ":" in line)
+    assert figures["ranks of one model"].strip() == "2 (2 stages x 1 tensor-parallel)"
+    macs = MICROS * MICRO_BATCH * IN * HIDDEN  # the first stage is the first layer, whose input needs no gradient
+    assert (figures["forward MACs"].strip(), figures["backward FLOPs"].strip()) == (f"{macs} MACs", str(2 * macs))

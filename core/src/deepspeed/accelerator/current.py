@@ -7,11 +7,13 @@ that plugin alone. `explain()` gives `ds_report` the whole story.
 """
 
 import os
+import random
 import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed._installation import pip_install
@@ -257,6 +259,21 @@ def _fall_to_plain(offers: list[Offer]) -> AcceleratorChoice:
             f"{VARIABLE}={PLAIN} silences this"
         )
     return AcceleratorChoice(PlainAccelerator(), None, why)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy, torch, and all devices of the accelerator.
+
+    Args:
+        seed: 0 to 2**32 - 1.
+
+    Raises:
+        ValueError: from NumPy, for another seed; Python's generator is seeded then.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
 
 
 def _after_fork() -> None:

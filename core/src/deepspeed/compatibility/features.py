@@ -33,7 +33,6 @@ FEATURES = {
     "elasticity": Feature(
         "a part of DeepSpeed's elasticity", "use deepspeed.elasticity, or run deepspeed --elastic_training"
     ),
-    "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
     "fp8 quantizer": Feature(
         "a kernel of the floating-point quantizer", "use deepspeed.ops.fp_quantizer: FP_Quantize and matmul_fp8"
     ),

@@ -25,10 +25,6 @@ _SPARSITY_CONFIGS = (
     "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
     "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
 )
-_FLOPS_FORMATS = (
-    "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string "
-    "get_module_flops get_module_macs get_module_duration"
-)
 MODULES = {
     "autotuning": _absent("autotuning", forwards={"autotuning.autotuner": "Autotuner"}),
     "autotuning.autotuner": _absent("autotuning", "Autotuner"),
@@ -98,13 +94,6 @@ MODULES = {
     "ops.transformer.inference": _absent(
         "inference",
         forwards={"model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference"},
-    ),
-    "profiling.flops_profiler": _absent(
-        "flops profiler",
-        forwards={"profiling.flops_profiler.profiler": f"FlopsProfiler get_model_profile {_FLOPS_FORMATS}"},
-    ),
-    "profiling.flops_profiler.profiler": _absent(
-        "flops profiler", "FlopsProfiler", f"get_model_profile {_FLOPS_FORMATS}"
     ),
     "runtime.bf16_optimizer": _absent("optimizer classes", "BF16_Optimizer"),
     "runtime.fp16.fused_optimizer": _absent("optimizer classes", "FP16_Optimizer"),

@@ -389,7 +389,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.monitor.monitor.MonitorMaster", W, "TensorBoard, W&B, Comet and CSV; plugins add others."),
         ("deepspeed.utils.timer.ThroughputTimer", W, "With `SynchronizedWallClockTimer`."),
         ("deepspeed.runtime.utils.see_memory_usage", W, "As documented."),
-        ("deepspeed.profiling.flops_profiler.get_model_profile", N, "`FlopsProfiler` neither."),
+        (
+            "deepspeed.profiling.flops_profiler.get_model_profile",
+            D,
+            "And `FlopsProfiler`. Counts by torch's formulas: products of matrices, convolutions, attention, recurrent "
+            "layers; elementwise operations, which DeepSpeed adds, count as none. The tables look different.",
+        ),
         ("deepspeed.autotuning.Autotuner", N, "`--autotuning` of the launcher neither."),
         (
             "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",

@@ -45,7 +45,7 @@ _FEATURE_OF = {
     "ops.sparse_attention": "sparse attention",
     "ops.transformer": "transformer layer",
     "ops.triton_ops": "kernels of DeepSpeed",
-    "profiling": "flops profiler",
+    "profiling": "internals",
     "runtime.checkpoint_engine": "checkpoint engines",
     "runtime.comm": "1-bit optimizers",
     "runtime.compression": "1-bit optimizers",

@@ -1,8 +1,8 @@
 """These sections say where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which:
 flops, collectives, times.
 
-None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
-first five, `comm/record.py` on `comms_logger`, `profiling/timer.py` on `timers`, `zero/replicas.py` and
+None of these changes a result. `monitor/` acts on the first five, `comm/record.py` on `comms_logger`,
+`profiling/flops.py` on `flops_profiler`, `profiling/timer.py` on `timers`, `zero/replicas.py` and
 `engine/slow_ranks.py` on `watch`.
 """
 
@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, quiet, warned
-
-_OFF = quiet("see enabled")
+from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, quiet
 
 
 class TensorBoardConfig(LaxSection):
@@ -95,17 +93,20 @@ class CommsLoggerConfig(LaxSection):
 
 
 class FlopsProfilerConfig(Section):
-    """`flops_profiler`."""
+    """`flops_profiler`: rank 0 counts the operations of one step, and prints them by module."""
 
-    enabled: Flag = key(
-        False, "Count operations of one step.", support=warned("the flops profiler is not in this version")
+    enabled: Flag = key(False, "Profile one step.")
+    recompute_fwd_factor: Float = key(
+        0.0,
+        "Forward passes repeated in backward.",
+        ge=0,
+        support=quiet("what a backward computes again is counted when it does so"),
     )
-    recompute_fwd_factor: Float = key(0.0, "Forward passes repeated in backward.", ge=0, support=_OFF)
-    profile_step: Int = key(1, "Which step.", unit="step", support=_OFF)
-    module_depth: Int = key(-1, "Depth of the printed tree; -1: all.", support=_OFF)
-    top_modules: Int = key(1, "How many modules are printed.", support=_OFF)
-    detailed: Flag = key(True, "Print the tree.", support=_OFF)
-    output_file: Text | None = key(None, "File; null: standard output.", support=_OFF)
+    profile_step: Int = key(1, "Which step, by the number of steps before it.", unit="step", ge=0)
+    module_depth: Int = key(-1, "Deepest level whose heaviest classes are listed; -1: all.", ge=-1)
+    top_modules: Int = key(1, "How many classes of a level are listed.", ge=0)
+    detailed: Flag = key(True, "Print a line per module.")
+    output_file: Text | None = key(None, "File; null: standard output.")
 
 
 class ThroughputTimerConfig(LaxSection):

@@ -228,6 +228,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     ),
     "data_parallel_group": lambda engine: engine.mesh.group("dp"),
     "dp_world_size": lambda engine: engine.mesh.size("dp"),
+    "flops_profiler": lambda engine: engine._observers.profile and engine._observers.profile.profiler,
     "global_rank": lambda engine: comm.get_rank(),
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
     "mp_world_size": lambda engine: engine.mesh.size("tp"),

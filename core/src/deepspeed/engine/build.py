@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -50,6 +50,7 @@ from deepspeed.engine.sharding import (
 )
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.start_line import start_line
+from deepspeed.engine.step import Progress
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
@@ -57,7 +58,7 @@ from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
 from deepspeed.moe.divide import divide_experts
 from deepspeed.moe.layer import connect_moe_layers
-from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.monitor import MonitorMaster, is_writer
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes
@@ -86,6 +87,9 @@ from deepspeed.zero.replicas import ReplicaCheck
 from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
+
+if TYPE_CHECKING:
+    from deepspeed.profiling.step_profile import StepProfile
 
 _STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
 
@@ -240,13 +244,16 @@ def _initialize(
     sharding = create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
+    progress = Progress()
+    profile = _create_profile(settings, module, mesh, progress)
     training = Training(
         sharding=sharding,
         precision=precision,
         schedule=schedule,
-        observers=_create_observers(settings, group, slow_ranks, scales_loss=precision.loss_scaler.is_dynamic),
+        observers=_create_observers(settings, group, slow_ranks, profile, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
+        progress=progress,
         check=_create_check(settings, module, mesh, sharding),
     )
     synchronize_module(module, group, experts)
@@ -473,8 +480,32 @@ def _create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
     return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
 
 
+def _create_profile(
+    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, progress: Progress
+) -> "StepProfile | None":
+    """Create what profiles one step (`flops_profiler`), on rank 0 alone; None where it is not asked for."""
+    if not (config.flops_profiler.enabled and is_writer()):
+        return None
+    from deepspeed.profiling.flops import FlopsProfiler  # late: few runs ask for it
+    from deepspeed.profiling.step_profile import StepProfile
+
+    facts = {
+        "ranks": str(len(mesh.layout.ranks)),
+        "data-parallel ranks": str(mesh.size("dp")),
+        "ranks of one model": f"{mesh.model_size} ({mesh.size('pp')} stages x {mesh.size('tp')} tensor-parallel)",
+        "micro-batch of a rank": str(config.train_micro_batch_size_per_gpu),
+        "micro-batches": str(config.gradient_accumulation_steps),
+    }
+    return StepProfile(FlopsProfiler(module), config.flops_profiler, lambda: progress.global_steps, facts)
+
+
 def _create_observers(
-    config: DeepSpeedConfig, group: Any, slow_ranks: SlowRanks | None, *, scales_loss: bool
+    config: DeepSpeedConfig,
+    group: Any,
+    slow_ranks: SlowRanks | None,
+    profile: "StepProfile | None",
+    *,
+    scales_loss: bool,
 ) -> Observers:
     """A collective over `group`, whose ranks print their tables together."""
     throughput, every = config.timers.throughput, config.steps_per_print
@@ -494,6 +525,7 @@ def _create_observers(
         shows_loss_scale=config.fp16.enabled or scales_loss,
         group=ranks_of_table(is_enabled=config.wall_clock_breakdown, steps_per_print=every, group=group),
         slow_ranks=slow_ranks,
+        profile=profile,
     )
 
 

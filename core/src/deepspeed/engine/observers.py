@@ -5,9 +5,9 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import warn_unless_finite
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
 from deepspeed.profiling.timer import ThroughputTimer
+
+if TYPE_CHECKING:
+    from deepspeed.profiling.step_profile import StepProfile
 
 
 def notify(event: str, **values: Any) -> None:
@@ -45,6 +48,7 @@ class Observers:
         shows_loss_scale: whether the loss scale is one of the events.
         group: ranks that show their times in one table; None: each has its own to show.
         slow_ranks: names ranks that are slower than others; None: nobody does.
+        profile: counts the operations of one step; None: nobody does.
     """
 
     def __init__(
@@ -57,11 +61,16 @@ class Observers:
         shows_loss_scale: bool,
         group: ProcessGroup | None,
         slow_ranks: SlowRanks | None = None,
+        profile: "StepProfile | None" = None,
     ) -> None:
         self.monitor = monitor
         self.breakdown = breakdown
         self.tput_timer = tput_timer
-        self.phase: Callable[[str], AbstractContextManager[Any]] = breakdown.phase
+        self.profile = profile
+        #: called with a phase's name, a context around its body
+        self.phase: Callable[[str], AbstractContextManager[Any]] = (
+            breakdown.phase if profile is None else self._profiled_phase
+        )
         self._plugins = plugin_manager()
         self._every = steps_per_print
         self._prints = steps_per_print < math.inf
@@ -76,6 +85,12 @@ class Observers:
             return contextlib.nullcontext()
         self.tput_timer.start()
         return self.phase("forward")
+
+    @contextlib.contextmanager
+    def _profiled_phase(self, name: str) -> Iterator[None]:
+        assert self.profile is not None
+        with self.profile.phase(name), self.breakdown.phase(name):
+            yield
 
     def saw_loss(self, loss: Tensor) -> None:
         """A backward of `loss` (divided by the accumulation steps) is done. The value stays on the device."""
@@ -122,6 +137,8 @@ class Observers:
         self._loss = None
         if is_due and self.breakdown.enabled:
             self._print_table()
+        if self.profile is not None:
+            self.profile.step_ended(batch_size)
         if self._slow_ranks is not None:
             self._slow_ranks.step_ended(progress.global_steps)
 

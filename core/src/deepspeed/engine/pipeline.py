@@ -21,12 +21,11 @@ from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.training import Training
-from deepspeed.errors import ConfigError, StateError, counted
+from deepspeed.errors import ConfigError, PipelineError, StateError, counted
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.pipe.batch import Batch, DataFailed, take_batch
-from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import (

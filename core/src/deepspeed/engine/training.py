@@ -107,6 +107,7 @@ class Training:
     Args:
         basic_optimizer: torch's; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
+        progress: counts the steps; the caller may read it.
         check: called before each update, by all ranks, with its number; None: nothing is checked.
     """
 
@@ -119,6 +120,7 @@ class Training:
         observers: Observers,
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
+        progress: Progress,
         check: Callable[[int], None] | None = None,
     ) -> None:
         self.sharding = sharding
@@ -132,7 +134,7 @@ class Training:
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
         self._check = check
-        self.progress = Progress()
+        self.progress = progress
         self.stats: StepStats | None = None  # of the last step
         self.has_applied = False  # whether the last call of `step` changed the weights
         self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning

@@ -25,9 +25,8 @@ import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.comm.together import together
-from deepspeed.errors import ConfigError, counted, either
+from deepspeed.errors import ConfigError, PipelineError, counted, either
 from deepspeed.parallel.model_part import mark_tied
-from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec, count_parameters
 from deepspeed.pipe.partition import check_method, partition_balanced, partition_uniform, type_weights
 from deepspeed.pipe.profile import times_of_layers

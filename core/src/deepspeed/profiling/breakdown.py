@@ -139,7 +139,7 @@ def step_table(window: Window, times_by_rank: Sequence[Mapping[str, float]]) -> 
             row += [f"{num_bytes / _MIB:.1f}" for num_bytes in read] if read else ["", ""]
         rows.append(row)
     ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
-    return _table(f"per step, mean of {num_steps}{ranks}", columns, rows)
+    return text_table(f"per step, mean of {num_steps}{ranks}", columns, rows)
 
 
 def forward_table(forward_ms: float, parts_ms: Mapping[str, float]) -> str:
@@ -149,10 +149,11 @@ def forward_table(forward_ms: float, parts_ms: Mapping[str, float]) -> str:
         [f"  {name}", f"{part_ms:.2f}", f"{100 * part_ms / forward_ms:.1f}" if forward_ms > 0 else "-"]
         for name, part_ms in parts_ms.items()
     ]
-    return _table("forward", ["part", "ms", "%"], rows)
+    return text_table("forward", ["part", "ms", "%"], rows)
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, as wide as its rows; the first column is left-aligned."""
     from rich import box  # late: rich is slow to import and rarely needed
     from rich.console import Console
     from rich.table import Table
@@ -163,7 +164,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     # A width of its own: a log is not a terminal, and no column may be cut.
-    console = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False, highlight=False)
+    console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False, highlight=False)
     console.print(table)
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

@@ -59,13 +59,11 @@ def test_the_first_refusal_names_the_others():
 def test_what_is_ignored_warns_once(said):
     for _ in range(2):
         check(
-            flops_profiler={"enabled": True, "profile_step": 2},
             checkpoint={"writer": {"type": "fast"}},
             sparse_attention={"mode": "fixed"},
         )
     assert said() == [
         "checkpoint.writer: found {'type': 'fast'}, ignored: torch.save writes",
-        "flops_profiler.enabled: found true, ignored: the flops profiler is not in this version",
         "sparse_attention: found {'mode': 'fixed'}, ignored: a model keeps its own attention; the layers of "
         "deepspeed.ops.sparse_attention are not here",
     ]
@@ -167,7 +165,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
         *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
-        *("hybrid_engine.enabled", "elasticity.enabled"),
+        *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:

@@ -278,6 +278,7 @@ def test_attributes(make_engine, monkeypatch):
         "communication_data_type": torch.float32,
         "data_parallel_group": engine.mesh.group("dp"),
         "dp_world_size": 1,
+        "flops_profiler": None,
         "global_rank": 0,
         "has_moe_layers": False,
         "local_rank": 0,

@@ -1,0 +1,526 @@
+"""`FlopsProfiler` counts the operations and measures the time of each module, as documented at
+`deepspeed.profiling.flops_profiler`.
+
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    loss = model(batch)
+    profiler.stop_profile()
+    profiler.print_model_profile()
+    profiler.end_profile()
+
+`get_model_profile` does the same for one call, and `step_profile.py` for one step of an engine (the section
+`flops_profiler`). Operations are counted where torch dispatches them, by the formulas of `torch.utils.flop_counter`:
+matrix products, convolutions, attention and recurrent layers, in whatever way a model calls them. Two operations are
+one multiply-accumulate (MAC). An elementwise operation counts as none.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Module
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed._absent_members import absent_members
+from deepspeed.errors import StateError
+from deepspeed.profiling.breakdown import text_table
+from deepspeed.profiling.timer import Stopwatch, create_stopwatch
+
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "get_module_duration",
+    "get_module_flops",
+    "get_module_macs",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]
+
+_SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+_OF_PARAMS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+_PRECISION = 2
+_MODES = ("forward", "generate")
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return a number with the prefix of its size: `"12.35 K"`.
+
+    Args:
+        num: any number.
+        units: the prefix, one of T, G, M, K, the empty string, m, u; None: the largest that `num` reaches.
+        precision: digits after the point.
+
+    Raises:
+        ValueError: `units` is another prefix.
+    """
+    return _with_prefix(num, units, precision, _SCALES)
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return a number of parameters: `"2.35 B"`. `units` as in `number_to_string`, with B for 10^9."""
+    return _with_prefix(params_num, units and units.replace("G", "B"), precision, _OF_PARAMS).rstrip()
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return multiply-accumulates: `"3.14 GMACs"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return operations per second: `"81.9 TFLOPS"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return bytes in powers of 1000: `"1.5 MB"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return seconds: `"76.67 ms"`. Arguments as in `number_to_string`; the unit itself (`"ms"`) is taken too."""
+    return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
+
+
+def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[str, float]) -> str:
+    if units is None:
+        # what is smaller than the smallest prefix is shown in it
+        units = next((prefix for prefix, scale in scales.items() if abs(num) >= scale), "u") if num else ""
+    if units not in scales:
+        raise ValueError(f"units: found {units!r}; choose one of {', '.join(map(repr, scales))}")
+    return f"{round(num / scales[units], precision):g} {units}"
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+def _grouped_flops(tokens: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count a product of which every row of `tokens` meets the matrix of its group.
+
+    Of two 2-D operands the common dimension is the one that is divided into groups.
+    """
+    batch = tokens[0] if len(tokens) == 3 else 1
+    return int(2 * batch * tokens[-2] * tokens[-1] * weights[-1])
+
+
+def _recurrent_flops(inputs: Any, *weights: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count recurrent layers: at each of the positions of `inputs`, a product with every 2-D weight."""
+    shapes = weights[0] if isinstance(weights[0][0], Sequence) else weights[:2]
+    return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+_aten = torch.ops.aten
+#: formulas that torch's counter does not have: operator -> a function of the shapes of its arguments
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_grouped_mm: _grouped_flops,
+    _aten.mkldnn_rnn_layer: _recurrent_flops,
+    _aten._cudnn_rnn: _recurrent_flops,
+}
+
+
+def create_counter() -> FlopCounterMode:
+    """A context in which operations are counted: `get_total_flops()`."""
+    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+
+
+class _ModuleRecord:
+    """What one module did itself; its submodules have records of their own."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self.num_running = 0
+        self.is_called = False
+        self.stopwatch: Stopwatch = create_stopwatch()
+        self._duration_s = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds of all its calls, with those of its submodules inside."""
+        self._duration_s += sum(self.stopwatch.collect(wait=True)) / 1e3
+        return self._duration_s
+
+
+_RECORDS: WeakKeyDictionary[Module, _ModuleRecord] = WeakKeyDictionary()
+
+
+def get_module_flops(module: Module) -> int:
+    """Return the operations of a profiled module and of all its submodules; 0 where it was not profiled."""
+    return sum(_RECORDS[part].flops for part in module.modules() if part in _RECORDS)
+
+
+def get_module_macs(module: Module) -> int:
+    """Return the multiply-accumulates of a profiled module and of all its submodules."""
+    return get_module_flops(module) // 2
+
+
+def get_module_duration(module: Module) -> float:
+    """Return the seconds that the calls of a profiled module took.
+
+    A module that is never called, such as a ModuleList, takes as long as its children.
+    """
+    record = _RECORDS.get(module)
+    if record is not None and record.is_called:
+        return record.duration_s
+    return sum(get_module_duration(child) for child in module.children())
+
+
+def _num_params(module: Module) -> int:
+    """Elements of the parameters of a module, each once; a divided one counts whole."""
+    return sum(getattr(param, "ds_numel", param.numel()) for param in module.parameters())
+
+
+@absent_members("profiling.flops_profiler.profiler:FlopsProfiler")
+class FlopsProfiler:
+    """Profiles the calls of a model between `start_profile` and `stop_profile`.
+
+    What one call adds is added to what the calls before it did. Counting costs some microseconds per operator, so that
+    the time of very small modules is mostly that.
+
+    Args:
+        model: a module, or an engine.
+        ds_engine: the engine that trains it, as in DeepSpeed; found in `ds_engine` again.
+        recompute_fwd_factor: accepted for old scripts: what a backward computes again is counted when it does so.
+    """
+
+    def __init__(self, model: Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self._handles: list[RemovableHandle] = []
+        self._running: list[Module] = []  # the modules whose forward runs, the innermost last
+        self._counter: FlopCounterMode | None = None
+        self._num_counted = 0  # of the counter, those that a module has
+        self.is_paused = False  #: calls of the model are not profiled for a while
+
+    def start_profile(self, ignore_list: Iterable[type[Module]] | None = None) -> None:
+        """Begin to profile every call of the model, from nothing.
+
+        Args:
+            ignore_list: classes of modules that get no line of their own: what they do counts as their parent's.
+        """
+        self.end_profile()
+        ignored = tuple(ignore_list or ())
+        for module in self.model.modules():
+            if type(module) not in ignored:
+                _RECORDS[module] = _ModuleRecord()
+                self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+                self._handles.append(module.register_forward_hook(self._exit, always_call=True))
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Stop; the figures stay until `end_profile`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave()
+        self.started = False
+
+    def reset_profile(self) -> None:
+        """Set all figures to 0; a profile that runs goes on."""
+        for module in self.model.modules():
+            if module in _RECORDS:
+                _RECORDS[module] = _ModuleRecord()
+
+    def end_profile(self) -> None:
+        """Stop and forget the figures."""
+        self.stop_profile()
+        for module in self.model.modules():
+            _RECORDS.pop(module, None)
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Return the operations of all calls.
+
+        Raises:
+            StateError: nothing was profiled.
+        """
+        self._check_profiled("get_total_flops")
+        total = get_module_flops(self.model)
+        return number_to_string(total) if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Return the multiply-accumulates of all calls. Errors as `get_total_flops`."""
+        self._check_profiled("get_total_macs")
+        total = get_module_macs(self.model)
+        return macs_to_string(total) if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Return the seconds of all calls; waits for the device. Errors as `get_total_flops`."""
+        self._check_profiled("get_total_duration")
+        total = get_module_duration(self.model)
+        return duration_to_string(total) if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Return the number of parameters; those that ranks divide among them count whole."""
+        total = _num_params(self.model)
+        return params_to_string(total) if as_string else total
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the totals, the heaviest classes of modules at each depth, and a line per module.
+
+        Args:
+            profile_step: the number that the title gives.
+            module_depth: the deepest level whose heaviest classes are listed; -1: all levels.
+            top_modules: how many classes of a level.
+            detailed: print the line per module.
+            output_file: where to write instead of standard output; a file there is replaced.
+
+        Raises:
+            StateError: nothing was profiled.
+        """
+        self._check_profiled("print_model_profile")
+        write(self.report(profile_step, module_depth, top_modules, detailed), output_file)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the heaviest classes of modules at each depth. Arguments and errors as `print_model_profile`."""
+        self._check_profiled("print_model_aggregated_profile")
+        write("\n".join(_heaviest(self.model, module_depth, top_modules)), None)
+
+    def report(
+        self,
+        profile_step: int,
+        module_depth: int,
+        top_modules: int,
+        detailed: bool,
+        before: Mapping[str, str] | None = None,
+        after: Mapping[str, str] | None = None,
+    ) -> str:
+        """Return what `print_model_profile` prints.
+
+        Args:
+            before: what the summary says before the model's own figures: name -> value.
+            after: and after them.
+        """
+        flops, duration_s = get_module_flops(self.model), get_module_duration(self.model)
+        summary = {
+            **(before or {}),
+            "parameters": params_to_string(_num_params(self.model)),
+            "forward MACs": macs_to_string(flops // 2),
+            "forward FLOPs": number_to_string(flops).rstrip(),
+            "forward latency": duration_to_string(duration_s),
+            "forward FLOPS": rate(flops, duration_s),
+            **(after or {}),
+        }
+        width = max(map(len, summary)) + 2
+        lines = [f"Flops profile of step {profile_step}, on this rank"]
+        lines += ["FLOPs: floating-point operations; FLOPS: those per second; MAC: a multiply and an add, two FLOPs"]
+        lines += [f"  {name + ':':{width}}{value}" for name, value in summary.items()]
+        lines += _heaviest(self.model, module_depth, top_modules)
+        if detailed:
+            lines += _tree(self.model)
+        return "\n".join(lines)
+
+    def _check_profiled(self, call: str) -> None:
+        if not any(module in _RECORDS for module in self.model.modules()):
+            raise StateError(f"{call}: nothing was profiled; call start_profile(), then the model, then stop_profile()")
+
+    def _enter(self, module: Module, inputs: Any) -> None:
+        if self.is_paused:
+            return
+        if self._counter is None:
+            self._counter = create_counter().__enter__()
+            self._num_counted = 0
+        self._attribute()
+        record = _RECORDS[module]
+        record.is_called = True
+        record.num_running += 1
+        if record.num_running == 1:  # a module that calls itself is measured once
+            record.stopwatch.start()
+        self._running.append(module)
+
+    def _exit(self, module: Module, inputs: Any, outputs: Any) -> None:
+        if not self._running or self._running[-1] is not module:  # paused, or its forward began before the profile
+            return
+        self._attribute()
+        self._running.pop()
+        self._end(module)
+        if not self._running:
+            self._leave()
+
+    def _attribute(self) -> None:
+        """Give what was counted since the last call to the module that runs."""
+        assert self._counter is not None
+        total = self._counter.get_total_flops()
+        if self._running:
+            _RECORDS[self._running[-1]].flops += total - self._num_counted
+        self._num_counted = total
+
+    def _leave(self) -> None:
+        """No call is running, or one was left by an error that hooks do not see."""
+        while self._running:
+            self._end(self._running.pop())
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
+
+    def _end(self, module: Module) -> None:
+        record = _RECORDS[module]
+        record.num_running -= 1
+        if record.num_running == 0:
+            record.stopwatch.stop()
+
+
+def write(text: str, output_file: str | None) -> None:
+    """Write a report to a file, whose folder is made; without one, to standard output."""
+    if not output_file:
+        sys.stdout.write(f"{text}\n")
+        return
+    path = Path(output_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def rate(flops: float, duration_s: float) -> str:
+    """Operations per second as text; a dash where no time was measured."""
+    return flops_to_string(flops / duration_s) if duration_s > 0 else "-"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole > 0 else "-"
+
+
+def _levels(model: Module) -> list[list[Module]]:
+    """The modules by their depth, the model alone at the first; one that is at several places is at its first."""
+    levels, seen = [[model]], {model}
+    while children := {child: None for module in levels[-1] for child in module.children() if child not in seen}:
+        levels.append(list(children))
+        seen.update(children)
+    return levels
+
+
+def _heaviest(model: Module, module_depth: int, top_modules: int) -> list[str]:
+    """The lines with the classes of modules that have most, at each depth down to `module_depth`; -1: at all."""
+    figures = {
+        "parameters": (_num_params, params_to_string),
+        "MACs": (get_module_macs, macs_to_string),
+        "latency": (get_module_duration, duration_to_string),
+    }
+    rows = []
+    levels = _levels(model)
+    for depth, level in enumerate(levels if module_depth < 0 else levels[: module_depth + 1]):
+        for name, (measure, to_string) in figures.items():
+            by_class: dict[str, float] = {}
+            for module in level:
+                kind = type(module).__name__
+                by_class[kind] = by_class.get(kind, 0.0) + measure(module)
+            heaviest = sorted(by_class.items(), key=lambda item: -item[1])[: max(0, top_modules)]
+            rows.append([str(depth), name, ", ".join(f"{kind} {to_string(value)}" for kind, value in heaviest)])
+    return text_table(f"heaviest classes by depth (top {top_modules})", ["depth", "of", "classes"], rows).splitlines()
+
+
+def _tree(model: Module) -> list[str]:
+    """The lines with each module below the one that has it. What a module does itself is in its line only."""
+    all_params, all_macs, all_s = _num_params(model), get_module_macs(model), get_module_duration(model)
+    rows = []
+
+    def add(name: str, module: Module, depth: int) -> None:
+        params, macs, duration_s = _num_params(module), get_module_macs(module), get_module_duration(module)
+        rows.append(
+            [
+                "  " * depth + (f"{name}: " if name else "") + type(module).__name__,
+                *(params_to_string(params), _share(params, all_params)),
+                *(macs_to_string(macs), _share(macs, all_macs)),
+                *(duration_to_string(duration_s), _share(duration_s, all_s)),
+                rate(2 * macs, duration_s),
+            ]
+        )
+        for child_name, child in module.named_children():
+            add(child_name, child, depth + 1)
+
+    add("", model, 0)
+    columns = ["module", "parameters", "share", "MACs", "share", "latency", "share", "FLOPS"]
+    return text_table("modules", columns, rows).splitlines()
+
+
+def get_model_profile(
+    model: Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Iterable[type[Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[int, int, int] | tuple[str, str, str]:
+    """Profile one call of a model, in evaluation mode.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    >>> get_model_profile(model, (4, 64), print_profile=False, as_string=False)
+    (75776, 37888, 9610)
+
+    Args:
+        model: any module.
+        input_shape: shape of the model's only argument, a tensor of ones of the type of its parameters.
+        args: positional arguments, instead of `input_shape`.
+        kwargs: keyword arguments.
+        print_profile: print the tables too.
+        detailed: see `FlopsProfiler.print_model_profile`.
+        module_depth: see there.
+        top_modules: see there.
+        warm_up: calls before the one that is measured.
+        as_string: return text with units.
+        output_file: see there.
+        ignore_modules: see `FlopsProfiler.start_profile`.
+        mode: "forward" calls the model, "generate" its method `generate`.
+
+    Returns:
+        Operations, multiply-accumulates, and parameters.
+
+    Raises:
+        ValueError: there is nothing to call the model with, or `mode` is another word.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode: found {mode!r}; choose one of {', '.join(map(repr, _MODES))}")
+    args, kwargs = list(args), dict(kwargs or {})
+    if input_shape is not None:
+        first = next((param for param in model.parameters() if param.is_floating_point()), torch.empty(0))
+        args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    elif not (args or kwargs):
+        raise ValueError("get_model_profile: found neither input_shape nor args nor kwargs; give what the model takes")
+    profiler, was_training = FlopsProfiler(model), model.training
+    call: Any = model if mode == "forward" else model.generate
+    try:
+        model.eval()
+        for _ in range(warm_up):
+            call(*args, **kwargs)
+        profiler.start_profile(ignore_modules)
+        call(*args, **kwargs)
+        profiler.stop_profile()
+        if print_profile:
+            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+        figures = int(profiler.get_total_flops()), int(profiler.get_total_macs()), int(profiler.get_total_params())
+    finally:
+        profiler.end_profile()
+        model.train(was_training)
+    if not as_string:
+        return figures
+    return number_to_string(figures[0]), macs_to_string(figures[1]), params_to_string(figures[2])

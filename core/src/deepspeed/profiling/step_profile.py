@@ -1,0 +1,117 @@
+"""`StepProfile` profiles one step of an engine and prints it, as the section `flops_profiler` asks.
+
+`engine/observers.py` tells it of each phase. Built, and imported, only where the configuration asks for it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from deepspeed.config.monitor import FlopsProfilerConfig
+from deepspeed.profiling.flops import (
+    FlopsProfiler,
+    create_counter,
+    duration_to_string,
+    get_module_flops,
+    number_to_string,
+    rate,
+    write,
+)
+from deepspeed.profiling.timer import Stopwatch, create_stopwatch
+
+
+class StepProfile:
+    """Measures the phases of one step.
+
+    Forwards are profiled by module; of a backward all operations are counted, those of forwards that it repeats too.
+
+    Args:
+        profiler: profiles the engine's model.
+        config: which step, and what is printed.
+        num_steps: returns the steps so far.
+        facts: what the summary says of the run, first: name -> value.
+    """
+
+    def __init__(
+        self, profiler: FlopsProfiler, config: FlopsProfilerConfig, num_steps: Callable[[], int], facts: dict[str, str]
+    ) -> None:
+        self.profiler = profiler
+        self._config = config
+        self._num_steps = num_steps
+        self._facts = facts
+        self._stopwatches: dict[str, Stopwatch] = {}
+        self._backward_flops = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure one phase, if it is one of the step. A step that fails is measured again from its beginning."""
+        if self._num_steps() != self._config.profile_step:
+            yield
+            return
+        if not self.profiler.started:
+            self.profiler.start_profile()
+            self.profiler.is_paused = True
+        stopwatch = self._stopwatches.setdefault(name, create_stopwatch())
+        stopwatch.start()
+        try:
+            with self._counted(name):
+                yield
+        except BaseException:
+            self._forget()
+            raise
+        stopwatch.stop()
+
+    @contextlib.contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        if name == "forward":
+            self.profiler.is_paused = False
+            try:
+                yield
+            finally:
+                self.profiler.is_paused = True
+        elif name == "backward_inner":
+            with create_counter() as counter:
+                yield
+            self._backward_flops += counter.get_total_flops()
+        else:
+            yield
+
+    def step_ended(self, batch_size: int) -> None:
+        """A step is over; print it if it was the one.
+
+        Args:
+            batch_size: samples of the step, over all ranks.
+        """
+        if not self.profiler.started:
+            return
+        self.profiler.stop_profile()
+        config = self._config
+        report = self.profiler.report(
+            config.profile_step,
+            config.module_depth,
+            config.top_modules,
+            config.detailed,
+            self._facts,
+            self._phases(batch_size),
+        )
+        write(report, config.output_file)
+        self._forget()
+
+    def _phases(self, batch_size: int) -> dict[str, str]:
+        spans_s = {name: sum(watch.collect(wait=True)) / 1e3 for name, watch in self._stopwatches.items()}
+        forward, backward, update = (spans_s.get(name, 0.0) for name in ("forward", "backward", "step"))
+        forward_flops = get_module_flops(self.profiler.model)
+        whole_s = forward + backward + update
+        return {
+            "backward FLOPs": number_to_string(self._backward_flops).rstrip(),
+            "backward latency": duration_to_string(backward),
+            "backward FLOPS": rate(self._backward_flops, backward),
+            "forward and backward FLOPS": rate(forward_flops + self._backward_flops, forward + backward),
+            "update latency": duration_to_string(update),
+            "step latency": duration_to_string(whole_s),
+            "samples per second": f"{batch_size / whole_s:.2f}" if whole_s > 0 else "-",
+        }
+
+    def _forget(self) -> None:
+        self.profiler.end_profile()
+        self._stopwatches.clear()
+        self._backward_flops = 0

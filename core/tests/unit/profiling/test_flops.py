@@ -1,0 +1,334 @@
+"""Operations and time by module: what is counted, to whom, and that a model is left as it was."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.errors import StateError
+from deepspeed.profiling import flops_profiler
+from deepspeed.profiling.flops_profiler import (
+    FlopsProfiler,
+    get_model_profile,
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+)
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+LINEAR = 2 * 4 * 8 * 16  # operations of Linear(8, 16) on 4 rows
+
+
+class Net(nn.Module):
+    """A layer, a block with a product of its own, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.again = nn.Linear(16, 16, bias=False)
+        self.error = None
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.error is not None:
+            raise self.error
+        return self.again(self.again(x)).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return functional.gelu(self.layer(x)) @ torch.eye(16)
+
+
+SQUARE = 2 * 4 * 16 * 16
+TOTAL = LINEAR + 2 * 2 * SQUARE + 2 * SQUARE
+PARAMS = 8 * 16 + 16 + 2 * (16 * 16 + 16) + 16 * 16
+
+
+def profiled(model, *inputs, **kwargs):
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(**kwargs)
+    model(*inputs)
+    profiler.stop_profile()
+    return profiler
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_sums_of_modules_are_the_total():
+    model = Net()
+    profiler = profiled(model, torch.randn(4, 8))
+    assert (profiler.get_total_flops(), profiler.get_total_macs()) == (TOTAL, TOTAL // 2)
+    assert profiler.get_total_params() == PARAMS
+    assert get_module_flops(model.first) == LINEAR
+    assert get_module_flops(model.blocks[0].layer) == SQUARE
+    assert get_module_flops(model.blocks[0]) == 2 * SQUARE  # its own product too
+    assert get_module_flops(model.blocks) == 4 * SQUARE
+    assert get_module_macs(model.again) == SQUARE  # both calls
+    children = (model.first, model.blocks, model.again)
+    assert sum(map(get_module_flops, children)) == TOTAL
+    assert 0 < get_module_duration(model.blocks) <= get_module_duration(model)
+    assert profiler.get_total_duration() == get_module_duration(model)
+
+
+def test_calls_add_up_until_reset():
+    model = Net()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    assert profiler.started
+    model(torch.randn(4, 8))
+    model(torch.randn(4, 8))
+    assert profiler.get_total_flops() == 2 * TOTAL
+    profiler.reset_profile()
+    assert profiler.get_total_flops() == 0
+    model(torch.randn(4, 8))
+    profiler.stop_profile()
+    model(torch.randn(4, 8))
+    assert profiler.get_total_flops() == TOTAL
+    assert not profiler.started
+    profiler.end_profile()
+    with pytest.raises(StateError, match="get_total_flops: nothing was profiled; call start_profile"):
+        profiler.get_total_flops()
+    with pytest.raises(StateError, match="print_model_profile: nothing was profiled"):
+        profiler.print_model_profile()
+
+
+def test_modules_that_are_ignored_count_as_their_parents():
+    model = Net()
+    profiler = profiled(model, torch.randn(4, 8), ignore_list=[nn.Linear])
+    assert profiler.get_total_flops() == TOTAL
+    assert get_module_flops(model.first) == 0
+    assert get_module_flops(model.blocks[0]) == 2 * SQUARE
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_counts_do_not_depend_on_gradients(context):
+    model = Net()
+    with context():
+        assert profiled(model, torch.randn(4, 8)).get_total_flops() == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "macs"),
+    [
+        (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 10, 10), 2 * 100 * 8 * 27),
+        (nn.LSTM(8, 16, 2, batch_first=True), (4, 5, 8), 4 * 5 * 4 * 16 * (8 + 16 + 16 + 16)),
+        (nn.GRU(8, 16, bidirectional=True), (5, 4, 8), 2 * 4 * 5 * 3 * 16 * (8 + 16)),
+        (nn.RNN(8, 16), (5, 4, 8), 4 * 5 * 16 * (8 + 16)),
+        (nn.ConvTranspose1d(4, 6, 2, stride=2), (3, 4, 7), 3 * 7 * 4 * 6 * 2),
+    ],
+    ids=["Conv2d", "LSTM", "GRU", "RNN", "ConvTranspose1d"],
+)
+def test_layers_of_torch(model, shape, macs):
+    assert get_model_profile(model, shape, print_profile=False, as_string=False)[1] == macs
+
+
+@pytest.mark.parametrize("heads_of_keys", [4, 2])
+def test_attention_counts_both_products(heads_of_keys):
+    class Attention(nn.Module):
+        def forward(self, queries, keys):
+            return functional.scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=True)
+
+    profiler = profiled(Attention(), torch.randn(2, 4, 6, 8), torch.randn(2, heads_of_keys, 6, 8))
+    assert profiler.get_total_macs() == 2 * 2 * 4 * 6 * 6 * 8
+
+
+def test_products_in_groups():
+    class Experts(nn.Module):
+        def forward(self, tokens, weights, ends):
+            return torch._grouped_mm(tokens, weights, offs=ends)
+
+    tokens, weights = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    profiler = profiled(Experts(), tokens, weights, torch.tensor([3, 8], dtype=torch.int32))
+    assert profiler.get_total_macs() == 8 * 16 * 32
+
+
+# ---- a model is left as it was --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()])
+def test_a_call_that_fails_leaves_nothing_behind(error):
+    model = Net()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model.error = error
+    with pytest.raises(type(error)):
+        model(torch.randn(4, 8))
+    profiler.end_profile()
+    assert _get_current_dispatch_mode() is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model.error = None
+    assert profiled(model, torch.randn(4, 8)).get_total_flops() == TOTAL
+
+
+def test_get_model_profile_gives_the_mode_back(capsys):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5)).train()
+    assert get_model_profile(model, (4, 8), top_modules=2) == ("1.02 K", "512 MACs", "144")
+    assert model.training
+    text = capsys.readouterr().out
+    assert "forward MACs:" in text
+    assert "0: Linear" in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "found neither input_shape nor args nor kwargs"),
+        ({"input_shape": (4, 8), "mode": "train"}, "mode: found 'train'; choose one of 'forward', 'generate'"),
+    ],
+)
+def test_calls_that_cannot_be_profiled(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        get_model_profile(Net(), **kwargs)
+
+
+def test_generate_is_profiled_in_its_place():
+    class Writer(Net):
+        def generate(self, x, steps):
+            for _ in range(steps):
+                self(x)
+
+    figures = get_model_profile(
+        Writer(), args=[torch.randn(4, 8)], kwargs={"steps": 3}, mode="generate", print_profile=False, as_string=False
+    )
+    assert figures == (3 * TOTAL, 3 * TOTAL // 2, PARAMS)
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        ("number_to_string", {0: "0 ", 999: "999 ", 12345: "12.35 K", 2.345e9: "2.35 G", 4e15: "4000 T", 0.5: "500 m"}),
+        ("macs_to_string", {0: "0 MACs", 1000: "1 KMACs", 1.5e6: "1.5 MMACs"}),
+        ("flops_to_string", {1: "1 FLOPS", 3e12: "3 TFLOPS", 3e-5: "30 uFLOPS"}),
+        ("bytes_to_string", {999: "999 B", 1000: "1 KB"}),
+        ("params_to_string", {0: "0", 999: "999", 12345: "12.35 K", 2.345e9: "2.35 B", 3e12: "3 T"}),
+        ("duration_to_string", {0: "0 s", 2.3e-3: "2.3 ms", 4.5e-6: "4.5 us", 1e-9: "0 us", 65: "65 s"}),
+    ],
+)
+def test_numbers_look_as_in_deepspeed(function, texts):
+    to_string = getattr(flops_profiler, function)
+    assert {number: to_string(number) for number in texts} == texts
+
+
+def test_units_can_be_asked_for():
+    assert flops_profiler.number_to_string(12345, "M", precision=3) == "0.012 M"
+    assert flops_profiler.duration_to_string(0.25, "ms") == "250 ms"
+    assert flops_profiler.params_to_string(5e6, "G") == "0.01 B"
+    with pytest.raises(ValueError, match="units: found 'Q'; choose one of 'T', 'G'"):
+        flops_profiler.number_to_string(1, "Q")
+
+
+def test_report_goes_to_a_file(tmp_path, capsys):
+    model = Net()
+    profiler = profiled(model, torch.randn(4, 8))
+    path = tmp_path / "new" / "profile.txt"
+    profiler.print_model_profile(profile_step=7, module_depth=1, top_modules=1, detailed=False, output_file=str(path))
+    text = path.read_text()
+    assert "step 7" in text
+    depths = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert depths == ["depth", *"000111"]
+    assert "modules" not in text.splitlines()
+    profiler.print_model_aggregated_profile(module_depth=0)
+    shown = capsys.readouterr().out
+    assert f"Net {flops_profiler.params_to_string(PARAMS)}" in shown
+    assert "Block" not in shown
+
+
+# ---- a step of an engine --------------------------------------------------------------------------------------------
+
+
+def train(path, *, stage=0, step=1, num_steps=3, micros=1, model=None, **keys):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": micros,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **keys,
+    }
+    if path is not None:
+        config["flops_profiler"] = {"enabled": True, "profile_step": step, "output_file": str(path)}
+    engine, *_ = deepspeed.initialize(model=model or Net(), config=config)
+    losses = []
+    for index in range(num_steps * micros):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+        with torch.no_grad():
+            engine(x)  # an evaluation is no part of a step
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def figure(path, name):
+    (line,) = (line for line in path.read_text().splitlines() if line.strip().startswith(f"{name}:"))
+    return line.split(":")[1].strip()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_step_is_profiled_and_changes_nothing(stage, tmp_path, single_rank):
+    path = tmp_path / "profile.txt"
+    engine, losses = train(path, stage=stage, micros=2)
+    assert figure(path, "forward FLOPs") == flops_profiler.number_to_string(2 * TOTAL)
+    weights_only = LINEAR + 2 * SQUARE  # the first layer's input and the constant matrices have no gradient
+    assert figure(path, "backward FLOPs") == flops_profiler.number_to_string(2 * (2 * TOTAL - weights_only))
+    assert figure(path, "parameters") == flops_profiler.params_to_string(PARAMS)
+    assert figure(path, "micro-batches") == "2"
+    assert "step 1," in path.read_text()
+    assert not engine.flops_profiler.started
+    assert _get_current_dispatch_mode() is None
+    engine.destroy()
+    without, expected = train(None, stage=stage, micros=2)
+    without.destroy()
+    assert losses == expected
+    assert without.flops_profiler is None
+
+
+def test_first_step_and_one_that_never_comes(tmp_path, single_rank):
+    train(tmp_path / "0", step=0, num_steps=1)[0].destroy()
+    assert (tmp_path / "0").exists()
+    train(tmp_path / "9", step=9)[0].destroy()
+    assert not (tmp_path / "9").exists()
+
+
+def test_a_step_that_fails_is_profiled_from_its_beginning(tmp_path, single_rank):
+    path = tmp_path / "profile.txt"
+    model = Net()
+    engine, _ = train(path, step=2, num_steps=2, model=model)
+    model.error = ValueError("planted")
+    with pytest.raises(ValueError, match="planted"):
+        engine(torch.randn(4, 8))
+    assert not engine.flops_profiler.started
+    model.error = None
+    loss = engine(torch.randn(4, 8))
+    engine.backward(loss)
+    engine.step()
+    assert figure(path, "forward FLOPs") == flops_profiler.number_to_string(TOTAL)
+    engine.destroy()
+
+
+def test_a_forward_that_a_backward_repeats_counts_there(tmp_path, single_rank):
+    class Repeating(Net):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return self.again(self.again(x)).square().mean()
+
+    plain, repeating = tmp_path / "plain.txt", tmp_path / "repeating.txt"
+    train(plain)[0].destroy()
+    train(repeating, model=Repeating())[0].destroy()
+    assert figure(repeating, "forward FLOPs") == figure(plain, "forward FLOPs")
+    assert figure(repeating, "backward FLOPs") != figure(plain, "backward FLOPs")
