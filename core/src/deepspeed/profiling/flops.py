@@ -131,7 +131,12 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped_flops,
     _aten._scaled_grouped_mm: _grouped_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
-    _aten._cudnn_rnn: _recurrent_flops,
+    # each device's own operator for recurrent layers, which has the name of its library in front
+    **{
+        getattr(_aten, name.removeprefix("aten::")): _recurrent_flops
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and name.endswith("_rnn")
+    },
 }
 
 
@@ -141,7 +146,7 @@ def create_counter() -> FlopCounterMode:
 
 
 class _ModuleRecord:
-    """What one module did itself; its submodules have records of their own."""
+    """Holds what one module did itself; its submodules have records of their own."""
 
     def __init__(self) -> None:
         self.flops = 0

@@ -4,7 +4,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import StateError
-from deepspeed.profiling import flops_profiler
+from deepspeed.profiling import flops, flops_profiler
 from deepspeed.profiling.flops_profiler import (
     FlopsProfiler,
     get_model_profile,
@@ -130,6 +130,16 @@ def test_counts_do_not_depend_on_gradients(context):
 )
 def test_layers_of_torch(model, shape, macs):
     assert get_model_profile(model, shape, print_profile=False, as_string=False)[1] == macs
+
+
+def test_recurrent_layers_of_a_device_get_their_weights_in_a_list():
+    from torch import Size
+
+    formulas = {str(operator): formula for operator, formula in flops._FORMULAS.items()}
+    (count,) = {formula for operator, formula in formulas.items() if operator.endswith("_rnn")}
+    weights = [Size([64, 8]), Size([64, 16]), Size([64]), Size([64])]
+    for inputs in (Size([5, 4, 8]), Size([20, 8])):  # padded, and packed
+        assert count(inputs, weights, 4, None, Size([1, 4, 16])) == 2 * 20 * 64 * (8 + 16)
 
 
 @pytest.mark.parametrize("heads_of_keys", [4, 2])
