@@ -124,7 +124,7 @@ def sort_by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
     """Choices (token * K + which) by expert, then by token, with those that are dropped at the end; and the number of
     those that stay, by expert."""
     num_experts = len(routing.counts)
-    chosen_N = torch.where(routing.kept, routing.experts, num_experts).view(-1)
+    chosen_N = torch.where(routing.kept, routing.experts, num_experts).reshape(-1)
     return chosen_N.argsort(stable=True), torch.bincount(chosen_N, minlength=num_experts)[:num_experts]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed._absent_members import absent_members
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 NOISE_POLICIES = (None, "Jitter", "RSample")
 #: inputs of the gate are multiplied by a uniform number from 1 - this to 1 + this (Switch, section 2.2)
@@ -101,7 +101,7 @@ class TopKGate(nn.Module):
                 f"{', '.join(map(repr, NOISE_POLICIES))}"
             )
         factors = capacity_factor, eval_capacity_factor
-        if not all(isinstance(each, SupportsFloat) and each > 0 for each in factors):
+        if not all(isinstance(each, SupportsFloat) and 0 < each < math.inf for each in factors):
             raise ConfigError(
                 f"MoE: found capacity_factor {capacity_factor!r} and eval_capacity_factor {eval_capacity_factor!r}; "
                 "give positive numbers, or drop_tokens=False for no limit"
@@ -123,7 +123,15 @@ class TopKGate(nn.Module):
         Args:
             x_TH: of any float dtype; the gate computes in fp32.
             used_token: [T], 0 for tokens (padding) that go to no expert; None: all are used.
+
+        Raises:
+            ConfigError: `used_token` has another number of elements.
         """
+        if used_token is not None and used_token.numel() != len(x_TH):
+            raise ConfigError(
+                f"MoE: found used_token with {counted(used_token.numel(), 'element')} for {len(x_TH)} tokens; give one "
+                "for each token, 0 for those that go to no expert"
+            )
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.float()
             if self.training and self.noisy_gate_policy == "Jitter":

@@ -129,6 +129,7 @@ def test_the_gate_computes_in_fp32():
         (r"found k 0 ", {"k": 0}),
         (r"found noisy_gate_policy 'Gauss'; give one of None, 'Jitter', 'RSample'", {"noisy_gate_policy": "Gauss"}),
         (r"found capacity_factor 0 and .* drop_tokens=False", {"capacity_factor": 0}),
+        (r"found capacity_factor inf and .* drop_tokens=False", {"capacity_factor": float("inf")}),
         (r"found capacity_factor '2' and .* give positive numbers", {"capacity_factor": "2"}),
         (r"found k '1' ", {"k": "1"}),
     ],

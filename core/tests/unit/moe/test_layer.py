@@ -68,6 +68,23 @@ def test_no_tokens_and_an_expert_without_tokens():
     assert (moe.deepspeed_moe.experts.deepspeed_experts[1].weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_tokens_that_are_not_used_get_zeros_and_change_no_others(k, drops):
+    moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, k=k, drop_tokens=drops, min_capacity=6).eval()
+    x, used = torch.randn(2, 3, WIDTH), torch.tensor([[1, 0, 1], [1, 1, 0]])
+    output, _, counts = moe(x, used_token=used)
+    torch.testing.assert_close(output[used == 1], moe(x[used == 1])[0])
+    assert counts.sum() == 4 * k
+    assert output[used == 0].eq(0).all()
+
+
+def test_a_mark_of_used_tokens_of_another_size():
+    moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4)
+    with pytest.raises(ConfigError, match=r"found used_token with 1 element for 6 tokens; give one for each token"):
+        moe(torch.randn(6, WIDTH), used_token=torch.ones(1))
+
+
 def test_an_expert_may_return_a_tuple():
     class Pair(nn.Linear):
         def forward(self, x):
