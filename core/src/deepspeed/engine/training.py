@@ -385,6 +385,12 @@ class Training:
                 "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
                 "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
             )
+        elif (was_used := self.sharding.gradients.was_used) and not any(was_used):
+            warn_once(
+                "step: found backwards since the last step, and no parameter that this engine trains got a gradient; "
+                "no weight changes, and the step is counted all the same. Where there are several engines, call "
+                "backward and step of the one whose module made the loss"
+            )
         self._forget_backwards()
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:

@@ -710,6 +710,24 @@ def test_an_optimizer_that_an_engine_left_is_refused(single_rank, stage):
         deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_of_another_engines_loss_is_told(make_engine, lines, stage):
+    """As `accelerator.backward` of a model that was prepared second by one Accelerator."""
+    warn_once.cache_clear()
+    first, second = (make_engine(nn.Linear(4, 2), zero_optimization={"stage": stage}) for _ in range(2))
+
+    def told():
+        return [text for level, text in lines if level == "WARNING" and "no parameter that this engine" in text]
+
+    first.backward(first(torch.ones(4, 4)).sum())
+    first.step()
+    assert not told()
+    for _ in range(2):
+        first.backward(second(torch.ones(4, 4)).sum())
+        first.step()
+    assert len(told()) == 1
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_step_without_a_backward_is_told_and_counted(make_engine, lines, stage):
     warn_once.cache_clear()
