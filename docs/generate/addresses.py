@@ -149,6 +149,8 @@ COLLECTIONS = {
             )
         },
     },
+    "runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "engine.step_schedules:CurriculumScheduler"},
+    "runtime.progressive_layer_drop": {"ProgressiveLayerDrop": "engine.step_schedules:ProgressiveLayerDrop"},
     "runtime.base_optimizer": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
         "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",

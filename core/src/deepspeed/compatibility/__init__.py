@@ -6,13 +6,12 @@ arrives, its lines here go and the generated modules with them. May import nothi
 first.
 """
 
-from deepspeed.compatibility.defaults import DEFAULTS
 from deepspeed.compatibility.engine_methods import ENGINE_METHODS
 from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
-from deepspeed.compatibility.upstream import differences, feature_of, upstream_names
+from deepspeed.compatibility.upstream import DEFAULTS, differences, feature_of, upstream_names
 
 __all__ = [
     "DEFAULTS",

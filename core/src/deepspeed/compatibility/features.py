@@ -52,7 +52,6 @@ FEATURES = {
         "a class that replaces layers",
         "call init_inference(model, replace_with_kernel_inject=True)",
     ),
-    "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
     "LoRA": Feature("a part of deepspeed.linear", "use deepspeed.linear.OptimizedLinear"),
     "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
     "nvme": Feature(

@@ -102,7 +102,6 @@ MODULES = {
     "runtime.checkpoint_engine.checkpoint_engine": _absent("checkpoint engines", "CheckpointEngine"),
     "runtime.checkpoint_engine.torch_checkpoint_engine": _absent("checkpoint engines", "TorchCheckpointEngine"),
     "runtime.data_pipeline": _absent("data efficiency"),
-    "runtime.data_pipeline.curriculum_scheduler": _absent("data efficiency", "CurriculumScheduler"),
     "runtime.data_pipeline.data_routing": _absent("data efficiency"),
     "runtime.data_pipeline.data_routing.basic_layer": _absent("data efficiency", "RandomLayerTokenDrop"),
     "runtime.data_pipeline.data_routing.helper": _absent(
@@ -130,7 +129,6 @@ MODULES = {
     "runtime.fp16.onebit.adam": _absent("1-bit optimizers", "OnebitAdam"),
     "runtime.fp16.onebit.lamb": _absent("1-bit optimizers", "OnebitLamb"),
     "runtime.fp16.onebit.zoadam": _absent("1-bit optimizers", "ZeroOneAdam"),
-    "runtime.progressive_layer_drop": _absent("layer drop", "ProgressiveLayerDrop"),
     "runtime.quantize": _absent("weight quantization", "Quantizer"),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
     "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed.compatibility.features import FEATURES
 from deepspeed.compatibility.modules import MODULES
-from deepspeed.compatibility.records import Feature
+from deepspeed.compatibility.records import Default, Feature
 
 # Beginning of a module below `deepspeed` -> its feature; the longest that fits counts.
 _FEATURE_OF = {
@@ -55,7 +55,7 @@ _FEATURE_OF = {
     "runtime.fp16.onebit": "1-bit optimizers",
     "runtime.model_checkpointing": "checkpoint engines",
     "runtime.pipe.dualpipev": "DualPipeV",
-    "runtime.progressive_layer_drop": "layer drop",
+    "runtime.progressive_layer_drop": "internals",
     "runtime.quantize": "weight quantization",
     "runtime.rollout": "rollouts",
     "runtime.sparse_tensor": "sparse gradient tensors",
@@ -67,6 +67,15 @@ _FEATURE_OF = {
     "runtime.zenflow": "ZenFlow",
     "sequence.auto": "AutoSP",
     "sequence.fpdt_layer": "FPDT",
+}
+
+# Keys whose default differs from DeepSpeed 0.19.6's on purpose; core/tests/compat/test_defaults.py compares all others.
+# Key -> both defaults, as the configuration has them, and why.
+DEFAULTS = {
+    "tensor_parallel.dtype": Default(None, "torch.float16", "The model is divided in its own type."),
+    "zero_optimization.overlap_comm": Default(
+        True, None, "Gradients are reduced while backward runs at every stage; null there means at stage 3 only."
+    ),
 }
 
 

@@ -1,13 +1,13 @@
 """Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
 
-Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency, curriculum,
+Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency,
 compression and autotuning are refused when switched on; their inner structure is free here, and what acts on one of
 them one day brings its own section.
 """
 
 from typing import Any, ClassVar
 
-from deepspeed.config.base import Flag, Free, Int, Section, Text, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet, refused, warned
 
 _NOT_HERE = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
 
@@ -40,11 +40,12 @@ class SchedulerConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """`progressive_layer_drop`."""
+    """`progressive_layer_drop`: the model's forward gets `progressive_layer_drop=True` and `pld_theta`, the share of
+    layers that the step keeps."""
 
-    enabled: Flag = key(False, "Drop layers while training.", support=refused("layer drop is not in this version"))
-    theta: float = key(1.0, "Keep ratio in the limit.", support=quiet("see enabled"))
-    gamma: float = key(0.001, "How fast the keep ratio falls.", support=quiet("see enabled"))
+    enabled: Flag = key(False, "Drop layers while training.")
+    theta: Float = key(1.0, "Share of layers that is kept in the limit.", ge=0, le=1)
+    gamma: Float = key(0.001, "How fast the share falls.", unit="1/step", ge=0)
 
 
 class EigenvalueConfig(Section):
@@ -99,14 +100,19 @@ class DataEfficiencyConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """`curriculum_learning`: the older form; the newer one is in `data_efficiency`."""
+    """`curriculum_learning`: the older form; the newer one is in `data_efficiency`. The model's forward gets
+    `curriculum_seqlen`."""
 
-    enabled: Flag = key(False, "Use a curriculum.", support=refused("curriculum learning is not in this version"))
-    curriculum_type: str = key("seqlen", "What grows.", support=_OFF)
-    min_difficulty: Int = key(1, "Where it begins.", support=_OFF)
-    max_difficulty: Int = key(1, "Where it ends.", support=_OFF)
-    schedule_type: str = key("fixed_linear", "How it grows.", support=_OFF)
-    schedule_config: Free = key(dict, "Arguments of the schedule.", support=_OFF)
+    enabled: Flag = key(False, "Use a curriculum.")
+    curriculum_type: str = key("seqlen", "What grows; another word than seqlen: nothing is given to the forward.")
+    min_difficulty: Int = key(1, "Where it begins; has to be given.", ge=1)
+    max_difficulty: Int = key(1, "Where it ends; has to be given.", ge=1)
+    schedule_type: str = key(
+        "fixed_linear", "How it grows: fixed_linear, fixed_root, fixed_discrete, custom; has to be given."
+    )
+    schedule_config: Free = key(
+        dict, "total_curriculum_step, difficulty_step, root_degree; or difficulty and max_step, two lists."
+    )
 
 
 class ElasticityConfig(Section):

@@ -194,7 +194,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "get_data_parallel_rank": lambda engine: engine.mesh.rank("dp"),
     "get_global_grad_norm": lambda engine: engine._training.stats.grad_norm if engine._training.stats else None,
     "get_model_parallel_rank": lambda engine: engine.mesh.model_rank,
-    "get_pld_theta": lambda engine: None,  # progressive layer drop is refused
+    "get_pld_theta": lambda engine: engine.progressive_layer_drop and engine.progressive_layer_drop.get_theta(),
     "get_sequence_parallel_group": lambda engine: engine.seq_parallel_group,
     "get_tensor_parallel_rank": lambda engine: engine.mesh.rank("tp"),
     "get_type": lambda engine: engine._training.group_values("type"),
@@ -206,7 +206,9 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     ),
     "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
     "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,
-    "pld_params": lambda engine: False,
+    "pld_params": lambda engine: (
+        {"theta": engine.pld_theta(), "gamma": engine.pld_gamma()} if engine.pld_enabled() else False
+    ),
     "random_ltd_enabled": lambda engine: False,
     "train_batch_size": lambda engine: engine._training.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
@@ -227,6 +229,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         or torch.float32
     ),
     "data_parallel_group": lambda engine: engine.mesh.group("dp"),
+    "curriculum_scheduler_legacy": lambda engine: engine._step_schedules and engine._step_schedules.curriculum,
     "dp_world_size": lambda engine: engine.mesh.size("dp"),
     "flops_profiler": lambda engine: engine._observers.profile and engine._observers.profile.profiler,
     "global_rank": lambda engine: comm.get_rank(),
@@ -241,6 +244,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
     "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],
     "pipeline_parallelism": lambda engine: False,
+    "progressive_layer_drop": lambda engine: engine._step_schedules and engine._step_schedules.layer_drop,
     "mpu": lambda engine: engine._arguments.get("mpu"),
     "training_data": lambda engine: engine._arguments.get("training_data"),
     "world_size": lambda engine: comm.get_world_size(),

@@ -89,6 +89,7 @@ from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:
+    from deepspeed.engine.step_schedules import StepSchedules
     from deepspeed.profiling.step_profile import StepProfile
 
 _STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
@@ -304,6 +305,7 @@ def _initialize(
             "local_rank": local_rank(args),
         },
         sparse_tensor_module_names=sparse_names,
+        step_schedules=_create_step_schedules(settings, module, progress),
     )
     log.announce(start_line(engine))
     if settings.dump_state:
@@ -478,6 +480,22 @@ def _create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
     if config.slow_rank_window == 0 or len(mesh.layout.ranks) == 1:
         return None
     return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
+
+
+def _create_step_schedules(
+    config: DeepSpeedConfig, module: torch.nn.Module, progress: Progress
+) -> "StepSchedules | None":
+    curriculum, layer_drop = config.curriculum_learning, config.progressive_layer_drop
+    if not (curriculum.enabled or layer_drop.enabled):
+        return None
+    if layer_drop.enabled and isinstance(module, PipelineModule):
+        raise ConfigError(
+            "progressive_layer_drop.enabled: found true with a PipelineModule, whose layers take no arguments of a "
+            "step; switch it off, or drop layers in the layers' own forward"
+        )
+    from deepspeed.engine.step_schedules import StepSchedules  # late: few runs ask for it
+
+    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps)
 
 
 def _create_profile(

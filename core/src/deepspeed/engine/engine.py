@@ -44,6 +44,7 @@ from deepspeed.zero.optimizer import not_copied
 
 if TYPE_CHECKING:
     from deepspeed.engine.documented import Accessors  # a stub alone
+    from deepspeed.engine.step_schedules import StepSchedules
 else:
     Accessors = torch.nn.Module
 
@@ -66,6 +67,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         answers: what the getters that read the configuration answer, by name.
         arguments: what `initialize` was given, by name.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
+        step_schedules: gives arguments to each forward that trains; None: nothing does.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         answers: Mapping[str, Any],
         arguments: Mapping[str, Any],
         sparse_tensor_module_names: set[str],
+        step_schedules: "StepSchedules | None" = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -107,6 +110,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._arguments = dict(arguments)
         #: makes the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: it has none
         self.sigterm_client_state: Callable[[], Mapping[str, Any]] | None = None
+        self._step_schedules = step_schedules
         self._is_destroyed = False
         self._note_gone = weakref.finalize(self, note_engine_gone)  # once
         self._note_gone.atexit = False
@@ -133,6 +137,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self.sharding.gradients.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
+        if self._step_schedules is not None and module.training:
+            kwargs = {**kwargs, **self._step_schedules.arguments()}
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
                 outputs = module(*inputs, **kwargs)

@@ -108,6 +108,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
         self.sharding.states.require("train_batch")
         begin_use()
+        if self._step_schedules is not None:
+            self._step_schedules.arguments()  # layers take none; what loads the batch asks for the length
         num_micros = self.schedule.num_steps
         batch = self._take("train_batch", data_iter, num_micros)
         self.module.train()
