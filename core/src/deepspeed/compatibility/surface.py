@@ -229,6 +229,18 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.runtime.lr_schedules.WarmupLR", W, "As documented."),
         ("deepspeed.runtime.lr_schedules.WarmupDecayLR", W, "As documented."),
         ("deepspeed.runtime.lr_schedules.WarmupCosineLR", W, "As documented."),
+        (
+            "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler",
+            W,
+            "And the section `curriculum_learning`: a forward that trains gets `curriculum_seqlen`. Kept here: later "
+            "versions of DeepSpeed removed the section.",
+        ),
+        (
+            "deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop",
+            W,
+            "And the section `progressive_layer_drop`: a forward that trains gets `progressive_layer_drop` and "
+            "`pld_theta`. Kept here too. Not with a `PipelineModule`.",
+        ),
     ],
     "ZeRO": [
         ("stages 0, 1 and 2", W, "The same losses as plain torch."),

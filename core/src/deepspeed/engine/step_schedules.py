@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.training import CurriculumConfig, ProgressiveLayerDropConfig
 from deepspeed.errors import ConfigError
 
@@ -24,6 +25,7 @@ _SCHEDULES = {
 }
 
 
+@absent_members("runtime.data_pipeline.curriculum_scheduler:CurriculumScheduler")
 class CurriculumScheduler:
     """Computes the difficulty of a step: with `curriculum_type` "seqlen" the length of its sequences.
 

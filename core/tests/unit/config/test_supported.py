@@ -21,7 +21,6 @@ REFUSED = [
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),
     ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}}),
-    ("curriculum_learning.enabled", {"curriculum_learning": ON}),
     ("data_efficiency.enabled", {"data_efficiency": ON}),
     (
         "compression_training.weight_quantization",
@@ -166,6 +165,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
         *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
+        *("curriculum_learning.enabled", "progressive_layer_drop.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:
