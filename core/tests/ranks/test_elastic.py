@@ -144,8 +144,8 @@ def test_a_host_is_killed_and_another_comes_later(hosts, host):
     where = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
     limits = ["--min_elastic_nodes", "1", "--max_elastic_nodes", "2", "--max_restarts", "0"]
     job = start("-H", "hosts", *where, *limits, "train.py", json.dumps(ELASTIC))
-    line = job.stdout.readline()
-    assert line.endswith("alone\n"), job.communicate()
+    # torch 2.10's gloo prints lines of its own; without ours the output ends
+    assert any(line.endswith("alone\n") for line in job.stdout), job.communicate()
     late = start("--no_ssh", *where, "--node_rank", "7", "--num_gpus", "1", "train.py", json.dumps(ELASTIC))
     _, errors = job.communicate(timeout=LIMIT_S)
     late_errors = late.communicate(timeout=LIMIT_S)[1]

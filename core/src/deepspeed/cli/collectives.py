@@ -18,11 +18,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from deepspeed.cli.console import make_parser, size_bytes
+from deepspeed.cli.console import answer_stream, make_parser, size_bytes
 from deepspeed.cli.io_speed import positive
 from deepspeed.comm.environment import is_rank
 from deepspeed.errors import ConfigError, DeepSpeedError
@@ -198,6 +199,11 @@ def _start(num_gpus: int | None, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run(options: argparse.Namespace) -> int:
+    with answer_stream() if options.json else nullcontext(sys.stdout) as answer:
+        return _measure_and_show(options, answer)
+
+
+def _measure_and_show(options: argparse.Namespace, answer: TextIO) -> int:
     import torch.distributed as torch_dist
 
     import deepspeed.comm as dist
@@ -209,11 +215,11 @@ def _run(options: argparse.Namespace) -> int:
             _pyplot()  # a job that `ds_bench` did not start has not been asked yet
         show = _printer(options) if is_first and not options.json else lambda _: None
         if is_first and not options.json:
-            sys.stdout.write(f"{num_ranks} ranks, {backend}, {options.dtype}, {options.trials} trials\n")
+            answer.write(f"{num_ranks} ranks, {backend}, {options.dtype}, {options.trials} trials\n")
         rows = measure(options, show)
         if is_first and options.json:
             job = {"num_ranks": num_ranks, "backend": backend, "dtype": options.dtype}
-            sys.stdout.write(json.dumps({**job, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+            answer.write(json.dumps({**job, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
         if is_first and options.plot is not None:
             plot(rows, options.plot, options.bw_unit)
     finally:

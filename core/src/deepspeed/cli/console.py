@@ -4,10 +4,12 @@ The console and the tables have colors on a terminal only, and no folded lines e
 """
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TextIO
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -56,6 +58,23 @@ def size_with_unit(text: str) -> int:
     if text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r} without a unit; give for example {text.strip()}GiB")
     return size_bytes(text)
+
+
+@contextlib.contextmanager
+def answer_stream() -> Iterator[TextIO]:
+    """Give the stream for a command's JSON, and send to stderr what libraries print below Python meanwhile.
+
+    The gloo of torch 2.10 prints a line to standard output for each process group.
+    """
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        try:
+            yield answer
+        finally:
+            sys.stdout.flush()
+            answer.flush()
+            os.dup2(answer.fileno(), 1)
 
 
 def make_console() -> Console:

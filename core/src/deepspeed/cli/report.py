@@ -36,7 +36,7 @@ from rich.table import Table
 
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.cli.console import make_console, make_parser, make_table
+from deepspeed.cli.console import answer_stream, make_console, make_parser, make_table
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
 from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
@@ -207,15 +207,15 @@ def _compare_ranks(report: dict[str, Any], options: argparse.Namespace) -> int:
     from deepspeed.cli.rank_report import differences, facts_of, gather, show
     from deepspeed.errors import DeepSpeedError
 
-    try:
-        by_rank = gather(facts_of(report))
-    except DeepSpeedError as error:
-        sys.stderr.write(f"ds_report: {error}\n")
-        return 1
-    if os.environ["RANK"] == "0":
-        if options.json:
-            sys.stdout.write(json.dumps({"ranks": by_rank, "different": differences(by_rank)}, indent=2) + "\n")
-        else:
+    with answer_stream() if options.json else nullcontext(sys.stdout) as answer:
+        try:
+            by_rank = gather(facts_of(report))
+        except DeepSpeedError as error:
+            sys.stderr.write(f"ds_report: {error}\n")
+            return 1
+        if os.environ["RANK"] == "0" and options.json:
+            answer.write(json.dumps({"ranks": by_rank, "different": differences(by_rank)}, indent=2) + "\n")
+        elif os.environ["RANK"] == "0":
             show(by_rank, make_console())
     return 1 if report["chosen"]["error"] else 0
 

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import subprocess
+import sys
 
 import pytest
 from deepspeed._version import __version__
@@ -47,3 +49,19 @@ def test_sizes(text, num_bytes):
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError, match="give a size such as"):
         size_bytes(text)
+
+
+def test_what_libraries_print_is_no_part_of_an_answer():
+    program = r"""
+import os, sys
+from deepspeed.cli.console import answer_stream
+print("before")
+with answer_stream() as answer:
+    os.write(1, b"of a library\n")
+    print("of Python")
+    answer.write("answer\n")
+print("after")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["before", "answer", "after"]
+    assert done.stderr.splitlines() == ["of a library", "of Python"]
