@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed._absent_members import absent_members
@@ -100,11 +100,13 @@ def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    """Count the scores and their product with the values, of every head of `query`; keys may have fewer heads."""
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+    """Count the scores, which are computed again, two gradients of them, and two of their product with the values."""
+    return int(2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1]))
 
 
 def _grouped_flops(tokens: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -123,8 +125,14 @@ def _recurrent_flops(inputs: Any, *weights: Any, out_shape: Any = None, **kwargs
 
 
 _aten = torch.ops.aten
-#: formulas that torch's counter does not have: operator -> a function of the shapes of its arguments
+#: formulas that torch's counter does not have: operator -> a function of the shapes of its arguments. That of attention
+#: raises in torch 2.10 where keys have fewer heads, and so would the step that is profiled.
 _FORMULAS: dict[Any, Callable[..., int]] = {
+    **{
+        operator: _attention_backward_flops if str(operator).endswith("_backward") else _attention_flops
+        for operator in flop_registry
+        if "_scaled_dot_product_" in str(operator)
+    },
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     _aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,

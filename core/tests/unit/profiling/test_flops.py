@@ -152,6 +152,15 @@ def test_attention_counts_both_products(heads_of_keys):
     assert profiler.get_total_macs() == 2 * 2 * 4 * 6 * 6 * 8
 
 
+def test_formulas_of_attention_are_those_of_torch():
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    shapes = [torch.Size((2, 4, 6, 8)), torch.Size((2, 4, 10, 8)), torch.Size((2, 4, 10, 12))]
+    grad = torch.Size((2, 4, 6, 12))
+    assert flops._attention_flops(*shapes) == sdpa_flop_count(*shapes)
+    assert flops._attention_backward_flops(grad, *shapes) == sdpa_backward_flop_count(grad, *shapes)
+
+
 def test_products_in_groups():
     class Experts(nn.Module):
         def forward(self, tokens, weights, ends):
