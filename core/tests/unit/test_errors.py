@@ -10,6 +10,7 @@ ALSO = {
     "CommError": RuntimeError,
     "CheckpointError": RuntimeError,
     "StateError": RuntimeError,
+    "PipelineError": RuntimeError,
     "AbsentMemberError": AttributeError,
 }
 

@@ -133,9 +133,9 @@ def killed_job(folder):
 
 
 def test_a_killed_sender_is_named(tmp_path):
-    with pytest.raises(RankError, match="killed by SIGKILL"):
+    with pytest.raises(RankError, match="killed by SIGKILL") as caught:
         run_ranks(2, killed_job, str(tmp_path))
-    assert (tmp_path / "said").exists()
+    assert (tmp_path / "said").exists(), str(caught.value)
 
 
 def late_job():
