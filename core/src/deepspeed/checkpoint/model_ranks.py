@@ -143,7 +143,7 @@ class SavedModelRank:
     def part(self, name: str) -> ModelPart:
         """Return the part of a weight that this rank has."""
         part = self.parts.get(name)
-        return part if part is not None and part.shape else _all_of(self.shapes[name])
+        return part if part is not None and part.shape else ModelPart.all_elements(self.shapes[name])
 
     def check_shape(self, name: str) -> None:
         """Raises CheckpointError where the value of a weight has another shape than its part of the model."""
@@ -411,7 +411,7 @@ class AcrossRanks(SavedStates):
         """
         rank, local = self._held[name][0]
         shape, part = rank.part(local).shape, self._own.get(name)
-        return part if part is not None and part.shape == shape else _all_of(shape)
+        return part if part is not None and part.shape == shape else ModelPart.all_elements(shape)
 
     def _holders(self, name: str) -> list[tuple[ModelPart, SavedStates, str]]:
         """Return the part, the states and the name there, for each saved rank whose optimizer had the parameter."""
@@ -439,9 +439,3 @@ def of_whole_weights(model_states: Mapping[int, Mapping[str, Any]]) -> SavedMode
         model_states: content of its model files, by data-parallel rank.
     """
     return SavedModelRank(model_states, [], Division({"pp": 1, "tp": 1}, {}))
-
-
-def _all_of(shape: torch.Size) -> ModelPart:
-    """Everything; a parameter of no dimensions as one of one element."""
-    shape = shape or torch.Size([1])
-    return ModelPart(shape, 0, ((0, shape[0]),))

@@ -247,6 +247,7 @@ def _initialize(
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     progress = Progress()
     profile = _create_profile(settings, module, mesh, progress)
+    step_schedules = _create_step_schedules(settings, module, progress)
     training = Training(
         sharding=sharding,
         precision=precision,
@@ -305,7 +306,7 @@ def _initialize(
             "local_rank": local_rank(args),
         },
         sparse_tensor_module_names=sparse_names,
-        step_schedules=_create_step_schedules(settings, module, progress),
+        step_schedules=step_schedules,
     )
     log.announce(start_line(engine))
     if settings.dump_state:

@@ -205,7 +205,9 @@ class Found:
         """Return a function (start, numel) -> [numel] that reads `part` of the weight from element `start` on."""
         if self.is_own:
             return self.held[0][1].read
-        source = Source([(own or _all_of(self.shape), stored.read) for own, stored in self.held], self.name)
+        source = Source(
+            [(own or ModelPart.all_elements(self.shape), stored.read) for own, stored in self.held], self.name
+        )
         return lambda start, numel: source.read(part, start, numel)
 
 
@@ -337,8 +339,3 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
     def names(self) -> list[str]:
         """All names in the files."""
         return list(self._held)
-
-
-def _all_of(shape: torch.Size) -> ModelPart:
-    shape = shape or torch.Size([1])
-    return ModelPart(shape, 0, ((0, shape[0]),))

@@ -154,8 +154,7 @@ def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
 
 def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
     """Return the part of the weight that this rank holds; CheckpointError if shape or kind of type do not fit."""
-    shape = tensor.shape or torch.Size([1])
-    own = part_held(tensor) or ModelPart(shape, 0, ((0, shape[0]),))
+    own = part_held(tensor) or ModelPart.all_elements(tensor.shape)
     whole = own.shape if part_held(tensor) is not None else tensor.shape
     expected = tensor.shape if found.is_own else whole
     if found.shape != expected:

@@ -46,9 +46,14 @@ class ModelPart:
     name: str = ""
 
     @classmethod
-    def all_of(cls, shape: torch.Size, name: str) -> "ModelPart":
-        """Make the part of a parameter that this rank has whole, and other ranks others beside it."""
+    def all_of(cls, shape: torch.Size, name: str = "") -> "ModelPart":
+        """Make the part of a parameter that this rank has whole, and with a name, other ranks others beside it."""
         return cls(shape, ranges=((0, shape[0]),) if shape else (), name=name)
+
+    @classmethod
+    def all_elements(cls, shape: torch.Size) -> "ModelPart":
+        """Make the part that has all elements, to read from files: of no dimensions as one element of one."""
+        return cls.all_of(shape or torch.Size([1]))
 
     @property
     def own_shape(self) -> torch.Size:

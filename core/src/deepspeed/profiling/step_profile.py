@@ -4,9 +4,12 @@
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 from deepspeed.config.monitor import FlopsProfilerConfig
+from deepspeed.log import log_dist
+from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.flops import (
     FlopsProfiler,
     create_counter,
@@ -16,7 +19,6 @@ from deepspeed.profiling.flops import (
     rate,
     write,
 )
-from deepspeed.profiling.timer import Stopwatch, create_stopwatch
 
 
 class StepProfile:
@@ -38,7 +40,7 @@ class StepProfile:
         self._config = config
         self._num_steps = num_steps
         self._facts = facts
-        self._stopwatches: dict[str, Stopwatch] = {}
+        self._breakdown = Breakdown(times=True, memory=False)
         self._backward_flops = 0
 
     @contextlib.contextmanager
@@ -50,24 +52,21 @@ class StepProfile:
         if not self.profiler.started:
             self.profiler.start_profile()
             self.profiler.is_paused = True
-        stopwatch = self._stopwatches.setdefault(name, create_stopwatch())
-        stopwatch.start()
         try:
-            with self._counted(name):
+            with self._breakdown.phase(name), self._counted(name):
                 yield
         except BaseException:
             self._forget()
             raise
-        stopwatch.stop()
 
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:
         if name == "forward":
-            self.profiler.is_paused = False
+            before, self.profiler.is_paused = self.profiler.is_paused, False
             try:
                 yield
             finally:
-                self.profiler.is_paused = True
+                self.profiler.is_paused = before
         elif name == "backward_inner":
             with create_counter() as counter:
                 yield
@@ -76,7 +75,7 @@ class StepProfile:
             yield
 
     def step_ended(self, batch_size: int) -> None:
-        """A step is over; print it if it was the one.
+        """A step is over; print it if it was the one. A file that cannot be written is a warning.
 
         Args:
             batch_size: samples of the step, over all ranks.
@@ -93,12 +92,15 @@ class StepProfile:
             self._facts,
             self._phases(batch_size),
         )
-        write(report, config.output_file)
         self._forget()
+        try:
+            write(report, config.output_file)
+        except OSError as error:  # the other ranks go on training, and wait for this one
+            log_dist(f"flops_profiler.output_file: {error}; the profile is lost", level=logging.WARNING)
 
     def _phases(self, batch_size: int) -> dict[str, str]:
-        spans_s = {name: sum(watch.collect(wait=True)) / 1e3 for name, watch in self._stopwatches.items()}
-        forward, backward, update = (spans_s.get(name, 0.0) for name in ("forward", "backward", "step"))
+        times_ms = self._breakdown.take_times()
+        forward, backward, update = (times_ms.get(name, 0.0) / 1e3 for name in ("forward", "backward", "step"))
         forward_flops = get_module_flops(self.profiler.model)
         whole_s = forward + backward + update
         return {
@@ -113,5 +115,5 @@ class StepProfile:
 
     def _forget(self) -> None:
         self.profiler.end_profile()
-        self._stopwatches.clear()
+        self._breakdown = Breakdown(times=True, memory=False)
         self._backward_flops = 0

@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.config.monitor import FlopsProfilerConfig
 from deepspeed.errors import StateError
 from deepspeed.profiling import flops, flops_profiler
 from deepspeed.profiling.flops_profiler import (
@@ -12,6 +13,7 @@ from deepspeed.profiling.flops_profiler import (
     get_module_flops,
     get_module_macs,
 )
+from deepspeed.profiling.step_profile import StepProfile
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -336,6 +338,29 @@ def test_a_step_that_fails_is_profiled_from_its_beginning(tmp_path, single_rank)
     engine.step()
     assert figure(path, "forward FLOPs") == flops_profiler.number_to_string(TOTAL)
     engine.destroy()
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path, single_rank, caplog):
+    (tmp_path / "file").write_text("in the way")
+    engine, losses = train(tmp_path / "file" / "profile.txt")
+    assert len(losses) == engine.global_steps == 3
+    assert "flops_profiler.output_file: " in caplog.text
+    assert str(tmp_path / "file") in caplog.text
+    assert not engine.flops_profiler.started
+    engine.destroy()
+
+
+def test_a_phase_inside_of_itself_counts_once(tmp_path):
+    path = tmp_path / "profile.txt"
+    profile = StepProfile(
+        FlopsProfiler(Net()), FlopsProfilerConfig(profile_step=0, output_file=str(path)), lambda: 0, {}
+    )
+    with profile.phase("forward"):
+        with profile.phase("forward"):
+            profile.profiler.model(torch.randn(4, 8))
+        profile.profiler.model(torch.randn(4, 8))
+    profile.step_ended(4)
+    assert figure(path, "forward FLOPs") == flops_profiler.number_to_string(2 * TOTAL)
 
 
 def test_a_forward_that_a_backward_repeats_counts_there(tmp_path, single_rank):
