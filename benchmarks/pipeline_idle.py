@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from deepspeed.pipe.instructions import BufferOpInstruction
-from deepspeed.pipe.schedule import PipeSchedule
+from deepspeed.pipe.schedule import BufferOpInstruction, PipeSchedule
 from deepspeed.pipe.timeline import COMPUTES, Pass, idle_share, timeline
 
 KINDS = ("schedule", "unequal", "jitter", "python", "messages")

@@ -129,8 +129,22 @@ COLLECTIONS = {
     "monitor.tensorboard": {"TensorBoardMonitor": "monitor.services:TensorBoardMonitor"},
     "monitor.wandb": {"WandbMonitor": "monitor.services:WandbMonitor"},
     "moe.mappings": {
-        "drop_tokens": "moe.tensor_ranks:drop_tokens",
-        "gather_tokens": "moe.tensor_ranks:gather_tokens",
+        "drop_tokens": "moe.dispatch:drop_tokens",
+        "gather_tokens": "moe.dispatch:gather_tokens",
+    },
+    "inference.config": {
+        name: f"config.inference:{name}"
+        for name in (
+            "DeepSpeedInferenceConfig",
+            "DeepSpeedTPConfig",
+            "InferenceCheckpointConfig",
+            "QuantizationConfig",
+        )
+    },
+    "ops.fp_quantizer.fp8_gemm": {"matmul_fp8": "ops.fp_quantizer.quantize:matmul_fp8"},
+    "sequence.cross_entropy": {
+        name: f"sequence.loss:{name}"
+        for name in ("vocab_parallel_cross_entropy", "vocab_sequence_parallel_cross_entropy")
     },
     "moe.sharded_moe": {
         "MOELayer": "moe.layer:MOELayer",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator.abstract_accelerator import ANY_TIME, FACES
+from deepspeed.accelerator.abstract_accelerator import ANY_TIME, MIXINS
 from deepspeed.plugins.hookspecs import GROUPS, PLUGIN_API
 
 _REFERENCE = Path(__file__).parents[1] / "reference"
@@ -67,9 +67,9 @@ def _hooks_page() -> str:
 
 def _accelerator_page() -> str:
     parts = [_ACCELERATOR_HEAD]
-    for title, face in FACES.items():
-        parts.append(f"## {title}\n\n{_markdown(face)}\n")
-        members = {name: member for name, member in vars(face).items() if not name.startswith("_")}
+    for title, mixin in MIXINS.items():
+        parts.append(f"## {title}\n\n{_markdown(mixin)}\n")
+        members = {name: member for name, member in vars(mixin).items() if not name.startswith("_")}
         parts.extend(
             _entry(name, member, "*Any time.* " if name in ANY_TIME else "*With a device.* ")
             for name, member in members.items()

@@ -42,9 +42,9 @@ def _accelerator_name() -> str:
 
 def _installed_ops() -> dict[str, bool]:
     from deepspeed.ops import registry
-    from deepspeed.ops.op_builder import prebuilt
+    from deepspeed.ops.op_builder import loading
 
-    built = {op: prebuilt.is_there(builder.absolute_name()) for op, builder in registry.all_ops().items()}
+    built = {op: loading.is_there(builder.absolute_name()) for op, builder in registry.all_ops().items()}
     return {**dict.fromkeys(registry.OPS, False), **built}
 
 

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.comm import arrivals
 from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.odd_models import TiedLM
+from deepspeed.testing.models import TiedLM
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import RankError, run_ranks
-from deepspeed.testing.odd_models import CheckpointedMLP
+from deepspeed.testing.models import CheckpointedMLP
 from deepspeed.testing.param_offload import access, assert_same, create_engine, run, train
 from deepspeed.testing.tiers import swept
 

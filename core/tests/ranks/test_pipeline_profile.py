@@ -6,7 +6,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, profile
+from deepspeed.pipe import LayerSpec, PipelineModule, module
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
 
@@ -38,7 +38,7 @@ class Timed(nn.Linear):
 def cuts_job(seconds, num_stages, interleave, method):
     deepspeed.init_distributed()
     layers = [LayerSpec(Timed, each) for each in seconds]
-    with patch.object(profile, "time", Clock):
+    with patch.object(module, "time", Clock):
         model = PipelineModule(
             layers,
             num_stages=num_stages,

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.muon import Muon
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.odd_models import TiedLM
+from deepspeed.testing.models import TiedLM
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state

@@ -7,14 +7,21 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.moe.dispatch import send_rows
-from deepspeed.moe.tensor_ranks import _Drop, _Gather
+from deepspeed.moe.dispatch import _Drop, _Gather, send_rows
 from deepspeed.sequence.chunked import ChunkedAttention
-from deepspeed.sequence.cross_entropy import _GatherTokens, vocab_parallel_cross_entropy
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
+from deepspeed.sequence.loss import _GatherTokens, vocab_parallel_cross_entropy
 from deepspeed.sequence.ring import RingAttention
-from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
-from deepspeed.tensor_parallel.sequence_ranks import gather_for_all, gather_for_block, scatter_sum, take_part
+from deepspeed.tensor_parallel.ranks import (
+    TensorRanks,
+    gather_for_all,
+    gather_for_block,
+    gather_last_dim,
+    scatter_sum,
+    sum_gradient,
+    sum_over,
+    take_part,
+)
 from deepspeed.testing.distributed import run_ranks
 
 WORLD = 2

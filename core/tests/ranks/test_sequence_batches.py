@@ -8,8 +8,8 @@ import torch
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.group_backend import forget
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.hugging_face import sequence_parallel_unit
 from deepspeed.sequence.loss import mean_over_sequence
-from deepspeed.sequence.parallel_unit import sequence_parallel_unit
 from deepspeed.testing.distributed import run_ranks
 
 

@@ -3,7 +3,7 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy, vocab_sequence_parallel_cross_entropy
+from deepspeed.sequence.loss import vocab_parallel_cross_entropy, vocab_sequence_parallel_cross_entropy
 from deepspeed.testing.distributed import run_ranks
 from torch.nn.functional import cross_entropy
 

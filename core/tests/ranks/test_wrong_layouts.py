@@ -16,8 +16,8 @@ from deepspeed.errors import CommError, ConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import groups
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.sequence.hugging_face import sequence_parallel_unit
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.parallel_unit import sequence_parallel_unit
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.testing import param_offload
 from deepspeed.testing.engines import make_engine
-from deepspeed.testing.odd_models import CheckpointedMLP
+from deepspeed.testing.models import CheckpointedMLP
 from deepspeed.testing.param_offload import assert_same, create_engine, run
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import buffers

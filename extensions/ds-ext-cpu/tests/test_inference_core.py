@@ -11,7 +11,7 @@ from deepspeed.ops import registry
 from deepspeed.ops.quantizer import pack_weight, packed_grouped_linear, packed_linear, unpack_weight
 from deepspeed.ops.quantizer.packed import stack_packed
 from deepspeed.ops.transformer import gated_activation, linear
-from deepspeed.ops.transformer.gated import FORMS, gated_activation_reference
+from deepspeed.ops.transformer.activations import GATE_FORMS, gated_activation_reference
 
 # of a dtype's rounding; sums of up to 500 terms of size 1 in fp32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -199,7 +199,7 @@ def test_threads_share_the_outputs(ops, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("name", list(GATE_FORMS))
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("cols", [0, 1, 7, 513, 1500])
 def test_gated_activation_equals_the_reference(ops, cols, dtype, name):
@@ -214,13 +214,13 @@ def test_gated_activation_equals_the_reference(ops, cols, dtype, name):
     ]
     pairs += [(gate[..., ::2], up[..., ::2]), (gate[0, 0], up[0, 0])]
     for gate, up in pairs:
-        found = ops.gated_activation(gate, up, FORMS[name])
+        found = ops.gated_activation(gate, up, GATE_FORMS[name])
         assert found.is_contiguous()
         torch.testing.assert_close(
             found, gated_activation_reference(gate, up, name), rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype]
         )
     far = torch.tensor([-1000.0, -88.0, -87.0, 87.0, 88.0, 89.0, 1000.0, float("nan")])
-    found = ops.gated_activation(far, torch.ones(8), FORMS[name])
+    found = ops.gated_activation(far, torch.ones(8), GATE_FORMS[name])
     torch.testing.assert_close(
         found, gated_activation_reference(far, torch.ones(8), name), atol=1e-30, rtol=2e-6, equal_nan=True
     )

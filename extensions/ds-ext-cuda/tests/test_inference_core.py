@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.ops.quantizer import pack_weight, unpack_weight
-from deepspeed.ops.transformer.gated import FORMS, gated_activation_reference
+from deepspeed.ops.transformer.activations import GATE_FORMS, gated_activation_reference
 from ds_ext_cuda.op_builder.inference_core import InferenceCoreBuilder
 
 # of a dtype's rounding; sums of up to 500 terms of size 1 in fp32
@@ -53,12 +53,12 @@ def test_packed_linear_equals_the_product(ops, numbers, bits, cols, group_size, 
             close(ops.packed_linear(x, *given, None, bits, 8), product(x, unpack_weight(packed), None))
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", list(GATE_FORMS))
 @pytest.mark.parametrize("cols", [1, 7, 264])
 def test_gated_activation_equals_the_reference(ops, numbers, cols, form, dtype):
     both = numbers(2, 3, 2 * cols, dtype=dtype, offset=0)
     for gate, up in (both.chunk(2, -1), (both[..., :cols].contiguous(), both[..., cols:])):
-        found = ops.gated_activation(gate, up, FORMS[form])
+        found = ops.gated_activation(gate, up, GATE_FORMS[form])
         assert found.is_contiguous()
         close(found, gated_activation_reference(gate, up, form).double())
     turned = both.transpose(0, 1)

@@ -6,23 +6,22 @@ A vendor whose device torch knows writes two lines and then only what differs:
         _name = "xyz"                          # torch.device("xyz"), torch.xyz
         _communication_backend_name = "xyzccl"
 
-    # optional: override any method of the six faces below
+    # optional: override any method of the six mixins below
 
-The methods stand in six files by subject, so that each can be read at once: `device.py` (which device, and how it
-behaves), `rng.py`, `streams.py` (streams, events, graphs), `memory.py`, `dtypes.py`, `building.py` (op builders,
+The methods stand in files by subject, so that each can be read at once: `device.py` (which device, how it behaves, its
+random numbers), `streams.py` (streams, events, graphs), `memory.py`, `dtypes.py`, `building.py` (op builders,
 environment, compiler). There is no abstract method and no `__init__`: a class that implements everything itself, as
 vendors wrote them for DeepSpeed, is as welcome as one that implements nothing, and new methods never break it.
 """
 
-from deepspeed.accelerator.building import BuildingFace
-from deepspeed.accelerator.device import DeviceFace
-from deepspeed.accelerator.dtypes import DtypeFace
-from deepspeed.accelerator.memory import MemoryFace
-from deepspeed.accelerator.rng import RngFace
-from deepspeed.accelerator.streams import StreamFace
+from deepspeed.accelerator.building import BuildingMixin
+from deepspeed.accelerator.device import DeviceMixin, RngMixin
+from deepspeed.accelerator.dtypes import DtypeMixin
+from deepspeed.accelerator.memory import MemoryMixin
+from deepspeed.accelerator.streams import StreamMixin
 
 
-class DeepSpeedAccelerator(DeviceFace, RngFace, StreamFace, MemoryFace, DtypeFace, BuildingFace):
+class DeepSpeedAccelerator(DeviceMixin, RngMixin, StreamMixin, MemoryMixin, DtypeMixin, BuildingMixin):
     """A device as the core sees it. Built once per process by a plugin's `ds_accelerator`, or by the user.
 
     Class attributes (an old-style class sets the same names in its `__init__`):
@@ -32,14 +31,14 @@ class DeepSpeedAccelerator(DeviceFace, RngFace, StreamFace, MemoryFace, DtypeFac
     """
 
 
-# Title -> face; the reference page is written from this table.
-FACES: dict[str, type] = {
-    "Device": DeviceFace,
-    "Random numbers": RngFace,
-    "Streams, events, graphs": StreamFace,
-    "Memory": MemoryFace,
-    "Dtypes and tensors": DtypeFace,
-    "Op builders, environment, compiler": BuildingFace,
+# Title -> mixin; the reference page is written from this table.
+MIXINS: dict[str, type] = {
+    "Device": DeviceMixin,
+    "Random numbers": RngMixin,
+    "Streams, events, graphs": StreamMixin,
+    "Memory": MemoryMixin,
+    "Dtypes and tensors": DtypeMixin,
+    "Op builders, environment, compiler": BuildingMixin,
 }
 
 # What may be asked at any time: also before a fork, in the launcher, and where there is no device. The answer makes no
@@ -57,4 +56,4 @@ ANY_TIME = frozenset(
 
 def documented_names() -> list[str]:
     """Every public method and property of the interface, sorted."""
-    return sorted({name for face in FACES.values() for name in vars(face) if not name.startswith("_")})
+    return sorted({name for mixin in MIXINS.values() for name in vars(mixin) if not name.startswith("_")})

@@ -1,4 +1,4 @@
-"""BuildingFace: where the device's op builders are, what its ranks need in their environment, who compiles."""
+"""BuildingMixin: where the device's op builders are, what its ranks need in their environment, who compiles."""
 
 import importlib.machinery
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.accelerator.device import TorchModule
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.log import warn_once
 from deepspeed.plugins import plugin_manager
@@ -18,7 +18,7 @@ from deepspeed.plugins.probing import import_with_limit
 _CORE_BUILDERS = "deepspeed.ops.op_builder"
 
 
-class BuildingFace(TorchModule):
+class BuildingMixin(TorchModule):
     """Op builders, environment variables, compiler."""
 
     _plugin: str | None = None
@@ -130,7 +130,7 @@ def _exists(module_name: str) -> bool:
         return False
 
 
-def _import_builders(accelerator: BuildingFace) -> ModuleType:
+def _import_builders(accelerator: BuildingMixin) -> ModuleType:
     """The package `op_builder_dir()`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DtypeFace: what the device computes in, and the tensor constructors of old scripts."""
+"""DtypeMixin: what the device computes in, and the tensor constructors of old scripts."""
 
 import functools
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.accelerator.device import TorchModule
 
 TensorMaker = Callable[..., torch.Tensor]
 
 
-class DtypeFace(TorchModule):
+class DtypeMixin(TorchModule):
     """Number formats."""
 
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -1,14 +1,14 @@
-"""MemoryFace: how much memory there is and who has it, in bytes; and memory that the device can copy from."""
+"""MemoryMixin: how much memory there is and who has it, in bytes; and memory that the device can copy from."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.accelerator.device import TorchModule
 
 
-class MemoryFace(TorchModule):
+class MemoryMixin(TorchModule):
     """Memory figures and pinned memory. Every figure is an int in bytes; `None` means the current device."""
 
     # ----- figures ---------------------------------------------------------------------------------------------------

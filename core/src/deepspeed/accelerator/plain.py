@@ -1,19 +1,181 @@
 """PlainAccelerator: the null device. The CPU by torch alone, so that the core runs and tests with no extension at all.
 
-`ds-ext-cpu` builds on it and adds what the machine can tell (sockets, communication library, kernels).
+`ds-ext-cpu` builds on it and adds what the machine can tell (sockets, communication library, kernels). Streams and
+events of the host keep the shape of torch's, so that code written for a device runs unchanged: every op has finished
+when its call returns. torch's CPU allocator keeps no count, so the process's resident set stands for "allocated": it
+holds the tensors, and also the interpreter and the libraries. Control groups count: in a container the limit is the
+container's.
 """
 
+import resource
+import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from deepspeed.accelerator import host_memory
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.dtypes import TensorMaker
-from deepspeed.accelerator.host_streams import HostEvent, HostStream
 from deepspeed.accelerator.memory import aligned_copy, is_aligned
-from deepspeed.errors import ConfigError, environment_int
+from deepspeed.errors import ConfigError, StateError, environment_int
+
+_PROC = Path("/proc/self")
+_CGROUP = Path("/sys/fs/cgroup")
+# (limit, present use) of control groups version 2 and version 1, relative to _CGROUP
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in physical memory now."""
+    import psutil  # late: each rank and the launcher load this room before they ask for memory
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def total_bytes() -> int:
+    """Bytes of memory of the machine, or of the container when its limit is lower."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    cgroup = _cgroup_bytes()
+    return total if cgroup is None else min(total, cgroup[0])
+
+
+def available_bytes() -> int:
+    """Bytes that can be taken without swapping, within the container's limit."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    cgroup = _cgroup_bytes()
+    return available if cgroup is None else min(available, max(0, cgroup[0] - cgroup[1]))
+
+
+class PeakMemory:
+    """The highest resident set of this process since the start or the last reset.
+
+    Linux counts it (`VmHWM`) and can be reset (`/proc/self/clear_refs`). Elsewhere, or where the kernel
+    forbids that, the peak after a reset is the highest figure seen by the calls made here since.
+    """
+
+    def __init__(self) -> None:
+        self._seen: int | None = None  # None: the system's own counter is right
+
+    def read(self) -> int:
+        """The peak in bytes; never below `resident_bytes()`."""
+        now = resident_bytes()
+        if self._seen is None:
+            return max(now, _system_peak_bytes())
+        self._seen = max(self._seen, now)
+        return self._seen
+
+    def reset(self) -> None:
+        """Reset to the present value."""
+        self._seen = None if _reset_system_peak() else resident_bytes()
+
+
+def _system_peak_bytes() -> int:
+    try:
+        for line in (_PROC / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # no /proc: not Linux
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+
+
+def _reset_system_peak() -> bool:
+    try:
+        (_PROC / "clear_refs").write_text("5")  # man 5 proc: 5 resets VmHWM to the present resident set
+    except OSError:
+        return False
+    return True
+
+
+def _cgroup_bytes() -> tuple[int, int] | None:
+    """(limit, use) of the control group, or None without a limit."""
+    for limit_file, use_file in _CGROUP_FILES:
+        try:
+            limit = (_CGROUP / limit_file).read_text().strip()
+            use = (_CGROUP / use_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and use.isdigit():  # "max" means no limit
+            return int(limit), int(use)
+    return None
+
+
+_NS_PER_MS = 1_000_000
+
+
+class HostStream:
+    """A queue that is always empty. Takes and ignores a device stream's arguments; use it with `with` or `stream()`."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.priority = priority
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def query(self) -> bool:
+        """True: nothing is queued."""
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for: the other stream's work is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for: what the event marks is done."""
+
+    def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
+        """Record `event`, or a new one, now."""
+        event = HostEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> "HostStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class HostEvent:
+    """A moment on the host's clock. Takes and ignores a device event's arguments; always measures time."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._recorded_ns: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Note the time."""
+        self._recorded_ns = time.perf_counter_ns()
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """True: what came before is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def elapsed_time(self, end_event: "HostEvent") -> float:
+        """Milliseconds from this event to `end_event`.
+
+        Raises:
+            StateError: one of the two was not recorded.
+        """
+        if self._recorded_ns is None or end_event._recorded_ns is None:
+            which = "start" if self._recorded_ns is None else "end"
+            raise StateError(f"elapsed_time: the {which} event was not recorded; call record() on both first")
+        return (end_event._recorded_ns - self._recorded_ns) / _NS_PER_MS
+
 
 _TENSOR_CLASSES: dict[torch.dtype, TensorMaker] = {
     torch.bfloat16: torch.BFloat16Tensor,
@@ -38,7 +200,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
 
     def __init__(self) -> None:
         self._index: int | None = None
-        self._peak = host_memory.PeakMemory()
+        self._peak = PeakMemory()
         self._stream = HostStream()
 
     # ----- device ----------------------------------------------------------------------------------------------------
@@ -135,13 +297,13 @@ class PlainAccelerator(DeepSpeedAccelerator):
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """The resident set of this process in bytes, interpreter and libraries included."""
-        return host_memory.resident_bytes()
+        return resident_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return self._peak.read()
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        return host_memory.resident_bytes()
+        return resident_bytes()
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         return self._peak.read()
@@ -150,7 +312,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
         self._peak.reset()
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        now, peak = host_memory.resident_bytes(), self._peak.read()
+        now, peak = resident_bytes(), self._peak.read()
         return {
             "allocated_bytes.all.current": now,
             "allocated_bytes.all.peak": peak,
@@ -160,10 +322,10 @@ class PlainAccelerator(DeepSpeedAccelerator):
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Memory of the machine, or of the container when its limit is lower."""
-        return host_memory.total_bytes()
+        return total_bytes()
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return host_memory.available_bytes()
+        return available_bytes()
 
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1

@@ -1,13 +1,13 @@
-"""StreamFace: queues of work on the device, marks in them, and recorded graphs of them."""
+"""StreamMixin: queues of work on the device, marks in them, and recorded graphs of them."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.accelerator.device import TorchModule
 from deepspeed.errors import StateError
 
 
-class StreamFace(TorchModule):
+class StreamMixin(TorchModule):
     """Streams, events and graphs. On a synchronized device they exist and do nothing."""
 
     # ----- streams and events ----------------------------------------------------------------------------------------

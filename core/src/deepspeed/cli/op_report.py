@@ -13,7 +13,7 @@ from deepspeed.cli.build import warm
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops import registry
 from deepspeed.ops.implementations import implemented
-from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
+from deepspeed.ops.op_builder import OpBuilder, jit, loading
 
 
 def collect_ops() -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _state(builder: Any) -> tuple[str, str | None, str]:
     try:
         spec = builder.describe()
         chosen = builder.remark()
-        library, remark = prebuilt.find(builder.absolute_name(), spec)
+        library, remark = loading.find(builder.absolute_name(), spec)
         if library is not None:
             return "prebuilt", str(library), chosen
         if type(builder).jit_load is not OpBuilder.jit_load:

@@ -530,7 +530,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             N,
             "`deepspeed.sequence.chunked.ChunkedAttention` keeps chunks in host memory.",
         ),
-        ("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", W, "As documented."),
+        ("deepspeed.sequence.loss.vocab_sequence_parallel_cross_entropy", W, "As documented."),
         (
             "deepspeed.init_inference",
             W,

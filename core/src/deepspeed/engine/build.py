@@ -27,7 +27,7 @@ from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import claim_device, claim_dtypes, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed.engine.observers import Observers, notify, ranks_of_table
+from deepspeed.engine.observers import Observers, Progress, notify, ranks_of_table
 from deepspeed.engine.optimizers import (
     OptimizerLike,
     Parameters,
@@ -50,7 +50,6 @@ from deepspeed.engine.sharding import (
 )
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.start_line import start_line
-from deepspeed.engine.step import Progress
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError

@@ -27,8 +27,7 @@ from deepspeed.data.loader import check_data
 from deepspeed.engine import export
 from deepspeed.engine.accessors import with_accessors
 from deepspeed.engine.observers import Observers
-from deepspeed.engine.saving import Saving
-from deepspeed.engine.sigterm import EXIT_CODE
+from deepspeed.engine.saving import EXIT_CODE, Saving
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate

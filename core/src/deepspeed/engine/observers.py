@@ -1,12 +1,14 @@
 """`Observers`: timers, the printed lines and the monitor watch the engine. They receive values and change nothing.
 
-`notify` does the same for plugins.
+`notify` does the same for plugins. `Progress` counts the steps so far and `StepStats` describes one step; `training.py`
+makes both.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,6 @@ from deepspeed import comm, log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.engine.slow_ranks import SlowRanks
-from deepspeed.engine.step import Progress, StepStats
 from deepspeed.log import warn_once
 from deepspeed.monitor.monitor import MonitorMaster, is_writer, step_events
 from deepspeed.plugins.manager import plugin_manager
@@ -27,6 +28,30 @@ from deepspeed.profiling.timer import ThroughputTimer
 
 if TYPE_CHECKING:
     from deepspeed.profiling.step_profile import StepProfile
+
+
+@dataclass(slots=True)
+class Progress:
+    """The engine's counters."""
+
+    global_steps: int = 0  # optimizer steps, skipped ones included
+    global_samples: int = 0  # over all ranks
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """`StepStats` holds what observers learn of one step."""
+
+    global_step: int  # steps taken before this one
+    applied: bool  # False: the gradients overflowed and the step was skipped
+    norm: float | Tensor  # as `grad_norm`, not yet read where it is a 0-D tensor of the device
+    loss_scale: float  # the scale that this step's losses had
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients, unscaled, before clipping. On a device the host waits for it here."""
+        return float(self.norm)
 
 
 def notify(event: str, **values: Any) -> None:
@@ -65,12 +90,9 @@ class Observers:
     ) -> None:
         self.monitor = monitor
         self.breakdown = breakdown
+        breakdown.show_names()
         self.tput_timer = tput_timer
         self.profile = profile
-        #: called with a phase's name, a context around its body
-        self.phase: Callable[[str], AbstractContextManager[Any]] = (
-            breakdown.phase if profile is None else self._profiled_phase
-        )
         self._plugins = plugin_manager()
         self._every = steps_per_print
         self._prints = steps_per_print < math.inf
@@ -85,6 +107,11 @@ class Observers:
             return contextlib.nullcontext()
         self.tput_timer.start()
         return self.phase("forward")
+
+    @property
+    def phase(self) -> Callable[[str], AbstractContextManager[Any]]:
+        """Called with a phase's name, a context around its body."""
+        return self.breakdown.phase if self.profile is None else self._profiled_phase
 
     @contextlib.contextmanager
     def _profiled_phase(self, name: str) -> Iterator[None]:
@@ -130,8 +157,7 @@ class Observers:
                 is_asked_for=True,
             )
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
-        if self.breakdown.enabled:
-            self.breakdown.end_step()
+        self.breakdown.end_step()
         if self.monitor.monitors:
             self._write(stats, progress.global_samples, lr)
         self._loss = None

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.engine.observers import Observers
-from deepspeed.engine.step import Progress, StepStats
+from deepspeed.engine.observers import Observers, Progress, StepStats
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision

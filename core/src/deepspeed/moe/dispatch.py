@@ -14,6 +14,10 @@ Shape legend: T tokens, K choices of a token, N rows, E experts of all ranks, L 
 Tokens travel by an all-to-all of rows, differentiable, with counts that differ. They have process groups of their own:
 a group of ZeRO may have the same ranks, and its collectives are issued when gradients arrive, between those of the
 model's backward in an order that differs between ranks.
+
+`drop_tokens` and `gather_tokens` are for layers of one's own: tensor-parallel ranks that have the same tokens divide
+them, and join them again. Between the two each rank sends its part of the tokens to experts that are whole on every
+tensor-parallel rank. The ranks are those of `deepspeed.utils.groups`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +28,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.own_group import group_of_members
+from deepspeed.errors import ConfigError
 from deepspeed.moe.gate import Routing
+from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 
 _TAG = "tokens of experts"
@@ -148,3 +155,66 @@ def _combine(out_NH: Tensor, choices_N: Tensor, weights_TK: Tensor) -> Tensor:
     if k == 1:
         return out_TKH * weights_TK.to(out_NH.dtype)
     return torch.bmm(weights_TK.to(out_NH.dtype)[:, None], out_TKH.view(num_tokens, k, out_NH.shape[1]))[:, 0]
+
+
+_TENSOR_TAG = "tokens of tensor-parallel ranks"
+
+
+def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """This rank's part of `input_`, equal on all ranks, along `dim`. The gradient is that of all parts: collective.
+
+    Raises:
+        ConfigError: if the ranks do not divide the dim.
+    """
+    backend = _ranks()
+    if input_.shape[dim] % backend.world_size:
+        raise ConfigError(
+            f"drop_tokens: found {input_.shape[dim]} along dim {dim}, which {backend.world_size} tensor-parallel ranks "
+            f"cannot divide; pad it to {input_.shape[dim] + -input_.shape[dim] % backend.world_size}"
+        )
+    return _Drop.apply(input_, dim, backend) if backend.world_size > 1 else input_  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """The parts of all ranks, of one shape, along `dim`: a collective. The gradient, equal on all ranks, is that of
+    this rank's part."""
+    backend = _ranks()
+    return _Gather.apply(input_, dim, backend) if backend.world_size > 1 else input_  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, backend: GroupBackend) -> Tensor:
+        ctx.dim, ctx.backend = dim, backend
+        return _own(whole, dim, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _Gather.apply(grad, ctx.dim, ctx.backend), None, None  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, backend: GroupBackend) -> Tensor:
+        ctx.dim, ctx.backend = dim, backend
+        return _all(own, dim, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _Drop.apply(grad, ctx.dim, ctx.backend), None, None  # type: ignore[no-untyped-call]
+
+
+def _own(whole: Tensor, dim: int, backend: GroupBackend) -> Tensor:
+    return whole.chunk(backend.world_size, dim)[backend.rank].contiguous()
+
+
+def _all(own: Tensor, dim: int, backend: GroupBackend) -> Tensor:
+    gathered = backend.allocate(own.numel() * backend.world_size, own.dtype, own.device)
+    backend.all_gather(gathered, own.contiguous().view(-1), tag=_TENSOR_TAG).wait()
+    return torch.cat(gathered.view(backend.world_size, *own.shape).unbind(), dim)
+
+
+def _ranks() -> GroupBackend:
+    backend = dist.group_backend(groups._get_model_parallel_group())
+    backend.connect()
+    return backend

@@ -12,16 +12,16 @@ are equal: what a pass or a message waits for comes before it.
 
 from collections.abc import Callable, Iterator
 
-from deepspeed.pipe.instructions import (
+from deepspeed.pipe.schedule import (
     BufferOpInstruction,
     LoadMicroBatch,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     SendActivation,
     SendGrad,
 )
-from deepspeed.pipe.schedule import PipeSchedule
 from deepspeed.pipe.timeline import COMPUTES, Pass, timeline
 
 _MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)

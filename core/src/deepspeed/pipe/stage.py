@@ -16,7 +16,8 @@ from deepspeed.comm.give_up import give_up
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.errors import ConfigError
 from deepspeed.pipe.batch import Batch
-from deepspeed.pipe.instructions import (
+from deepspeed.pipe.messages import ActivationInbox, GradientInbox, Outbox, ValueSpec, spec_of, tensors_of
+from deepspeed.pipe.schedule import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -25,6 +26,7 @@ from deepspeed.pipe.instructions import (
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -32,10 +34,7 @@ from deepspeed.pipe.instructions import (
     SendActivation,
     SendGrad,
 )
-from deepspeed.pipe.messages import ActivationInbox, GradientInbox, Outbox
-from deepspeed.pipe.schedule import PipeSchedule
 from deepspeed.pipe.split_backward import DeferredWeights
-from deepspeed.pipe.values import ValueSpec, spec_of, tensors_of
 
 _BACKWARDS = (BackwardPass, BackwardInput, BackwardWeight)
 

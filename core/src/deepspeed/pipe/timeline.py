@@ -8,19 +8,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from deepspeed.pipe.instructions import (
+from deepspeed.pipe.schedule import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
     BufferOpInstruction,
     ForwardPass,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     SendActivation,
     SendGrad,
 )
-from deepspeed.pipe.schedule import PipeSchedule
 
 #: of a stage: a backward takes twice the time of a forward, and each of its halves as long as one
 DEFAULT_COSTS: Mapping[str, float] = {"ForwardPass": 1, "BackwardPass": 2, "BackwardInput": 1, "BackwardWeight": 1}

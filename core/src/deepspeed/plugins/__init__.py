@@ -8,7 +8,7 @@ devices in the group `deepspeed.accelerators`, everything else in `deepspeed.plu
 
 May import `config`, `errors`, `log` and no torch: a plugin's door must open without a device.
 Read next: `hookspecs.py` (what a plugin can say), `manager.py` (how it is found), then `admission.py` and `probing.py`;
-`torch_build.py` is for probes.
+`torch_build` of `offer.py` is for probes.
 """
 
 from deepspeed.plugins.hookspecs import PLUGIN_API, hookimpl

@@ -212,9 +212,9 @@ def ds_step_end(stats: "Any") -> None:
     """An optimizer step ended. Called on every rank, once per step (not per micro batch), after the update.
 
     Args:
-        stats: a `deepspeed.engine.step.StepStats`: `global_step` (steps before this one), `applied` (False: skipped
-            because of an overflow), `grad_norm` (before clipping; reading it makes the host wait for the device),
-            `loss_scale`.
+        stats: a `deepspeed.engine.observers.StepStats`: `global_step` (steps before this one), `applied` (False:
+            skipped because of an overflow), `grad_norm` (before clipping; reading it makes the host wait for the
+            device), `loss_scale`.
     """
 
 

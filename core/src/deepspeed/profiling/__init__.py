@@ -1,9 +1,12 @@
-"""Measuring a run: timers, phases of a step, samples per second, memory.
+"""Measuring a run: timers, phases of a step, samples per second, memory, operations, traces.
 
 May import `accelerator` and below. Read `timer.py` (what users hold), then `breakdown.py` (what the engine
-measures and prints).
+measures and prints), `flops.py` and `tracing.py`.
 """
 
-from deepspeed._absent import complete
+from deepspeed._forward import forward
 
-complete(__name__)
+__getattr__, __dir__ = forward(
+    __name__,
+    {"mark_phases": "deepspeed.profiling.tracing:mark_phases", "trace": "deepspeed.profiling.tracing:trace"},
+)

@@ -4,12 +4,14 @@
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import StateError
 from deepspeed.log import report
 from deepspeed.profiling.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -34,6 +36,8 @@ PHASES = {
 #: after which memory is read: those that lie in no other, whose time the reading would be counted in
 _MEMORY_PHASES = ("forward", "backward", "step")
 
+#: phase -> a range of a profiler around its body, and what is called after each step; while `name_phases` is open
+_names: tuple[Callable[[str], AbstractContextManager[Any]], Callable[[], None] | None] | None = None
 _MIB = 2**20
 _GIB = 2**30
 
@@ -58,18 +62,39 @@ class Breakdown:
     def __init__(self, *, times: bool, memory: bool) -> None:
         self.enabled = times or memory
         #: called with a phase's name, a context that measures its body; one inside of the same phase counts with it
-        self.phase: Callable[[str], AbstractContextManager[Any]] = self._measured if self.enabled else nullcontext
+        self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.times = times
         self.memory = memory
         self.timers: SynchronizedWallClockTimer | NoopTimer = SynchronizedWallClockTimer() if times else NoopTimer()
         self._window = Window()
+        self.choose_phase()
+
+    def show_names(self) -> None:
+        """From now on `name_phases` names these phases."""
+        _shown.add(self)
+        self.choose_phase()
+
+    def choose_phase(self) -> None:
+        """Make `phase` do what is wanted of it now, and nothing where nothing is."""
+        if _names is not None and self in _shown:
+            self.phase = self._named
+        else:
+            self.phase = self._measured if self.enabled else nullcontext
 
     def _measured(self, name: str) -> AbstractContextManager[Any]:
         return _Phase(self, name)
 
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        assert _names is not None
+        with _names[0](name), self._measured(name) if self.enabled else nullcontext():
+            yield
+
     def end_step(self) -> None:
         """One optimizer step more."""
         self._window.num_steps += 1
+        if _names is not None and _names[1] is not None:
+            _names[1]()
 
     def take_times(self) -> dict[str, float]:
         """Milliseconds by phase since the last call; waits for the device. Phases that were not met are left out."""
@@ -90,6 +115,35 @@ class Breakdown:
         """Note the device's memory at the end of a phase."""
         accelerator = get_accelerator()
         self._window.memory_bytes[phase] = (accelerator.memory_allocated(), accelerator.max_memory_allocated())
+
+
+_shown: WeakSet[Breakdown] = WeakSet()
+
+
+@contextmanager
+def name_phases(
+    range_of: Callable[[str], AbstractContextManager[Any]], step_ended: Callable[[], None] | None
+) -> Iterator[None]:
+    """Put `range_of(phase)` around the phases of every engine of this process, those of later engines too.
+
+    Args:
+        step_ended: is called after each optimizer step.
+
+    Raises:
+        StateError: another one is open.
+    """
+    global _names
+    if _names is not None:
+        raise StateError("a trace of this process is open, or mark_phases; end it before another one begins")
+    _names = (range_of, step_ended)
+    try:
+        for breakdown in _shown:
+            breakdown.choose_phase()
+        yield
+    finally:
+        _names = None
+        for breakdown in _shown:
+            breakdown.choose_phase()
 
 
 class _Phase:

@@ -1,18 +1,24 @@
-"""The loss of a sequence from the losses of its parts.
+"""Losses of a divided sequence: the mean over all tokens, and cross entropy over a divided vocabulary.
 
 Each rank has the mean loss of its own tokens. Prompts and padding (label -100) leave ranks with different numbers of
 tokens that count, so the mean of the ranks' means is not the mean over the tokens. `mean_over_sequence` is:
 
     loss = mean_over_sequence(loss, (shift_labels != -100).sum(), engine.mesh.group("sp"))
     engine.backward(loss)
+
+The ranks of a sequence have the hidden states of their own tokens. For the logits they can change what is divided, from
+the tokens to the vocabulary: `vocab_parallel_cross_entropy` takes [T, B, V / P], and never has a whole row of logits.
+`vocab_sequence_parallel_cross_entropy` is DeepSpeed's: whole rows of this rank's tokens, losses of all tokens.
 """
 
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from deepspeed.sequence.channel import channel, fails_with_engine
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.sequence.channel import channel, check_layout, fails_with_engine
 
 
 @fails_with_engine
@@ -46,3 +52,144 @@ class _MeanOverSequence(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
         return (grad * weight).to(grad.dtype), None, None
+
+
+@fails_with_engine
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup, ignore_index: int = -100
+) -> torch.Tensor:
+    """Cross entropy of each token in nats, from logits divided by vocabulary; the same result on each rank.
+
+    The softmax over ranks r is exp(x - m) / sum_r sum(exp(x_r - m)), with m the maximum over all ranks (Megatron-LM,
+    arXiv 1909.08053, section 3): an all-gather and an all-reduce of few numbers per token. Sums are in
+    fp32. The gradient is that of this rank's logits, softmax minus one-hot, times the incoming one, which
+    is the same on all ranks.
+
+    Args:
+        logits: [..., V / P], rank r has the entries from r * V / P on.
+        target: [...], int64, entries of the whole vocabulary or `ignore_index`; the same on all ranks.
+        group: the ranks that divide the vocabulary.
+        ignore_index: the loss of such a token is 0.
+
+    Returns:
+        [...], fp32.
+
+    Raises:
+        ValueError: on every rank for different shapes, or if target has another shape than the logits' rows.
+        IndexError: on the host, for a target outside of the vocabulary; a device stops with an error of its own.
+    """
+    backend = channel(group)
+    _check_target(logits, target)
+    check_layout(backend, (logits,), "vocab_parallel_cross_entropy")
+    _check_in_vocabulary(target[target != ignore_index], logits.shape[-1] * backend.world_size)
+    return _VocabParallel.apply(logits, target, backend, ignore_index)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@fails_with_engine
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: ProcessGroup
+) -> torch.Tensor:
+    """Cross entropy of every token of the sequence in nats, from the rows of this rank's tokens.
+
+    Each rank brings the same loss's gradient for [T, B]; its logits get that of its own rows.
+
+    Args:
+        vocab_parallel_logits: [T / P, B, V], this rank's tokens.
+        target: [T / P, B], int64; -100 is ignored, with loss 0.
+        sp_group: the ranks that share the sequence.
+
+    Returns:
+        [T, B], fp32, in the order of ranks.
+
+    Raises:
+        ValueError: on every rank for different shapes, or if target has another shape than the logits' rows.
+    """
+    backend = channel(sp_group)
+    _check_target(vocab_parallel_logits, target)
+    check_layout(backend, (vocab_parallel_logits,), "vocab_sequence_parallel_cross_entropy")
+    rows = vocab_parallel_logits.flatten(0, -2).float()
+    own = torch.nn.functional.cross_entropy(rows, target.flatten(), reduction="none").view(target.shape)
+    return _GatherTokens.apply(own, backend)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All ranks' parts along dim 0; the gradient is this rank's part of the incoming one."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, backend: GroupBackend) -> torch.Tensor:
+        ctx.backend, ctx.num_own = backend, own.shape[0]
+        whole = backend.allocate(own.numel() * backend.world_size, own.dtype, own.device)
+        backend.all_gather(whole, own.detach().contiguous().view(-1), tag="sequence tokens").wait()
+        return whole.view(-1, *own.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _OwnTokens.apply(grad, ctx.backend, ctx.num_own), None  # type: ignore[no-untyped-call]
+
+
+class _OwnTokens(torch.autograd.Function):
+    """The backward of `_GatherTokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, backend: GroupBackend, num_own: int) -> torch.Tensor:
+        ctx.backend = backend
+        return whole.narrow(0, backend.rank * num_own, num_own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _GatherTokens.apply(grad, ctx.backend), None, None  # type: ignore[no-untyped-call]
+
+
+class _VocabParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, backend: GroupBackend, ignore_index: int
+    ) -> torch.Tensor:
+        num_own = logits.shape[-1]
+        rows = logits.detach().flatten(0, -2).float()
+        labels = target.flatten()
+        # an all-gather, as the backend has sums only
+        maxima = backend.allocate(rows.shape[0] * backend.world_size, rows.dtype, rows.device)
+        backend.all_gather(maxima, rows.max(dim=-1).values, tag="vocabulary maxima").wait()
+        shifted = rows - maxima.view(backend.world_size, -1).max(dim=0).values[:, None]
+        place = labels - backend.rank * num_own
+        counts = labels != ignore_index
+        is_own = (place >= 0) & (place < num_own) & counts
+        # Targets of no rank stay out of range, where a device refuses them.
+        is_known = ~counts | ((labels >= 0) & (labels < num_own * backend.world_size))
+        place = place.masked_fill(~is_own & is_known, 0)
+        chosen = shifted.gather(-1, place[:, None]).squeeze(-1).masked_fill(~is_own, 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.cat((exponentials.sum(dim=-1), chosen))
+        backend.all_reduce(sums, tag="vocabulary sums").wait()
+        total, chosen = sums.chunk(2)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), place, is_own, counts)
+        ctx.dtype = logits.dtype
+        return (total.log() - chosen).masked_fill(~counts, 0.0).view(target.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        softmax, place, is_own, counts = ctx.saved_tensors
+        rows = softmax.clone()
+        rows.scatter_add_(-1, place[:, None], -is_own.to(rows.dtype)[:, None])
+        rows.mul_(grad.flatten().masked_fill(~counts, 0.0)[:, None])
+        return rows.view(*grad.shape, -1).to(ctx.dtype), None, None, None
+
+
+def _check_target(logits: torch.Tensor, target: torch.Tensor) -> None:
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"cross entropy: logits have the shape {tuple(logits.shape)}, target {tuple(target.shape)}; target needs "
+            "that of the logits without the last dim"
+        )
+
+
+def _check_in_vocabulary(targets: torch.Tensor, vocabulary: int) -> None:
+    """Raise IndexError for a target outside of the vocabulary; on a device nothing waits for the values of targets."""
+    if targets.device.type == "cpu" and targets.numel():
+        for target in map(int, targets.aminmax()):
+            if not 0 <= target < vocabulary:
+                raise IndexError(
+                    f"cross entropy: found target {target}, and the vocabulary has the tokens 0 to {vocabulary - 1}"
+                )

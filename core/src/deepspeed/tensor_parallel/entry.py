@@ -17,14 +17,13 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.sharded_params import is_sharded, reshard
+from deepspeed.tensor_parallel.derived_plans import own_plan, plan_of_structure
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
-from deepspeed.tensor_parallel.own_plan import own_plan
 from deepspeed.tensor_parallel.partition_config import plan_of_config
 from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan
 from deepspeed.tensor_parallel.policy import Policy, plan_of_policy
 from deepspeed.tensor_parallel.ranks import TensorRanks
-from deepspeed.tensor_parallel.structure import plan_of_structure
 from deepspeed.tensor_parallel.vocabulary import check_loss
 
 

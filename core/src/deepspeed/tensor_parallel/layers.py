@@ -1,4 +1,4 @@
-"""Divided layers: column- and row-parallel linear, vocabulary-parallel embedding (arXiv 1909.08053, section 3).
+"""Divided layers: column- and row-parallel linear (arXiv 1909.08053, section 3).
 
 They take over the parameters of the layers that they replace, which `divide.py` has cut: names, optimizers and tied
 weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1, X_2] and A over A_1, A_2 row-parallel.
@@ -18,9 +18,7 @@ from torch.nn import Module, Parameter
 from deepspeed.errors import StateError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear, unpack_weight
 from deepspeed.parallel.sharded_params import whole_shape
-from deepspeed.tensor_parallel.cross_entropy import check_tokens
-from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
-from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
+from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, scatter_sum, sum_gradient, sum_over
 
 
 class HoldsPacked(Module):
@@ -194,44 +192,6 @@ class RowParallelLinear(MayBePacked):
 
     def extra_repr(self) -> str:
         return _shown(self, "row")
-
-
-class VocabParallelEmbedding(Module):
-    """Rows [start, start + n) of an embedding; tokens of other ranks add zeros to the sum over the ranks.
-
-    Args:
-        weight: [n, I].
-        start: the first token that this rank holds.
-        vocabulary: tokens of all ranks.
-        padding_idx: the token whose row gets no gradient.
-    """
-
-    def __init__(
-        self, weight: Parameter, ranks: TensorRanks, *, start: int, vocabulary: int, padding_idx: int | None = None
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.ranks, self.start, self.vocabulary, self.padding_idx = ranks, start, vocabulary, padding_idx
-        self.num_embeddings, self.embedding_dim = whole_shape(weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Tokens [...], integers -> [..., I], equal on all ranks.
-
-        Raises:
-            IndexError: on the host, for a token outside of the vocabulary; a device stops with an error of its own.
-        """
-        check_tokens(input, self.vocabulary, "embedding: found token")
-        own = input - self.start
-        # Tokens of no rank stay out of range, where a device refuses them as it does those of an embedding.
-        is_elsewhere = ((own < 0) | (own >= self.num_embeddings)) & (input >= 0) & (input < self.vocabulary)
-        padding = None if self.padding_idx is None else self.padding_idx - self.start
-        if padding is not None and not 0 <= padding < self.num_embeddings:
-            padding = None
-        rows = F.embedding(own.masked_fill(is_elsewhere, 0), self.weight, padding)
-        return sum_over(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.ranks)
-
-    def extra_repr(self) -> str:
-        return f"tokens [{self.start}, {self.start + self.num_embeddings}), {self.embedding_dim} features"
 
 
 def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:

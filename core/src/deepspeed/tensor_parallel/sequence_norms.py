@@ -18,8 +18,7 @@ from deepspeed.tensor_parallel.inputs import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.marks import remember_sums
 from deepspeed.tensor_parallel.plans import TensorPlan
-from deepspeed.tensor_parallel.ranks import TensorRanks
-from deepspeed.tensor_parallel.sequence_ranks import gather_for_all, gather_for_block, take_part
+from deepspeed.tensor_parallel.ranks import TensorRanks, gather_for_all, gather_for_block, take_part
 
 _KEY = "tensor_parallel.sequence_parallel"
 

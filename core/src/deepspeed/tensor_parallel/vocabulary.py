@@ -1,23 +1,139 @@
-"""The embedding of tokens and the output layer, divided by vocabulary.
+"""The embedding of tokens, the output layer and the cross entropy, divided by vocabulary (arXiv 1909.08053, section 3).
 
-Only where the model says which they are (`get_input_embeddings`, `get_output_embeddings`) and they are plain layers:
-one with a forward of its own stays whole, and so does the layer that it shares its weight with.
+Layers are divided only where the model says which they are (`get_input_embeddings`, `get_output_embeddings`) and they
+are plain: one with a forward of its own stays whole, and so does the layer that it shares its weight with. The loss
+costs one all-gather of two numbers per token instead of one of all logits. Legend: N tokens, v entries of the
+vocabulary on this rank, W ranks, I features.
 """
 
 import inspect
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
 from deepspeed.parallel.sharded_params import whole_shape
-from deepspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from deepspeed.tensor_parallel.cuts import Cut, hold_part
-from deepspeed.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear
+from deepspeed.tensor_parallel.ranks import TensorRanks, sum_over
 from deepspeed.tensor_parallel.shares import spread
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows [start, start + n) of an embedding; tokens of other ranks add zeros to the sum over the ranks.
+
+    Args:
+        weight: [n, I].
+        start: the first token that this rank holds.
+        vocabulary: tokens of all ranks.
+        padding_idx: the token whose row gets no gradient.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, ranks: TensorRanks, *, start: int, vocabulary: int, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.ranks, self.start, self.vocabulary, self.padding_idx = ranks, start, vocabulary, padding_idx
+        self.num_embeddings, self.embedding_dim = whole_shape(weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens [...], integers -> [..., I], equal on all ranks.
+
+        Raises:
+            IndexError: on the host, for a token outside of the vocabulary; a device stops with an error of its own.
+        """
+        check_tokens(input, self.vocabulary, "embedding: found token")
+        own = input - self.start
+        # Tokens of no rank stay out of range, where a device refuses them as it does those of an embedding.
+        is_elsewhere = ((own < 0) | (own >= self.num_embeddings)) & (input >= 0) & (input < self.vocabulary)
+        padding = None if self.padding_idx is None else self.padding_idx - self.start
+        if padding is not None and not 0 <= padding < self.num_embeddings:
+            padding = None
+        rows = F.embedding(own.masked_fill(is_elsewhere, 0), self.weight, padding)
+        return sum_over(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.ranks)
+
+    def extra_repr(self) -> str:
+        return f"tokens [{self.start}, {self.start + self.num_embeddings}), {self.embedding_dim} features"
+
+
+def vocab_parallel_cross_entropy(
+    logits_Nv: Tensor,
+    targets_N: Tensor,
+    ranks: TensorRanks,
+    *,
+    start: int,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Losses [N] in nats, fp32, equal on all ranks; 0 where the target is ignored.
+
+    log(sum over the vocabulary of exp(logit)) - logit of the target. A collective.
+
+    Args:
+        logits_Nv: this rank's part, floating point.
+        targets_N: tokens of the whole vocabulary, integers, equal on all ranks.
+        start: the token of this rank's first logit.
+        vocabulary: tokens of all ranks; None: asked of them, in one more collective.
+        ignore_index: the target that has no loss.
+
+    Raises:
+        IndexError: on the host, for a target outside of the vocabulary; a device stops with an error of its own.
+    """
+    if vocabulary is None:
+        vocabulary = int(ranks.gather(targets_N.new_tensor([logits_Nv.shape[1]])).sum())
+    check_tokens(targets_N[targets_N != ignore_index], vocabulary, "cross entropy: found target")
+    losses: Tensor = _CrossEntropy.apply(logits_Nv, targets_N, ranks, start, vocabulary, ignore_index)
+    return losses
+
+
+def check_tokens(tokens: Tensor, vocabulary: int, found: str) -> None:
+    """Raise `IndexError` for tokens that are in no part of a vocabulary. On a device nothing waits for their values."""
+    if tokens.device.type == "cpu" and tokens.numel():
+        for token in map(int, tokens.aminmax()):
+            if not 0 <= token < vocabulary:
+                raise IndexError(f"{found} {token}, and the vocabulary has the tokens 0 to {vocabulary - 1}")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_Nv: Tensor,
+        targets_N: Tensor,
+        ranks: TensorRanks,
+        start: int,
+        vocabulary: int,
+        ignore_index: int,
+    ) -> Tensor:
+        ctx.dtype = logits_Nv.dtype
+        logits_Nv = logits_Nv.float()
+        own_N = targets_N - start
+        is_own_N = (own_N >= 0) & (own_N < logits_Nv.shape[1])
+        is_ignored_N = targets_N == ignore_index
+        # Targets of no rank stay out of range, where a device refuses them.
+        is_known_N = is_ignored_N | ((targets_N >= 0) & (targets_N < vocabulary))
+        own_N = own_N.masked_fill(~is_own_N & is_known_N, 0)
+        of_target_N = logits_Nv.gather(1, own_N.unsqueeze(1)).squeeze(1).masked_fill(~is_own_N, 0)
+        both_W2N = ranks.gather(torch.stack([logits_Nv.logsumexp(1), of_target_N]))
+        log_sum_N = both_W2N[:, 0].logsumexp(0)
+        ctx.save_for_backward(logits_Nv, log_sum_N, own_N, is_own_N, is_ignored_N)
+        return (log_sum_N - both_W2N[:, 1].sum(0)).masked_fill_(is_ignored_N, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """softmax - one-hot of the target, of this rank's part."""
+        logits_Nv, log_sum_N, own_N, is_own_N, is_ignored_N = ctx.saved_tensors
+        grad_Nv = (logits_Nv - log_sum_N.unsqueeze(1)).exp_()
+        grad_Nv.scatter_add_(1, own_N.unsqueeze(1), -is_own_N.to(grad_Nv.dtype).unsqueeze(1))
+        grad_Nv.mul_(grads[0].masked_fill(is_ignored_N, 0).unsqueeze(1))
+        return grad_Nv.to(ctx.dtype), None, None, None, None, None
+
 
 _KEY = "tensor_parallel.vocab_parallel_lm_head"
 

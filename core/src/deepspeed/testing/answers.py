@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.abstract_accelerator import FACES, DeepSpeedAccelerator
+from deepspeed.accelerator.abstract_accelerator import MIXINS, DeepSpeedAccelerator
 
 #: name of an argument in the interface -> a value that fits, made for each call. A new argument needs one here
 VALUES: dict[str, Callable[[DeepSpeedAccelerator], Any]] = {
@@ -180,7 +180,7 @@ def _answers(accelerator: DeepSpeedAccelerator, name: str) -> Iterator[Any]:
 
 def _stated(name: str) -> Any:
     """The method or property as the interface has it."""
-    return next(vars(face)[name] for face in FACES.values() if name in vars(face))
+    return next(vars(mixin)[name] for mixin in MIXINS.values() if name in vars(mixin))
 
 
 def _hint(name: str) -> Any:

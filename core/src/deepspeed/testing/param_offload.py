@@ -10,7 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.testing.engines import make_engine
-from deepspeed.testing.odd_models import CheckpointedMLP
+from deepspeed.testing.models import CheckpointedMLP
 
 if TYPE_CHECKING:
     from deepspeed.engine.engine import DeepSpeedEngine

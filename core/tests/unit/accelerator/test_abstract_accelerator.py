@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from deepspeed.accelerator.abstract_accelerator import ANY_TIME, FACES, DeepSpeedAccelerator, documented_names
+from deepspeed.accelerator.abstract_accelerator import ANY_TIME, MIXINS, DeepSpeedAccelerator, documented_names
 from deepspeed.errors import ConfigError, PluginError, StateError
 
 # The interface as DeepSpeed documents it; a name may be added here, and none taken away.
@@ -67,10 +67,10 @@ def test_every_documented_name_is_there():
 
 
 def test_every_method_says_what_it_is():
-    for face in FACES.values():
-        for name, member in vars(face).items():
+    for mixin in MIXINS.values():
+        for name, member in vars(mixin).items():
             if not name.startswith("_"):
-                assert inspect.getdoc(member), f"{face.__name__}.{name}"
+                assert inspect.getdoc(member), f"{mixin.__name__}.{name}"
 
 
 ARGUMENTS = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.accelerator import host_memory
+from deepspeed.accelerator import plain as host
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import ConfigError, StateError
 
@@ -91,7 +91,7 @@ def test_streams_do_nothing_in_every_form_of_use(plain):
 
 def test_events_read_the_clock_in_milliseconds(plain, monkeypatch):
     clock = iter([5_000_000, 7_500_000])
-    monkeypatch.setattr("deepspeed.accelerator.host_streams.time.perf_counter_ns", lambda: next(clock))
+    monkeypatch.setattr("deepspeed.accelerator.plain.time.perf_counter_ns", lambda: next(clock))
     start, end = plain.Event(), plain.Event()
     with pytest.raises(StateError, match="the start event was not recorded"):
         start.elapsed_time(end)
@@ -122,19 +122,19 @@ def test_memory_figures_move_with_the_process(plain):
 
 def test_peak_without_the_kernels_help(monkeypatch):
     figures = iter([100, 300, 200, 250, 240])
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: next(figures))
-    monkeypatch.setattr(host_memory, "_system_peak_bytes", lambda: 900)
-    monkeypatch.setattr(host_memory, "_reset_system_peak", lambda: False)
-    peak = host_memory.PeakMemory()
+    monkeypatch.setattr(host, "resident_bytes", lambda: next(figures))
+    monkeypatch.setattr(host, "_system_peak_bytes", lambda: 900)
+    monkeypatch.setattr(host, "_reset_system_peak", lambda: False)
+    peak = host.PeakMemory()
     assert peak.read() == 900  # 100 now
     peak.reset()  # 300 now
     assert [peak.read() for _ in range(3)] == [300, 300, 300]
 
 
 def test_peak_is_never_below_the_present(monkeypatch):
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: 500)
-    monkeypatch.setattr(host_memory, "_system_peak_bytes", lambda: 400)
-    assert host_memory.PeakMemory().read() == 500
+    monkeypatch.setattr(host, "resident_bytes", lambda: 500)
+    monkeypatch.setattr(host, "_system_peak_bytes", lambda: 400)
+    assert host.PeakMemory().read() == 500
 
 
 @pytest.mark.parametrize(
@@ -143,21 +143,21 @@ def test_peak_is_never_below_the_present(monkeypatch):
 def test_a_containers_limit_counts(monkeypatch, tmp_path, version):
     limit, use = (tmp_path / name for name in version.split())
     limit.parent.mkdir(exist_ok=True)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
     limit.write_text(f"{8 * MIB}\n")
     use.write_text(f"{3 * MIB}\n")
-    assert host_memory.total_bytes() == 8 * MIB
-    assert host_memory.available_bytes() == 5 * MIB
+    assert host.total_bytes() == 8 * MIB
+    assert host.available_bytes() == 5 * MIB
     use.write_text(f"{9 * MIB}\n")
-    assert host_memory.available_bytes() == 0
+    assert host.available_bytes() == 0
 
 
 def test_no_limit_is_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
-    machine = host_memory.total_bytes()
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    machine = host.total_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("5\n")
-    assert host_memory.total_bytes() == machine
+    assert host.total_bytes() == machine
 
 
 def test_pinning_gives_the_tensor_back_unless_alignment_asks_for_a_copy(plain):

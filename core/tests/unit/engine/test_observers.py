@@ -8,7 +8,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.engine.step import Progress, StepStats
+from deepspeed.engine.observers import Progress, StepStats
 from deepspeed.log import logger, warn_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer

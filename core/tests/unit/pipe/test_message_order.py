@@ -3,12 +3,16 @@
 from functools import partial
 
 import pytest
-from deepspeed.pipe.instructions import BufferOpInstruction, RecvActivation, RecvGrad, SendActivation, SendGrad
 from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.schedule import (
+    BufferOpInstruction,
     InferenceSchedule,
     InterleavedInferenceSchedule,
     InterleavedSchedule,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
     TrainSchedule,
     ZeroBubbleSchedule,
 )

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from deepspeed.accelerator.abstract_accelerator import FACES, DeepSpeedAccelerator, documented_names
+from deepspeed.accelerator.abstract_accelerator import MIXINS, DeepSpeedAccelerator, documented_names
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.testing import answers
 
@@ -23,7 +23,7 @@ def test_the_plain_accelerator_answers(plain, name):
 
 
 def test_no_value_is_left_over():
-    members = [member for face in FACES.values() for member in vars(face).values() if inspect.isfunction(member)]
+    members = [member for mixin in MIXINS.values() for member in vars(mixin).values() if inspect.isfunction(member)]
     taken = {name for member in members for name in list(inspect.signature(member).parameters)[1:]}
     assert set(answers.VALUES) <= taken
     assert set(answers.ANY_DEVICE) <= set(documented_names())

@@ -6,7 +6,7 @@
 from typing import Any
 
 import torch
-from deepspeed.accelerator.host_streams import HostStream
+from deepspeed.accelerator.plain import HostStream
 
 
 class MPSEvent(torch.mps.Event):

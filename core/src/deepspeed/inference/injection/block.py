@@ -21,9 +21,8 @@ from deepspeed.inference.injection.attention import (
     with_alibi,
     within_window,
 )
-from deepspeed.inference.injection.experts import FusedExperts
 from deepspeed.inference.injection.policies import InjectionPolicy
-from deepspeed.inference.injection.weights import FusedLinear, output_linear
+from deepspeed.inference.injection.weights import FusedExperts, FusedLinear, output_linear
 from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 

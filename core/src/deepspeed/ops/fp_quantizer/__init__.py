@@ -6,8 +6,7 @@ May import `errors` and `ops.quantizer`, which has the formats (`floats.py`).
 """
 
 from deepspeed._absent import complete
-from deepspeed.ops.fp_quantizer.fp8_gemm import matmul_fp8
-from deepspeed.ops.fp_quantizer.quantize import FP_Quantize, Quantizer
+from deepspeed.ops.fp_quantizer.quantize import FP_Quantize, Quantizer, matmul_fp8
 
 __all__ = ["FP_Quantize", "Quantizer", "matmul_fp8"]
 

@@ -34,7 +34,7 @@ from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.op_builder import jit, loading, prebuilt
+from deepspeed.ops.op_builder import jit, loading
 from deepspeed.ops.op_builder.kernel_path import SourcePlaces
 from deepspeed.ops.op_builder.questions import DeepSpeedQuestions
 from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target, torch_module, torch_version, with_torch
@@ -243,7 +243,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         """
         self._check_compatible()
         spec = self.describe()
-        return prebuilt.find(self.absolute_name(), spec)[0] or jit.build(spec)
+        return loading.find(self.absolute_name(), spec)[0] or jit.build(spec)
 
     def builder(self) -> Any:
         """The op as a setuptools Extension, for a `setup.py` that wants one (`aot.py` needs none).
@@ -289,22 +289,22 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
             else:
                 return None
         try:
-            if self.op_namespace is None and prebuilt.module_of_setuptools(self.absolute_name()):
+            if self.op_namespace is None and loading.module_of_setuptools(self.absolute_name()):
                 return None
             spec = self.describe()
-            found = prebuilt.find(self.absolute_name(), spec)[0] or jit.find(spec)
+            found = loading.find(self.absolute_name(), spec)[0] or jit.find(spec)
         except OpUnavailable:
             found = None
         return missing if found is None else None
 
     def _load_prebuilt(self) -> Any | None:
-        library = prebuilt.library_beside_package(self.absolute_name())
+        library = loading.library_beside_package(self.absolute_name())
         if self._too_old():
             return None
         if library is None or not library.is_file():
             return self._module_of_setuptools()
         spec = self.describe()
-        fitting, reason = prebuilt.find(self.absolute_name(), spec)
+        fitting, reason = loading.find(self.absolute_name(), spec)
         if fitting is None:
             logger.info("op %r: %s; it is compiled instead", self.name, reason)
             return None
@@ -316,7 +316,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
             return None
 
     def _module_of_setuptools(self) -> Any | None:
-        if self.op_namespace is not None or prebuilt.module_of_setuptools(self.absolute_name()) is None:
+        if self.op_namespace is not None or loading.module_of_setuptools(self.absolute_name()) is None:
             return None
         torch_module()  # its libraries must be in the process first
         try:

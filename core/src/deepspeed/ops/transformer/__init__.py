@@ -6,10 +6,9 @@ input requires one runs the torch reference, which has. May import `errors` and 
 """
 
 from deepspeed._forward import forward
+from deepspeed.ops.transformer.activations import bias_gelu, gated_activation, gelu
 from deepspeed.ops.transformer.decode_attention import decode_attention
 from deepspeed.ops.transformer.decoder_layer import DecoderLayer, Linear, Norm, decoder_layer
-from deepspeed.ops.transformer.gated import gated_activation
-from deepspeed.ops.transformer.gelu import bias_gelu, gelu
 from deepspeed.ops.transformer.linear import linear
 from deepspeed.ops.transformer.norm import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.ops.transformer.rotary import apply_rotary, rotary_table

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 #: themes in the order in which they are run: what others stand on comes first
 THEMES = (
-    *("identity", "memory", "pinned_memory", "rng", "streams", "graphs", "dtypes", "environment"),
+    *("identity", "memory", "rng", "streams", "graphs", "dtypes", "environment"),
     *("op_builders", "optimizer_kernels", "tensor_kernels", "generation_kernels"),
     *("communication", "training", "hygiene", "completeness"),
 )

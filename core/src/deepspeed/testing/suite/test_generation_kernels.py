@@ -11,9 +11,9 @@ import torch
 
 from deepspeed.ops import transformer
 from deepspeed.ops.quantizer import pack_weight, packed_grouped_linear, packed_linear, unpack_weight
+from deepspeed.ops.transformer.activations import gated_activation_reference
 from deepspeed.ops.transformer.decode_attention import decode_attention_reference
 from deepspeed.ops.transformer.decoder_layer import decoder_layer_reference
-from deepspeed.ops.transformer.gated import gated_activation_reference
 from deepspeed.testing import requirements
 from deepspeed.testing.suite.test_tensor_kernels import (
     _EPS,

@@ -19,7 +19,7 @@ from deepspeed.ops.quantizer.groups import (
     dequantize_reference,
     quantize_reference,
 )
-from deepspeed.ops.transformer.gelu import bias_gelu_reference, gelu_reference
+from deepspeed.ops.transformer.activations import bias_gelu_reference, gelu_reference
 from deepspeed.ops.transformer.norm import layer_norm_reference, rms_norm_reference
 from deepspeed.ops.transformer.rotary import apply_rotary_reference, rotary_table
 from deepspeed.testing import requirements

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 from deepspeed.errors import ConfigError, OpUnavailable
-from deepspeed.ops.op_builder import aot, prebuilt
+from deepspeed.ops.op_builder import aot, loading
 from deepspeed.ops.op_builder.cache import Manifest
 
 SETUP = """
@@ -190,11 +190,11 @@ def test_a_cut_prebuilt_library_is_not_taken(wheel, installed):
     builder = importlib.import_module("shipped_of_test.op_builder").ModuleBuilder()
     library = package / "ops" / "module_op.so"
     library.write_bytes(library.read_bytes()[:1000])
-    found, reason = prebuilt.find(builder.absolute_name(), builder.describe())
+    found, reason = loading.find(builder.absolute_name(), builder.describe())
     assert found is None
     assert "has 1000 bytes, but" in reason
     library.with_suffix(".json").unlink()
-    assert prebuilt.find(builder.absolute_name(), builder.describe()) == (None, f"{library} has no manifest beside it")
+    assert loading.find(builder.absolute_name(), builder.describe()) == (None, f"{library} has no manifest beside it")
 
 
 def test_an_editable_install_has_them_in_the_source_tree(project):
@@ -267,7 +267,7 @@ def test_which_prebuilt_library_fits(workshop, change, reason):
     library = workshop.folder / "x.so"
     library.write_bytes(b"library")
     manifest = dataclasses.replace(Manifest.of(spec, library, []), **change)
-    found = prebuilt.misfit(manifest, spec)
+    found = loading.misfit(manifest, spec)
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
 
@@ -279,12 +279,12 @@ def test_another_c_library_is_left_to_the_loader(workshop):
     manifest = dataclasses.replace(
         Manifest.of(spec, library, []), target="-".join([*spec.target.split("-")[:2], "glibc 2.1"])
     )
-    assert prebuilt.misfit(manifest, spec) is None
+    assert loading.misfit(manifest, spec) is None
     manifest.write(workshop.folder / "x.json")
     assert json.loads((workshop.folder / "x.json").read_text())["target"].endswith("glibc 2.1")
     assert Manifest.read(workshop.folder / "x.json") == manifest
 
 
 def test_no_package_no_prebuilt_library():
-    assert prebuilt.library_beside_package("x_op") is None
-    assert prebuilt.library_beside_package("no_such_package.ops.x_op") is None
+    assert loading.library_beside_package("x_op") is None
+    assert loading.library_beside_package("no_such_package.ops.x_op") is None

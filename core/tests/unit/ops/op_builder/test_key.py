@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.ops.op_builder import jit, toolchain
 from deepspeed.ops.op_builder import spec as spec_module
-from deepspeed.ops.op_builder.includes import scan
+from deepspeed.ops.op_builder.spec import scan
 
 
 def test_the_same_content_elsewhere_has_the_same_key(workshop):

@@ -174,10 +174,10 @@ def test_the_facts_of_the_installation():
 def test_an_op_that_was_built_beforehand_is_installed(third, monkeypatch):
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.implementations import implemented
-    from deepspeed.ops.op_builder import prebuilt
+    from deepspeed.ops.op_builder import loading
 
     assert not any(installed_ops.values())
-    monkeypatch.setattr(prebuilt, "is_there", lambda name: name.endswith(".cpu_adam_op"))
+    monkeypatch.setattr(loading, "is_there", lambda name: name.endswith(".cpu_adam_op"))
     if not implemented("CPUAdamBuilder"):
         pytest.skip("nobody has a builder of cpu_adam")
     found = importlib.import_module("deepspeed.git_version_info").installed_ops

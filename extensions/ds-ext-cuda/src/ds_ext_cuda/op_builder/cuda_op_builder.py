@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
+from deepspeed.ops.op_builder import OpBuilder, jit, loading
 from deepspeed.ops.op_builder.cache import Manifest
 from deepspeed.ops.op_builder.kernel_path import make_kernel_path
 from deepspeed.ops.op_builder.spec import BuildSpec, torch_module
@@ -226,7 +226,7 @@ class CUDAOpBuilder(OpBuilder):
 
     def _load_prebuilt(self) -> Any | None:
         """As the base's, unless the library is for other GPUs: then it is compiled instead."""
-        library = prebuilt.library_beside_package(self.absolute_name())
+        library = loading.library_beside_package(self.absolute_name())
         manifest = None if library is None else Manifest.read(library.with_suffix(".json"))
         names = "" if manifest is None else manifest.target.partition(_FOR_GPUS)[2]
         if names:

@@ -1,6 +1,7 @@
-"""A plan by structure, for models that no table knows and that bring none.
+"""The plans of models that no table knows: the one that a model brings, or one by the structure of its layers.
 
-What a module's own linear layers tell:
+A transformers model may bring one: `base_model_tp_plan` of its config, and `_tp_plan` of its class. Else its own linear
+layers say:
 
 - Attention: a query, a key and a value layer by their usual names, and one output layer that reads as many features as
   the query layer gives. The numbers of heads are in `model.config`, or in the module.
@@ -11,14 +12,60 @@ What a module's own linear layers tell:
 Everything else stays whole. A model in which nothing is found is refused, with the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.cuts import role_of
+from deepspeed.tensor_parallel.cuts import along_of, role_of
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan, heads_of_model
+
+# transformers' names of styles; the output layer is divided with the embedding, see vocabulary.py
+_STYLES: Mapping[str, tuple[Placement, bool]] = {
+    "colwise": (Shard(0), False),
+    "colwise_gather_output": (Shard(0), True),
+    "colwise_rep": (Shard(0), True),
+    "rowwise": (Shard(1), False),
+    "replicated_with_grad_allreduce": (Replicate(), False),
+}
+
+
+def own_plan(model: nn.Module) -> TensorPlan | None:
+    """The model's own plan; None: it has none.
+
+    Raises:
+        ConfigError: for a style that is not known here.
+    """
+    config = getattr(model, "config", None)
+    styles = getattr(config, "base_model_tp_plan", None)
+    if not styles:
+        return None
+    rules = []
+    for path, module in model.named_modules():
+        style = next((style for pattern, style in styles.items() if Rule(pattern, Replicate()).matches(path)), None)
+        if style is None:
+            continue
+        if style not in _STYLES:
+            raise ConfigError(
+                f"tensor parallelism: the tp_plan of {type(model).__name__} divides {path} as {style!r}, and the "
+                f"styles that are known here are {', '.join(_STYLES)}; describe its layers in "
+                "tensor_parallel.partition_config"
+            )
+        placement, gathers = _STYLES[style]
+        if isinstance(placement, Replicate):
+            rules.append(Rule(path, placement, sums_gradient=True))
+            continue
+        if role_of(path) == "fused" and not gathers:
+            raise ConfigError(
+                f"tensor parallelism: the tp_plan of {type(model).__name__} divides the fused layer {path}, and does "
+                "not say how query, key and value lie in it; describe it in tensor_parallel.partition_config"
+            )
+        if isinstance(module, nn.Linear):
+            rules.append(Rule(path, placement, along_of(model, path, placement), gathers=gathers))
+    return TensorPlan(f"tp_plan of {type(model).__name__}", tuple(rules), heads_of_model(model))
+
 
 _WHOLE_WIDTH = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 
