@@ -282,8 +282,8 @@ def test_the_constructor_wrapper_places_and_casts() -> None:
 def test_what_is_not_here_says_so() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = deepspeed.nonsense
-    with pytest.raises(ValueError, match="Autotuner: autotuning is not in this version"):
-        importlib.import_module("deepspeed.autotuning").Autotuner()
+    with pytest.raises(ValueError, match="DominoTransformer: Domino is not in this version"):
+        importlib.import_module("deepspeed.runtime.domino.transformer").DominoTransformer()
 
 
 @pytest.mark.parametrize("feature", CONFIGS_OUT_OF_SCOPE)

@@ -1,13 +1,12 @@
 """The table says whether a name of DeepSpeed's documented interface works, works differently, or is not here yet.
 
-The table is pure data. It is read by `deepspeed._absent` (names that are not here yet), by the engine (its methods), by
-the launcher (its flags) and by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature
-arrives, its lines here go and the generated modules with them. May import nothing of the project. Read `records.py`
-first.
+The table is pure data. It is read by `deepspeed._absent` (names that are not here yet), by the engine (its methods) and
+by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature arrives, its lines here go and the
+generated modules with them. May import nothing of the project. Read `records.py` first.
 """
 
 from deepspeed.compatibility.engine_methods import ENGINE_METHODS
-from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
+from deepspeed.compatibility.features import FEATURES
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
@@ -17,7 +16,6 @@ __all__ = [
     "DEFAULTS",
     "ENGINE_METHODS",
     "FEATURES",
-    "LAUNCHER_FLAGS",
     "MODULES",
     "ROWS",
     "Default",

@@ -1,4 +1,4 @@
-"""The features that are not here yet, and the launcher's flags for them."""
+"""The features that are not here yet."""
 
 from deepspeed.compatibility.records import Feature
 
@@ -7,7 +7,9 @@ FEATURES = {
     "AutoTP's classes": Feature("a class for each part of AutoTP", "call deepspeed.tp_model_init(model, tp_size)"),
     "AutoEP's classes": Feature("a class for each part of AutoEP", 'set "expert_parallel": {"enabled": true}'),
     "AutoSP": Feature("AutoSP", "use deepspeed.sequence.layer.DistributedAttention or UlyssesSPAttentionHF"),
-    "autotuning": Feature("autotuning", "choose the stage and the micro-batch by hand"),
+    "autotuning internals": Feature(
+        "a part of DeepSpeed's autotuner", "run deepspeed --autotuning tune, see docs/howto/tune-a-run.md"
+    ),
     "checkpoint engines": Feature(
         "another checkpoint engine",
         "save_checkpoint writes through engine.checkpointer.store, which a plugin can replace",
@@ -79,9 +81,4 @@ FEATURES = {
         "a class that quantizes weights",
         'call deepspeed.init_inference(model, dtype="int8"), or use deepspeed.inference.quantization',
     ),
-}
-
-# Flag of the `deepspeed` command -> its feature. These parse, and then raise.
-LAUNCHER_FLAGS = {
-    "autotuning": Feature("autotuning", "omit --autotuning and set the values in the config"),
 }

@@ -26,9 +26,6 @@ _SPARSITY_CONFIGS = (
     "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
 )
 MODULES = {
-    "autotuning": _absent("autotuning", forwards={"autotuning.autotuner": "Autotuner"}),
-    "autotuning.autotuner": _absent("autotuning", "Autotuner"),
-    "autotuning.scheduler": _absent("autotuning", "ResourceManager"),
     "checkpoint.deepspeed_checkpoint": _absent("universal checkpoints", "DeepSpeedCheckpoint"),
     "checkpoint.universal_checkpoint": _absent(
         "universal checkpoints", functions="enable_universal_checkpoint load_hp_checkpoint_state"

@@ -407,7 +407,14 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "And `FlopsProfiler`. Counts by torch's formulas: products of matrices, convolutions, attention, recurrent "
             "layers; elementwise operations, which DeepSpeed adds, count as none. The tables look different.",
         ),
-        ("deepspeed.autotuning.Autotuner", N, "`--autotuning` of the launcher neither."),
+        (
+            "deepspeed.autotuning.Autotuner",
+            D,
+            "Behind `deepspeed --autotuning tune` and `run`, with the same section. A number in the configuration "
+            "stays as it is, that of the micro-batch too; "
+            "`auto` and lists are searched, also of offload and mesh. "
+            "Trials run one after the other; `model_based` has a model of its own in place of xgboost.",
+        ),
         (
             "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
             D,

@@ -16,7 +16,7 @@ from deepspeed.compatibility.records import Default, Feature
 # Beginning of a module below `deepspeed` -> its feature; the longest that fits counts.
 _FEATURE_OF = {
     "": "internals",
-    "autotuning": "autotuning",
+    "autotuning": "autotuning internals",
     "checkpoint": "universal checkpoints",
     "comm": "communication internals",
     "compile": "DeepCompile",

@@ -1,11 +1,11 @@
 """Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
 
-Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency,
-compression and autotuning are refused when switched on; their inner structure is free here, and what acts on one of
-them one day brings its own section.
+Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency and compression
+are refused when switched on; their inner structure is free here, and what acts on one of them one day brings its own
+section.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet, refused, warned
 
@@ -140,31 +140,47 @@ class ElasticityConfig(Section):
 
 
 class AutotuningConfig(Section):
-    """`autotuning`."""
+    """`autotuning`: `deepspeed --autotuning tune` searches for settings by short jobs. An engine acts on it only where
+    `metric_path` or `model_info.profile` says what to measure: it writes that file, and the job ends."""
 
-    enabled: Flag = key(False, "Search for settings.", support=refused("autotuning is not in this version"))
-    results_dir: str = key("autotuning_results", "Folder of results.", support=_OFF)
-    exps_dir: str = key("autotuning_exps", "Folder of experiments.", support=_OFF)
-    overwrite: Flag = key(True, "Repeat experiments that have results.", support=_OFF)
-    metric: str = key("throughput", "latency, throughput or FLOPS.", support=_OFF)
-    metric_path: str | None = key(None, "File the script writes its own metric to.", support=_OFF)
-    start_profile_step: Int = key(3, "Measure from this step.", unit="step", support=_OFF)
-    end_profile_step: Int = key(5, "Measure to this step.", unit="step", support=_OFF)
-    fast: Flag = key(True, "Tune stage and micro-batch only.", support=_OFF)
-    max_train_batch_size: Int | None = key(None, "Largest global batch.", unit="samples", support=_OFF)
-    min_train_batch_size: Int = key(1, "Smallest global batch.", unit="samples", support=_OFF)
-    mp_size: Int = key(1, "Model-parallel degree.", unit="ranks", support=_OFF)
-    num_nodes: Int | None = key(None, "Nodes for experiments.", support=_OFF)
-    num_gpus: Int | None = key(None, "Devices per node for experiments.", support=_OFF)
-    num_tuning_micro_batch_sizes: Int = key(3, "Micro-batches to try.", support=_OFF)
-    min_train_micro_batch_size_per_gpu: Int = key(1, "Smallest micro-batch.", unit="samples", support=_OFF)
-    max_train_micro_batch_size_per_gpu: Int | None = key(1024, "Largest micro-batch.", unit="samples", support=_OFF)
-    tuner_type: str = key("gridsearch", "Order of the search.", support=_OFF)
-    tuner_early_stopping: Int = key(5, "Experiments beyond the best.", support=_OFF)
-    tuner_num_trials: Int = key(50, "Experiments, at most.", support=_OFF)
-    model_info: Free | None = key(None, "What is known of the model.", support=_OFF)
-    model_info_path: str | None = key(None, "Where that is kept.", support=_OFF)
-    arg_mappings: Free | None = key(None, "Arguments of the script by key.", support=_OFF)
+    enabled: Flag = key(False, "Let the search, and the engines of its trials, act on the section.")
+    results_dir: Text = key("autotuning_results", "Folder of results.")
+    exps_dir: Text = key("autotuning_exps", "Folder with a description of each trial.")
+    overwrite: Flag = key(
+        True, "Repeat trials that have results; where it is not written, a search that was cut short goes on."
+    )
+    metric: Literal["throughput", "latency", "flops", "FLOPS"] = key("throughput", "What the best is best in.")
+    metric_path: Text | None = key(None, "File to which the engine of a trial writes what it has measured.")
+    start_profile_step: Int = key(3, "Measure from this step.", unit="step", ge=0)
+    end_profile_step: Int = key(5, "Measure to this step.", unit="step", ge=1)
+    fast: Flag = key(True, "Search for stage and micro-batch only, and for what is a list or auto.")
+    max_train_batch_size: Int | None = key(None, "Largest global batch.", unit="samples", ge=1)
+    min_train_batch_size: Int = key(1, "Smallest global batch.", unit="samples", ge=1)
+    mp_size: Int = key(1, "Model-parallel degree, where mesh and tensor_parallel do not say it.", unit="ranks", ge=1)
+    num_nodes: Int | None = key(None, "Nodes of a trial; null: as the command says.", ge=1)
+    num_gpus: Int | None = key(None, "Devices per node of a trial; null: as the command says.", ge=1)
+    num_tuning_micro_batch_sizes: Int = key(3, "With fast false: micro-batches to try other settings at.", ge=1)
+    min_train_micro_batch_size_per_gpu: Int = key(1, "Smallest micro-batch.", unit="samples", ge=1)
+    max_train_micro_batch_size_per_gpu: Int | None = key(1024, "Largest micro-batch.", unit="samples", ge=1)
+    tuner_type: Literal["gridsearch", "random", "model_based"] = key("gridsearch", "How trials are chosen.")
+    tuner_early_stopping: Int = key(5, "Trials in a row that are no better, before the search ends; 0: all run.", ge=0)
+    tuner_num_trials: Int = key(50, "Trials, at most.", ge=1)
+    trial_limit: Float = key(1800.0, "How long a trial may take before it is ended as one that hangs.", unit="s", gt=0)
+    model_info: Free | None = key(
+        None, 'num_params of the model, so that no job finds it out; {"profile": true} in a job that does.'
+    )
+    model_info_path: Text | None = key(None, "File to which that job writes it.")
+    arg_mappings: Free | None = key(None, "Key of the configuration -> flag of the script that has to say the same.")
+
+    @property
+    def profiles_model_info(self) -> bool:
+        """Whether the job is to find out about its model instead of measuring steps."""
+        return bool(self.enabled and self.model_info and self.model_info.get("profile"))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the job is one of a search's."""
+        return self.enabled and (self.metric_path is not None or self.profiles_model_info)
 
 
 class CompressionConfig(Section):

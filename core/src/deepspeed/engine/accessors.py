@@ -70,6 +70,9 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "autotuning_enabled": "autotuning.enabled",
     "autotuning_end_profile_step": "autotuning.end_profile_step",
     "autotuning_metric": "autotuning.metric",
+    "autotuning_metric_path": "autotuning.metric_path",
+    "autotuning_model_info_path": "autotuning.model_info_path",
+    "autotuning_profile_model_info": "autotuning.profiles_model_info",
     "autotuning_start_profile_step": "autotuning.start_profile_step",
     "bfloat16_enabled": "bf16.enabled",
     "bfloat16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
@@ -174,9 +177,6 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
 
 #: answered from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
-    "autotuning_metric_path": lambda engine: None,  # autotuning is refused
-    "autotuning_model_info_path": lambda engine: None,
-    "autotuning_profile_model_info": lambda engine: False,
     "curriculum_learning_config": lambda engine: {},  # the data efficiency library is refused
     "curriculum_learning_enabled": lambda engine: False,
     "data_sampling_enabled": lambda engine: False,

@@ -88,10 +88,15 @@ from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:
+    from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.engine.step_schedules import StepSchedules
     from deepspeed.profiling.step_profile import StepProfile
 
 _STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
+_MEASURES_NOTHING = (
+    "autotuning.enabled: found true without metric_path, so nothing is measured and training goes on; search by "
+    "`deepspeed --autotuning tune`"
+)
 
 
 def initialize(
@@ -500,8 +505,16 @@ def _create_step_schedules(
 
 def _create_profile(
     config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, progress: Progress
-) -> "StepProfile | None":
-    """Create what profiles one step (`flops_profiler`), on rank 0 alone; None where it is not asked for."""
+) -> "StepProfile | TrialProfile | None":
+    """Create what measures a trial (`autotuning`), on every rank, or what profiles one step (`flops_profiler`), on
+    rank 0 alone; None where neither is asked for."""
+    if config.autotuning.measures:
+        from deepspeed.autotuning.trial import TrialProfile  # late: few runs ask for it
+
+        known = {"micro_batch": config.train_micro_batch_size_per_gpu}
+        return TrialProfile(config.autotuning, module, known, is_whole=mesh.model_size == 1)
+    if config.autotuning.enabled:
+        warn_once(_MEASURES_NOTHING)
     if not (config.flops_profiler.enabled and is_writer()):
         return None
     from deepspeed.profiling.flops import FlopsProfiler  # late: few runs ask for it
@@ -521,7 +534,7 @@ def _create_observers(
     config: DeepSpeedConfig,
     group: Any,
     slow_ranks: SlowRanks | None,
-    profile: "StepProfile | None",
+    profile: "StepProfile | TrialProfile | None",
     *,
     scales_loss: bool,
 ) -> Observers:

@@ -27,6 +27,7 @@ from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
 from deepspeed.profiling.timer import ThroughputTimer
 
 if TYPE_CHECKING:
+    from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.profiling.step_profile import StepProfile
 
 
@@ -73,7 +74,7 @@ class Observers:
         shows_loss_scale: whether the loss scale is one of the events.
         group: ranks that show their times in one table; None: each has its own to show.
         slow_ranks: names ranks that are slower than others; None: nobody does.
-        profile: counts the operations of one step; None: nobody does.
+        profile: counts the operations of one step, or measures a trial of a search; None: nobody does.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Observers:
         shows_loss_scale: bool,
         group: ProcessGroup | None,
         slow_ranks: SlowRanks | None = None,
-        profile: "StepProfile | None" = None,
+        profile: "StepProfile | TrialProfile | None" = None,
     ) -> None:
         self.monitor = monitor
         self.breakdown = breakdown
@@ -163,10 +164,10 @@ class Observers:
         self._loss = None
         if is_due and self.breakdown.enabled:
             self._print_table()
-        if self.profile is not None:
-            self.profile.step_ended(batch_size)
         if self._slow_ranks is not None:
             self._slow_ranks.step_ended(progress.global_steps)
+        if self.profile is not None:
+            self.profile.step_ended(batch_size)  # the last step of a trial ends the process
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a forward of `fwd_time` milliseconds and its parts: timers of `engine.timers` called `fwd_...`."""

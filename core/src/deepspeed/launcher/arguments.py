@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from deepspeed._version import __version__
-from deepspeed.compatibility import LAUNCHER_FLAGS
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.plan import DEFAULT_GRACE_S, ElasticLimits
 
@@ -211,7 +210,12 @@ def _add_multinode_flags(group: argparse._ArgumentGroup) -> None:
         help="how often ranks are started again because one failed; nodes that are lost or come do not count "
         f"(default: {DEFAULT_MAX_RESTARTS}); needs --elastic_training",
     )
-    group.add_argument("--autotuning", choices=("tune", "run"), default=None, help="not supported yet")
+    group.add_argument(
+        "--autotuning",
+        choices=("tune", "run"),
+        default=None,
+        help="search for the settings with which the script trains fastest, by short jobs; run: then train with them",
+    )
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -226,11 +230,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"{unknown[0]}: no such flag{_did_you_mean(parser, unknown[0])}; `deepspeed --help` lists the flags"
         )
-    for name, feature in LAUNCHER_FLAGS.items():
-        if getattr(args, name) not in (None, False):
-            raise ConfigError(feature.explain(f"--{name}"))
     _check_resources(args)
     _check_elastic(args)
+    _check_search(args)
     _check_binding(args)
     _check_logs(args)
     _check_script(args)
@@ -307,6 +309,15 @@ def _check_elastic(args: argparse.Namespace) -> None:
     least, most = args.min_elastic_nodes or 1, args.max_elastic_nodes
     if most is not None and most < least:
         raise ConfigError(f"--max_elastic_nodes {most}: is less than --min_elastic_nodes ({least}); make it larger")
+
+
+def _check_search(args: argparse.Namespace) -> None:
+    for flag in ("elastic_training", "no_ssh", "dry_run"):
+        if args.autotuning is not None and getattr(args, flag):
+            raise ConfigError(
+                f"--autotuning {args.autotuning} and --{flag} exclude each other: this command starts jobs of its own, "
+                "and compares those that end by themselves; omit one of them"
+            )
 
 
 def _check_resources(args: argparse.Namespace) -> None:

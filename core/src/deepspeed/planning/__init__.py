@@ -4,7 +4,7 @@
 `memory.py` (states, buffers, the peak), `traffic.py` (bytes sent), `search.py` (all meshes).
 """
 
-from deepspeed.planning.memory import Memory, estimate_memory
+from deepspeed.planning.memory import Memory, estimate_measured, estimate_memory
 from deepspeed.planning.search import Choice, Plan, count_parameters, plan
 from deepspeed.planning.shape import ModelShape, read_shape
 from deepspeed.planning.share import Mesh
@@ -23,6 +23,7 @@ __all__ = [
     "Traffic",
     "Training",
     "count_parameters",
+    "estimate_measured",
     "estimate_memory",
     "estimate_traffic",
     "gloo",

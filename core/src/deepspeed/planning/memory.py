@@ -16,6 +16,7 @@ from deepspeed.planning import blocks
 from deepspeed.planning.blocks import Param, PlannedBlock
 from deepspeed.planning.shape import ModelShape
 from deepspeed.planning.share import Mesh, Share, share_of
+from deepspeed.planning.tape import Point, Profile
 from deepspeed.planning.training import DEVICE, Library, Training
 from deepspeed.planning.units import PlannedUnit, units_of
 from deepspeed.zero.bucket import FLUSH_NUMEL
@@ -134,11 +135,34 @@ def in_flight(training: Training, mesh: Mesh, stage: int) -> int:
     return min(training.accumulation, depth)
 
 
+def estimate_measured(
+    params: Sequence[Param], activations: int, mesh: Mesh, training: Training, library: Library = DEVICE
+) -> Memory:
+    """The peak for a model of which the parameters are known and the activations were measured, instead of its shape.
+
+    It is a lower bound: working memory of operations is not in it.
+
+    Args:
+        params: that a rank trains, in the order of the module.
+        activations: bytes that the forward of a micro-batch keeps for the backward.
+    """
+    count = max(len(params), 1)
+    points = tuple(
+        Point(activations * (at + 1) // count, activations * at // count, (param.name,))
+        for at, param in reversed(list(enumerate(params)))
+    )
+    block = PlannedBlock(tuple(params), Profile(activations, activations, 0, points))
+    return _peak(RankModel(tuple(params), ((block, 0),), False, 0, 0), mesh, training, library, 0)
+
+
 def _of_stage(shape: ModelShape, mesh: Mesh, training: Training, library: Library, stage: int) -> Memory:
-    model = rank_model(shape, mesh, training, stage)
+    return _peak(rank_model(shape, mesh, training, stage), mesh, training, library, stage)
+
+
+def _peak(model: RankModel, mesh: Mesh, training: Training, library: Library, stage: int) -> Memory:
     units = units_of(model.params, training, mesh.replicas, mesh.replicas // mesh.ep, library)
     base = _Base(model, units, training, library)
-    moments = [*_passes(model, units, training, library, in_flight(training, mesh, stage), shape, base), base.update()]
+    moments = [*_passes(model, units, training, library, in_flight(training, mesh, stage), base), base.update()]
     peak = max(moments, key=lambda memory: memory.total)
     return dataclasses.replace(peak, stage=stage, host=base.host)
 
@@ -224,7 +248,6 @@ def _passes(
     training: Training,
     library: Library,
     num_in_flight: int,
-    shape: ModelShape,
     base: _Base,
 ) -> Iterator[Memory]:
     """The moments of forward and backward of the last micro-batch, in which most is there."""

@@ -30,7 +30,6 @@ REFUSED = [
     ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}),
     ("amp.enabled", {"amp": {"enabled": True, "opt_level": "O2"}}),
     ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
-    ("autotuning.enabled", {"autotuning": ON}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
 ]
@@ -165,7 +164,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
         *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
-        *("curriculum_learning.enabled", "progressive_layer_drop.enabled"),
+        *("autotuning.enabled", "curriculum_learning.enabled", "progressive_layer_drop.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:

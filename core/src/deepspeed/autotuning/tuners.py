@@ -1,0 +1,204 @@
+"""Tuners say which trial comes next: in their order (`GridSearchTuner`), at random, or where a model expects most.
+
+A tuner knows points and scores only. A point is a mapping of settings to values, a score is a number that is better
+when it is larger, and None where a trial has failed. `search` is the loop; what it calls to measure may be a job of
+many ranks or a table of recorded figures.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed.errors import counted
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+Point = Mapping[str, Any]
+Measure = Callable[[Point], float | None]
+
+_FACTOR = 4  # a micro-batch is at most so many times the largest that has run
+_NOISE = 0.02  # of two measurements of one point, relative
+_LEAST_GAIN = 0.003  # expected, relative, below which a trial is not worth it
+
+
+class Tuner:
+    """`Tuner` chooses among points. Larger micro-batches than one that failed, with else the same values, are left out.
+
+    Args:
+        points: to choose from, in the order in which they are listed to a user.
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.left: list[Point] = list(points)
+        self.scores: list[tuple[Point, float]] = []
+
+    def next(self) -> Point | None:
+        """The point to measure now; None: no other is worth it."""
+        return self.left[0] if self.left else None
+
+    def tell(self, point: Point, score: float | None) -> None:
+        """A point has been measured: `score`, or None where it failed."""
+        self.left = [each for each in self.left if each != point]
+        if score is not None:
+            self.scores.append((point, score))
+            return
+        micro, others = point.get(MICRO_BATCH, 0), _without_micro(point)
+        self.left = [each for each in self.left if _without_micro(each) != others or each.get(MICRO_BATCH, 0) <= micro]
+
+
+class GridSearchTuner(Tuner):
+    """`GridSearchTuner` takes points in their order."""
+
+
+class RandomTuner(Tuner):
+    """`RandomTuner` takes points in an order that is random, and the same each time, so that a search can go on."""
+
+    def __init__(self, points: Sequence[Point], seed: int = 0) -> None:
+        super().__init__(points)
+        random.Random(seed).shuffle(self.left)  # noqa: S311 - nothing secret
+
+
+class ModelBasedTuner(Tuner):
+    """`ModelBasedTuner` takes the point from which a Gaussian process expects the largest improvement.
+
+    It models the logarithm of the score. The kernel is a sum over the settings, one for each, and a small product of
+    all: what a micro-batch gains at one stage it is expected to gain at another (additive Gaussian processes,
+    Duvenaud et al., arXiv 1112.4394, section 2). Expected improvement is that of Jones et al., Efficient Global
+    Optimization (1998), equation 15. Micro-batches grow by a factor of 4 at most, so that the first large one comes
+    after others that ran.
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        super().__init__(points)
+        self._axes = _dimensions(points)
+
+    def next(self) -> Point | None:
+        candidates = self._reachable()
+        if not candidates or not self.scores:
+            return candidates[0] if candidates else None
+        gains = self._expected_gains(candidates)
+        best = int(np.argmax(gains))
+        return candidates[best] if gains[best] >= _LEAST_GAIN else None
+
+    def _reachable(self) -> list[Point]:
+        if not self.left:
+            return []
+        smallest = min(point.get(MICRO_BATCH, 0) for point in self.left)
+        ran = [point.get(MICRO_BATCH, 0) for point, _ in self.scores]
+        limit = max(smallest, _FACTOR * max(ran)) if ran else smallest
+        return [point for point in self.left if point.get(MICRO_BATCH, 0) <= limit]
+
+    def _expected_gains(self, candidates: Sequence[Point]) -> np.ndarray:
+        measured = [point for point, _ in self.scores]
+        values = np.log([score for _, score in self.scores])
+        mean = values.mean()
+        covariance = self._kernel(measured, measured) + _NOISE**2 * np.eye(len(measured))
+        across = self._kernel(candidates, measured)
+        solved = np.linalg.solve(covariance, np.column_stack([values - mean, across.T]))
+        expected = mean + across @ solved[:, 0]
+        prior = self._kernel(candidates[:1], candidates[:1])[0, 0]
+        deviation = np.sqrt(np.maximum(prior - np.einsum("ij,ji->i", across, solved[:, 1:]), 1e-12))
+        ahead = expected - values.max()
+        ratio = ahead / deviation
+        density = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
+        below = np.array([math.erfc(-each / math.sqrt(2)) / 2 for each in ratio])
+        return np.asarray(ahead * below + deviation * density)
+
+    def _kernel(self, one: Sequence[Point], other: Sequence[Point]) -> np.ndarray:
+        total, product = np.zeros((len(one), len(other))), np.ones((len(one), len(other)))
+        for axis in self._axes:
+            alike = axis.alike(one, other)
+            total += axis.deviation**2 * alike
+            product *= alike
+        return total + _INTERACTION**2 * product
+
+
+_INTERACTION = 0.1  # standard deviation of what settings do together, in the logarithm of the score
+
+
+class _Dimension:
+    """A setting as the model sees it: sizes by their logarithms, anything else as equal or not."""
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        self.name = name
+        self.is_size = all(isinstance(value, int | float) and value > 0 for value in values) and not all(
+            isinstance(value, bool) for value in values
+        )
+        self.is_size = self.is_size and name != "zero_optimization.stage"
+        is_micro = name == MICRO_BATCH
+        #: in the logarithm of the score, and in doublings
+        self.deviation, self.length = (1.0, 3.0) if is_micro else (0.2, 3.0)
+
+    def alike(self, one: Sequence[Point], other: Sequence[Point]) -> np.ndarray:
+        """The correlation of each pair."""
+        if self.is_size:
+            ours, theirs = (np.log2([float(point[self.name]) for point in points]) for points in (one, other))
+            return np.asarray(np.exp(-(((ours[:, None] - theirs[None, :]) / self.length) ** 2) / 2))
+        return np.array([[float(mine[self.name] == its[self.name]) for its in other] for mine in one])
+
+
+def _dimensions(points: Sequence[Point]) -> list[_Dimension]:
+    names = points[0].keys() if points else ()
+    values = {name: [point[name] for point in points] for name in names}
+    return [_Dimension(name, found) for name, found in values.items() if len({repr(each) for each in found}) > 1]
+
+
+def _without_micro(point: Point) -> dict[str, Any]:
+    return {name: value for name, value in point.items() if name != MICRO_BATCH}
+
+
+TUNERS: Mapping[str, Callable[[Sequence[Point]], Tuner]] = {
+    "gridsearch": GridSearchTuner,
+    "random": RandomTuner,
+    "model_based": ModelBasedTuner,
+}
+
+
+class Budget:
+    """`Budget` says when a search is over, and why.
+
+    Args:
+        num_trials: at most.
+        early_stopping: so many trials in a row that are no better than the best end it; 0: none do.
+    """
+
+    def __init__(self, num_trials: int, early_stopping: int) -> None:
+        self.num_trials, self.early_stopping = num_trials, early_stopping
+        self.spent = 0
+        self._in_vain = 0
+        self.best: tuple[Point, float] | None = None
+
+    def begin_space(self) -> None:
+        """Another part of the space begins, of which nothing is known yet."""
+        self._in_vain = 0
+
+    def tell(self, point: Point, score: float | None) -> None:
+        """Count a trial."""
+        self.spent += 1
+        is_better = score is not None and (self.best is None or score > self.best[1])
+        if is_better:
+            assert score is not None
+            self.best = (point, score)
+        self._in_vain = 0 if is_better else self._in_vain + 1
+
+    def end(self) -> str | None:
+        """Return why no more trials are to be made here; None: more may be."""
+        if self.spent >= self.num_trials:
+            return f"tuner_num_trials {self.num_trials} is reached"
+        if self.early_stopping and self._in_vain >= self.early_stopping and self.best is not None:
+            return f"{counted(self._in_vain, 'trial')} in a row no better (tuner_early_stopping)"
+        return None
+
+
+def search(tuner: Tuner, measure: Measure, budget: Budget) -> str:
+    """Measure points until the tuner or the budget says that it is enough; returns why it ended."""
+    while (reason := budget.end()) is None:
+        point = tuner.next()
+        if point is None:
+            return "every trial is measured" if not tuner.left else "no other trial promises more"
+        score = measure(point)
+        tuner.tell(point, score)
+        budget.tell(point, score)
+    return reason
