@@ -175,6 +175,12 @@ COLLECTIONS = {
         **_OPTIMIZER_NAMES,
     },
     "runtime.utils": {
+        "CheckOverflow": "precision.overflow:CheckOverflow",
+        "PartitionedTensor": "parallel.partitioned_tensor:PartitionedTensor",
+        **{
+            name: f"data.placement:{name}"
+            for name in ("compare_tensors_in_structures", "copy_to_device", "get_tensor_bytes")
+        },
         "clip_grad_norm_": "optim.norm:clip_grad_norm_",
         "clip_tensors_by_global_norm": "optim.norm:clip_tensors_by_global_norm",
         "get_global_norm": "optim.norm:get_global_norm",
@@ -211,7 +217,9 @@ COLLECTIONS = {
         "get_state_devices": "zero.offload.moved_states:get_state_devices",
     },
     "runtime.zero.utils": {
+        "apply_to_tensors_only": "data.placement:apply_to_tensors_only",
         "is_zero_supported_optimizer": "optim.traits:is_tested_with_zero",
+        "isinstance_namedtuple": "data.placement:isinstance_namedtuple",
     },
     "runtime.zero.local_access": {
         "safe_get_local_fp32_param": "zero.fragments:safe_get_local_fp32_param",

@@ -1,14 +1,16 @@
-"""Logging: one logger, quiet by default, each line with its rank.
+"""Logging: one logger, quiet by default, each line with its rank. The names at the end are DeepSpeed's, for scripts.
 
 May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name), or `logger.setLevel(...)`. By default it is just
 below WARNING: warnings and errors are shown, and lines of progress (`announce`), which WARNING silences.
 """
 
 import functools
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from deepspeed.errors import ConfigError, either, environment_int, stated
 
@@ -44,14 +46,18 @@ def own_rank() -> int:
         return 0
 
 
+def _create_handler() -> _StderrHandler:
+    handler = _StderrHandler()
+    handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
+    return handler
+
+
 def _create_logger() -> logging.Logger:
     logger = logging.getLogger("DeepSpeed")
     logger.propagate = False
     level = environment_level()
     logger.setLevel((level if level in LEVELS else "WARNING") if level else _BY_DEFAULT)
-    handler = _StderrHandler()
-    handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
-    logger.addHandler(handler)
+    logger.addHandler(_create_handler())
     if level not in ("", *LEVELS) and own_rank() == 0:
         logger.warning(f"{stated('DS_LOG_LEVEL')}: found no level of that name; taking WARNING. Use {either(LEVELS)}")
     return logger
@@ -102,3 +108,105 @@ def report(message: str, ranks: Sequence[int] | None = None) -> None:
     """Log what the user asked for in the configuration (`wall_clock_breakdown`, ...), whatever the level is."""
     if _speaks(ranks):
         logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))
+
+
+log_levels = {name.lower(): getattr(logging, name) for name in LEVELS}
+
+
+class LoggerFactory:
+    """Makes loggers with the format of ours."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """Return the logger `name`, which writes to stderr from `level` on. A second call adds no second writer.
+
+        Raises:
+            ValueError: there is no name.
+        """
+        if name is None:
+            raise ValueError("create_logger: found no name; give one")
+        made = logging.getLogger(name)
+        made.setLevel(level)
+        made.propagate = False
+        if not any(isinstance(handler, _StderrHandler) for handler in made.handlers):
+            made.addHandler(_create_handler())
+        return made
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level: `"info"` -> 20, in any case.
+
+    Raises:
+        ValueError: there is no level of that name.
+    """
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"log level: found {log_level_str!r}; use {either(tuple(log_levels))}")
+    return log_levels[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of `custom_logger`, or of ours, by its name."""
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    """The level of our logger, as a number."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the level of our logger is `max_log_level_str` or a lower one.
+
+    Raises:
+        ValueError: there is no level of that name.
+    """
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+@functools.lru_cache(maxsize=1024)
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """`logger.warning`, at most once per process and message."""
+    logger.warning(*args, **kwargs)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """`log_dist`, at most once per process and message."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
+    """`message` with this rank before it on the given global `ranks`, as in `log_dist`; None on others."""
+    return f"[Rank {own_rank()}] {message}" if _speaks(ranks) else None
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print `message` with the rank to stdout, on the given global `ranks` only; as in `log_dist`."""
+    text = get_dist_msg(message, ranks)
+    if text is not None:
+        sys.stdout.write(f"{text}\n")
+
+
+def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: Any = None) -> None:
+    """Write `message` with `"rank"` as JSON to the file `path`, on the given global `ranks` only; as in `log_dist`.
+
+    Raises:
+        ValueError: there is no path.
+    """
+    if not _speaks(ranks):
+        return
+    if path is None:
+        raise ValueError("print_json_dist: found no path; give the file to write")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**message, "rank": own_rank()}, file)
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Log the attributes of `args` under `name`, a line each, sorted."""
+    logger.info(f"{name}:")
+    for attribute in sorted(vars(args)):
+        logger.info(f"  {attribute} {'.' * (29 - len(attribute))} {getattr(args, attribute)}")

@@ -1,6 +1,8 @@
 """The logger: who speaks, at which level, once or always, and where it is written."""
 
+import argparse
 import io
+import json
 import logging
 import os
 import subprocess
@@ -128,3 +130,51 @@ def test_the_level_of_the_environment(level, wanted):
     told = "found no level of that name; taking WARNING. Use DEBUG, INFO, WARNING, ERROR or CRITICAL"
     assert (told in done.stderr) is (level is not None and level.strip().upper() not in ("", *log.LEVELS))
     assert "\x1b" not in done.stderr
+
+
+def test_levels_by_name(at_info):
+    assert [log.get_log_level_from_string(name) for name in ("debug", "INFO", "Error")] == [10, 20, 40]
+    custom = logging.getLogger("custom")
+    log.set_log_level_from_string("critical", custom)
+    assert custom.level == logging.CRITICAL
+    log.set_log_level_from_string("warning")
+    assert log.get_current_level() == logging.WARNING
+    assert [log.should_log_le(name) for name in ("info", "warning", "error")] == [False, True, True]
+    with pytest.raises(ValueError, match="found 'loud'; use debug, info, warning, error or critical"):
+        log.should_log_le("loud")
+
+
+def test_a_logger_of_ones_own_has_one_handler(capsys):
+    made = log.LoggerFactory.create_logger("one's own", level=logging.INFO)
+    assert log.LoggerFactory.create_logger("one's own", level=logging.INFO) is made
+    made.info("hello")
+    assert capsys.readouterr().err.count("hello") == 1
+    with pytest.raises(ValueError, match="found no name"):
+        log.LoggerFactory.create_logger()
+
+
+def test_what_is_said_once(lines, at_info):
+    for _ in range(2):
+        log.warning_once("a warning of this test")
+        log.log_dist_once("a line of this test", ranks=[0])
+    assert lines == [("WARNING", "a warning of this test"), ("INFO", "a line of this test")]
+
+
+def test_messages_and_json_of_some_ranks(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert log.get_dist_msg("hello", [1]) == "[Rank 1] hello"
+    assert log.get_dist_msg("hello") is None
+    log.print_dist("to all", [-1])
+    log.print_dist("to rank 0")
+    assert capsys.readouterr().out == "[Rank 1] to all\n"
+    log.print_json_dist({"loss": 2.5}, [1], tmp_path / "1.json")
+    log.print_json_dist({"loss": 2.5}, [0], tmp_path / "0.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["1.json"]
+    assert json.loads((tmp_path / "1.json").read_text()) == {"loss": 2.5, "rank": 1}
+    with pytest.raises(ValueError, match="found no path"):
+        log.print_json_dist({}, [1])
+
+
+def test_a_configuration_is_a_line_for_each_attribute(lines, at_info):
+    log.print_configuration(argparse.Namespace(b=[2], a=1), "arguments")
+    assert lines == [("INFO", text) for text in ("arguments:", f"  a {'.' * 28} 1", f"  b {'.' * 28} [2]")]

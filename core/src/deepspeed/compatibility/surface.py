@@ -176,8 +176,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.runtime.utils",
             D,
-            "The functions in old-addresses.md; not `CheckOverflow` or `PartitionedTensor`. `partition_uniform` and "
-            "`partition_balanced` refuse more parts than items.",
+            "The names in old-addresses.md. `partition_uniform` and `partition_balanced` refuse more parts than items.",
         ),
         (
             "deepspeed.utils",
@@ -215,7 +214,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "is an exception (OSError, ValueError), never a negative number. Tensors in host memory only; not "
             "`aio_read`, `aio_write`, `deepspeed_memcpy` and `gds_handle`.",
         ),
-        ("deepspeed.utils.logging", D, "`logger` and `log_dist`; not `print_json_dist` and `LoggerFactory`."),
+        (
+            "deepspeed.utils.logging",
+            W,
+            "With `LoggerFactory`, `set_log_level_from_string`, `print_json_dist` and the others. Loggers write to "
+            "stderr, and the rank is the environment's.",
+        ),
     ],
     "Optimizers and schedules": [
         ("deepspeed.ops.adam.FusedAdam", W, "Kernels come from the extension, else torch."),

@@ -2,7 +2,7 @@
 
 from deepspeed._absent import complete
 from deepspeed.accelerator.current import set_random_seed
-from deepspeed.data.placement import move_to_device
+from deepspeed.data.placement import compare_tensors_in_structures, copy_to_device, get_tensor_bytes, move_to_device
 from deepspeed.optim.norm import (
     clip_grad_norm_,
     clip_tensors_by_global_norm,
@@ -11,15 +11,22 @@ from deepspeed.optim.norm import (
     get_grad_norm,
     get_weight_norm,
 )
+from deepspeed.parallel.partitioned_tensor import PartitionedTensor
 from deepspeed.pipe.partition import partition_balanced, partition_uniform
+from deepspeed.precision.overflow import CheckOverflow
 from deepspeed.profiling.breakdown import see_memory_usage
 
 __all__ = [
+    "CheckOverflow",
+    "PartitionedTensor",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
+    "compare_tensors_in_structures",
+    "copy_to_device",
     "get_global_norm",
     "get_global_norm_of_tensors",
     "get_grad_norm",
+    "get_tensor_bytes",
     "get_weight_norm",
     "move_to_device",
     "partition_balanced",
