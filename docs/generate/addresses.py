@@ -11,6 +11,7 @@ ALIASES = {
     "profiling.flops_profiler.profiler": "profiling.flops",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
     "runtime.compiler": "engine.compiler",
+    "runtime.data_pipeline.data_sampling.indexed_dataset": "data.indexed_dataset",
     "runtime.dataloader": "data.loader",
     "runtime.engine": "engine.engine",
     "runtime.hybrid_engine": "engine.hybrid",
@@ -163,7 +164,24 @@ COLLECTIONS = {
             )
         },
     },
-    "runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "engine.step_schedules:CurriculumScheduler"},
+    "runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "data.curriculum:CurriculumScheduler"},
+    "runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": "data.random_ltd:RandomLayerTokenDrop"},
+    "runtime.data_pipeline.data_routing.helper": {
+        name: f"data.random_ltd:{name}"
+        for name in ("convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd")
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {"RandomLTDScheduler": "data.random_ltd:RandomLTDScheduler"},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        name: f"data.analyzer:{name}" for name in ("DataAnalyzer", "DistributedDataAnalyzer")
+    },
+    "runtime.data_pipeline.data_sampling.utils": {
+        **{name: f"data.analyzer:{name}" for name in ("split_dataset", "split_index")},
+        **{
+            name: f"data.indexed_dataset:{name}"
+            for name in ("close_mmap_dataset_builder", "create_mmap_dataset_builder", "find_fit_int_dtype")
+        },
+    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"DeepSpeedDataSampler": "data.sampler:DeepSpeedDataSampler"},
     "runtime.progressive_layer_drop": {"ProgressiveLayerDrop": "engine.step_schedules:ProgressiveLayerDrop"},
     "runtime.base_optimizer": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",

@@ -8,7 +8,6 @@ from deepspeed.compatibility.records import EngineMethod
 
 _REDUCES = "backward and step reduce the gradients themselves; no_sync() postpones the reduction"
 _SPARSE = 'gradients of torch.nn.Embedding(sparse=True) need "sparse_gradients": true and no call'
-_DATA = "pass a sampler to deepspeed_io(data_sampler=...)"
 _COMPILE = "call engine.compile(), which uses torch.compile"
 
 _INSTEAD = {
@@ -39,10 +38,7 @@ _INSTEAD = {
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
     "quantize_training": "it belongs to compression; use torch.ao.quantization",
-    "random_ltd_initialize": _DATA,
     "register_compile_pass": _COMPILE,
-    "set_custom_curriculum_learning_schedule": _DATA,
-    "set_data_post_process_func": "pass collate_fn to deepspeed.initialize",
     "sparse_all_gather": _SPARSE,
     "sparse_allreduce": _SPARSE,
     "sparse_allreduce_bucket": _SPARSE,

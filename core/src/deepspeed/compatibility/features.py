@@ -26,7 +26,7 @@ FEATURES = {
     ),
     "compression": Feature("compression", "use torch.ao.quantization or torch.nn.utils.prune"),
     "data efficiency": Feature(
-        "the data efficiency library", "pass a sampler to engine.deepspeed_io(data_sampler=...)"
+        "a part of the data efficiency library", "use the names that docs/howto/choose-the-data.md has"
     ),
     "DeepCompile": Feature("DeepCompile", "call engine.compile(), which uses torch.compile"),
     "DualPipeV": Feature("the DualPipeV schedule", 'set "pipeline": {"schedule": "zero_bubble"}'),

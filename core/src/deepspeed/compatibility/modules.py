@@ -98,20 +98,6 @@ MODULES = {
     "runtime.checkpoint_engine": _absent("checkpoint engines"),
     "runtime.checkpoint_engine.checkpoint_engine": _absent("checkpoint engines", "CheckpointEngine"),
     "runtime.checkpoint_engine.torch_checkpoint_engine": _absent("checkpoint engines", "TorchCheckpointEngine"),
-    "runtime.data_pipeline": _absent("data efficiency"),
-    "runtime.data_pipeline.data_routing": _absent("data efficiency"),
-    "runtime.data_pipeline.data_routing.basic_layer": _absent("data efficiency", "RandomLayerTokenDrop"),
-    "runtime.data_pipeline.data_routing.helper": _absent(
-        "data efficiency", functions="convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
-    ),
-    "runtime.data_pipeline.data_sampling": _absent("data efficiency"),
-    "runtime.data_pipeline.data_sampling.data_analyzer": _absent(
-        "data efficiency", "DataAnalyzer DistributedDataAnalyzer"
-    ),
-    "runtime.data_pipeline.data_sampling.data_sampler": _absent("data efficiency", "DeepSpeedDataSampler"),
-    "runtime.data_pipeline.data_sampling.indexed_dataset": _absent(
-        "data efficiency", "MMapIndexedDataset MMapIndexedDatasetBuilder", "make_builder make_dataset"
-    ),
     "runtime.domino": _absent("Domino"),
     "runtime.domino.transformer": _absent("Domino", "DominoTransformerLayer DominoTransformer"),
     "runtime.eigenvalue": _absent("eigenvalue", "Eigenvalue"),

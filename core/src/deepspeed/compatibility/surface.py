@@ -240,6 +240,28 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "versions of DeepSpeed removed the section.",
         ),
         (
+            "deepspeed.runtime.data_pipeline.data_sampling.data_sampler.DeepSpeedDataSampler",
+            D,
+            "And `data_efficiency.data_sampling.curriculum_learning`. Lists of samples are in memory, not in "
+            "`data_cluster_path`; the generator that draws is in checkpoints; a small group is gone through again.",
+        ),
+        (
+            "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer",
+            D,
+            "And `DistributedDataAnalyzer`. The index files are DeepSpeed's; the workers' own files between map and "
+            "reduce are not.",
+        ),
+        (
+            "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset",
+            W,
+            "And `MMapIndexedDatasetBuilder`, `make_dataset`, `make_builder`. `lazy` and `cached` are not read.",
+        ),
+        (
+            "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd",
+            W,
+            "And the section `data_efficiency.data_routing.random_ltd`. Not with tensor or sequence parallelism.",
+        ),
+        (
             "deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop",
             W,
             "And the section `progressive_layer_drop`: a forward that trains gets `progressive_layer_drop` and "

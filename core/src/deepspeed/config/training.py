@@ -1,8 +1,7 @@
 """Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
 
-Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Data efficiency and compression
-are refused when switched on; their inner structure is free here, and what acts on one of them one day brings its own
-section.
+Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Compression is refused when
+switched on; its inner structure is free here, and what acts on it one day brings its own section.
 """
 
 from typing import Any, ClassVar, Literal
@@ -90,13 +89,89 @@ class AioConfig(Section):
     )
 
 
-class DataEfficiencyConfig(Section):
-    """`data_efficiency`."""
+class RandomLTDConfig(Section):
+    """`data_efficiency.data_routing.random_ltd`: layers that compute a random part of the tokens, fewer at first."""
 
-    enabled: Flag = key(False, "Use the library.", support=refused("data efficiency is not in this version"))
-    seed: Int = key(1234, "Seed of the sampling.", support=_OFF)
-    data_routing: Free = key(dict, "Random layer-wise token dropping.", support=_OFF)
-    data_sampling: Free = key(dict, "Curriculum by metrics of the samples.", support=_OFF)
+    enabled: Flag = key(False, "Let the layers that `convert_to_random_ltd` wraps drop tokens.")
+    total_layer_num: Int | None = key(None, "Layers of the model.", ge=1)
+    random_ltd_layer_num: Int | None = key(None, "Layers that drop tokens.", ge=1)
+    random_ltd_layer_id: list[int] | None = key(None, "Which of them, from 0; as many.")
+    model_mask_name: str | None = key(None, "The argument of a layer that is the attention mask; null: it has none.")
+    model_type: Literal["decoder", "encoder"] = key("decoder", "A decoder's mask is the same for all samples.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = key("batch_seq_dim", "Of the states of a layer.")
+    random_ltd_schedule: Free = key(
+        dict, "min_value, max_value, schedule_type (fixed_linear), schedule_config: require_steps, seq_per_step."
+    )
+    layer_token_lr_schedule: Free = key(
+        dict, "A learning rate by tokens.", support=refused("no schedule of learning rates follows the tokens")
+    )
+
+
+class DataRoutingConfig(Section):
+    """`data_efficiency.data_routing`."""
+
+    enabled: Flag = key(False, "Use the section.")
+    random_ltd: RandomLTDConfig = key(RandomLTDConfig, "Random layer-wise token dropping.")
+
+
+class CurriculumMetricsConfig(Section):
+    """`data_efficiency.data_sampling.curriculum_learning`: easy samples first, by metrics that `DataAnalyzer` found."""
+
+    enabled: Flag = key(False, "Draw the samples of `initialize(training_data=...)` by the curriculum.")
+    data_cluster_path: str | None = key(
+        None, "A folder for lists of samples.", support=quiet("they are kept in memory, 1 to 8 bytes a sample")
+    )
+    curriculum_metrics: dict[str, Free] = key(
+        dict,
+        "By name: difficulty_type (value, percentile), clustering_type (schedule_based, single_cluster), "
+        "index_to_sample_path, index_to_metric_path, and the keys of a schedule as in `curriculum_learning`.",
+    )
+
+
+class DynamicBatchingConfig(Section):
+    """`data_efficiency.data_sampling.dynamic_batching`, which
+    `get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed` reads."""
+
+    enabled: Flag = key(
+        False,
+        "Make batches of a number of tokens.",
+        support=refused("batches by tokens are not in this version; pass a batch sampler to torch's DataLoader"),
+    )
+    lr_scaling_method: str | None = key("linear", "Of the learning rate by the size of a batch: linear, sqrt, null.")
+    max_tokens: Int | None = key(None, "Tokens of a pack.", ge=1)
+    metrics_path: str | None = key(None, "A folder for the lengths of the samples.")
+    min_batch_size: Int = key(1, "Fewest samples of a pack.", ge=1)
+    max_batch_size: Int | None = key(None, "Most samples of a pack.", ge=1)
+    sequence_picking_order: str = key("dataloader", "dataloader: as they come; random; seqlen: short ones first.")
+    verbose: Flag = key(False, "Print the packs.")
+
+
+class DataSamplingConfig(Section):
+    """`data_efficiency.data_sampling`."""
+
+    enabled: Flag = key(False, "Use the section.")
+    num_epochs: Int = key(1000, "How often as many samples are drawn as there are, at most.", ge=1)
+    num_workers: Int = key(0, "Processes that load samples, for each rank.", ge=0)
+    pin_memory: Flag = key(False, "Load into page-locked memory.")
+    curriculum_learning: CurriculumMetricsConfig = key(CurriculumMetricsConfig, "Curriculum by metrics of the samples.")
+    dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig, "Batches by tokens.")
+
+
+class DataEfficiencyConfig(Section):
+    """`data_efficiency`: which samples a run draws, how they are batched, and which tokens a layer computes."""
+
+    enabled: Flag = key(False, "Use the section.")
+    seed: Int = key(1234, "Seed of the draws.", ge=0)
+    data_routing: DataRoutingConfig = key(DataRoutingConfig, "Token dropping.")
+    data_sampling: DataSamplingConfig = key(DataSamplingConfig, "Curriculum, and batches by tokens.")
+
+    def asks_for_curriculum(self) -> bool:
+        """Return whether every switch down to `curriculum_learning` is on."""
+        return self.enabled and self.data_sampling.enabled and self.data_sampling.curriculum_learning.enabled
+
+    def asks_for_random_ltd(self) -> bool:
+        """Return whether every switch down to `random_ltd` is on."""
+        return self.enabled and self.data_routing.enabled and self.data_routing.random_ltd.enabled
 
 
 class CurriculumConfig(Section):

@@ -1,7 +1,7 @@
 """The training data loader of `initialize(training_data=...)`, and one that never ends."""
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -79,6 +79,9 @@ class DeepSpeedDataLoader:
         seed: of the shuffling, the same on all ranks.
     """
 
+    #: called with each batch of a curriculum and the state of its sampler; returns the batch
+    post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -107,7 +110,8 @@ class DeepSpeedDataLoader:
         self.data_sampler = data_sampler
         self.epoch = 0
         self._num_replicas = num_replicas
-        self._num_seen = 0  # samples of this rank that the next iteration leaves out
+        self._first = 0  # of the samples of an epoch, in the order of all ranks, that the next iteration begins with
+        self._num_given = 0  # samples of this epoch, of all ranks
         self._options: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collate_fn,
@@ -121,7 +125,8 @@ class DeepSpeedDataLoader:
         """Let the next iteration begin after the samples that were trained on, by however many ranks.
 
         Call it after `load_checkpoint`, before the first batch: `loader.resume(engine.global_samples)`. Samples are in
-        the same global batches for every number of ranks as long as the global batch is the same.
+        the same global batches for every number of ranks as long as the global batch is the same. For a dataset that is
+        no multiple of it, save `state_dict` beside the checkpoint.
 
         Args:
             num_samples: since the beginning, of all ranks and epochs.
@@ -129,21 +134,57 @@ class DeepSpeedDataLoader:
         Raises:
             ConfigError: the dataset is iterable, or its samples do not divide into whole batches of all ranks.
         """
-        if self.data_sampler is None:
-            raise ConfigError("resume: an iterable dataset decides by itself where it begins; have it leave them out")
+        self._refuse_iterable("resume")
         size, step = len(self.dataset), self.batch_size * self._num_replicas  # type: ignore[arg-type]
         if size % step or num_samples % step:
             raise ConfigError(
                 f"resume: asked for {num_samples} of {size} samples, which are not whole batches of "
                 f"{counted(self._num_replicas, 'rank')} x {self.batch_size} samples; let the dataset be a multiple of "
-                "the global batch"
+                "the global batch, or save loader.state_dict() and call loader.load_state_dict(...)"
             )
         epoch, offset = divmod(num_samples, size)
         self.set_epoch(epoch)
-        self._num_seen = offset // self._num_replicas
+        self._first = self._num_given = offset
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place of the last batch that was given: what `load_state_dict` takes, at any number of ranks.
+
+        All ranks have been given as many batches.
+        """
+        self._refuse_iterable("state_dict")
+        epoch = self.data_sampler.epoch if isinstance(self.data_sampler, DistributedSampler) else self.epoch
+        size = len(self.dataset)  # type: ignore[arg-type]
+        return {"epoch": epoch, "num_samples": min(self._num_given, size), "size": size}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Let the next iteration begin after the place of `state_dict`, with none of the samples lost or given twice.
+
+        A run of another number of ranks, or with another batch size, goes on in the same order of samples. After the
+        end of an epoch the next one begins.
+
+        Raises:
+            ConfigError: the dataset is iterable, or has another size.
+        """
+        self._refuse_iterable("load_state_dict")
+        epoch, first, size = (int(state_dict[name]) for name in ("epoch", "num_samples", "size"))
+        if size != len(self.dataset):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"load_state_dict: found the state of a dataset of {size} samples, this one has "
+                f"{len(self.dataset)}; give the loader the same dataset"  # type: ignore[arg-type]
+            )
+        if first >= size:
+            epoch, first = epoch + 1, 0
+        self.set_epoch(epoch)
+        self._first = self._num_given = first
+
+    def _refuse_iterable(self, asked: str) -> None:
+        if self.data_sampler is None:
+            raise ConfigError(f"{asked}: an iterable dataset decides by itself where it begins; have it leave them out")
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently in each epoch."""
+        if epoch != self.epoch:
+            self._first = self._num_given = 0
         self.epoch = epoch
         if isinstance(self.data_sampler, DistributedSampler):
             self.data_sampler.set_epoch(epoch)
@@ -152,22 +193,28 @@ class DeepSpeedDataLoader:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._num_seen:
-            return iter(self.dataloader)
-        assert self.data_sampler is not None
-        rest, self._num_seen = _Rest(self.data_sampler, self._num_seen), 0
-        return iter(DataLoader(self.dataset, sampler=rest, **self._options))
+        loader, self._num_given = self.dataloader, self._first
+        if self._first:
+            assert self.data_sampler is not None
+            rest, self._first = _rest(self.data_sampler, self._first, self._num_replicas), 0
+            loader = DataLoader(self.dataset, sampler=rest, **self._options)
+        for batch in loader:
+            self._num_given += self.batch_size * self._num_replicas
+            yield batch
 
 
-class _Rest(Sampler[Any]):
-    """`_Rest` is a sampler that yields what `sampler` does after its first `num_left_out` samples."""
+def _rest(sampler: Sampler[Any], num_left_out: int, num_replicas: int) -> list[Any]:
+    """Return this rank's samples of an epoch without so many of all ranks, from its beginning.
 
-    def __init__(self, sampler: Sampler[Any], num_left_out: int) -> None:
-        self._sampler = sampler
-        self._num_left_out = num_left_out
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._sampler), self._num_left_out, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._num_left_out  # type: ignore[arg-type]
+    Ranks take turns: one of `DistributedSampler` has every so many-th of an order that all ranks have, from whatever
+    place on. The end is filled up with samples of the beginning, as torch does.
+    """
+    if not isinstance(sampler, DistributedSampler):
+        return list(islice(iter(sampler), num_left_out // num_replicas, None))
+    dataset, shuffle, seed = sampler.dataset, sampler.shuffle, sampler.seed
+    whole: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
+    whole.set_epoch(sampler.epoch)
+    order = list(whole)
+    rest = order[num_left_out:]
+    rest += list(islice(cycle(order), -len(rest) % num_replicas))
+    return rest[sampler.rank :: num_replicas]

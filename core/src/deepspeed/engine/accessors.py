@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 
 from deepspeed import comm
 from deepspeed.config.precision import FP16Config, torch_dtype
@@ -43,6 +44,10 @@ def _is_offloaded(section: OffloadOptimizerConfig | None) -> bool:
 
 def _updates_on_host(section: OffloadOptimizerConfig | None) -> bool:
     return section is not None and section.device != "none"
+
+
+def _as_dict(section: BaseModel) -> dict[str, Any]:
+    return section.model_dump(exclude_none=True)
 
 
 def _section_as_written(name: str) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
@@ -80,10 +85,13 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "checkpoint_tag_validation_fail": "checkpoint.tag_validation_fail",
     "cpuadam_cores_perc": _of_offload("cpuadam_cores_perc"),
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", _as_dict),
+    "curriculum_learning_enabled": ("data_efficiency", lambda section: section.asks_for_curriculum()),
     "curriculum_params_legacy": _section_as_written("curriculum_learning"),
     "data_efficiency_config": _section_as_written("data_efficiency"),
     "data_efficiency_enabled": "data_efficiency.enabled",
-    "data_sampling_config": "data_efficiency.data_sampling",
+    "data_sampling_config": ("data_efficiency.data_sampling", _as_dict),
+    "data_sampling_enabled": ("data_efficiency", lambda section: section.enabled and section.data_sampling.enabled),
     "dataloader_drop_last": "dataloader_drop_last",
     "disable_allgather": "disable_allgather",
     "dump_state": "dump_state",
@@ -124,7 +132,8 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "pld_gamma": "progressive_layer_drop.gamma",
     "pld_theta": "progressive_layer_drop.theta",
     "postscale_gradients": ("prescale_gradients", lambda prescales: not prescales),
-    "random_ltd_config": "data_efficiency.data_routing",
+    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", _as_dict),
+    "random_ltd_enabled": ("data_efficiency", lambda section: section.asks_for_random_ltd()),
     "scheduler_name": "scheduler_name",
     "scheduler_params": "scheduler_params",
     "sparse_gradients_enabled": "sparse_gradients",
@@ -177,9 +186,6 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
 
 #: answered from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
-    "curriculum_learning_config": lambda engine: {},  # the data efficiency library is refused
-    "curriculum_learning_enabled": lambda engine: False,
-    "data_sampling_enabled": lambda engine: False,
     "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
     "empty_partition_cache": lambda engine: engine.sharding.release_gathered(),
     "get_batch_info": lambda engine: (
@@ -209,7 +215,6 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "pld_params": lambda engine: (
         {"theta": engine.pld_theta(), "gamma": engine.pld_gamma()} if engine.pld_enabled() else False
     ),
-    "random_ltd_enabled": lambda engine: False,
     "train_batch_size": lambda engine: engine._training.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
     "was_step_applied": lambda engine: engine._training.has_applied,
@@ -245,6 +250,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],
     "pipeline_parallelism": lambda engine: False,
     "progressive_layer_drop": lambda engine: engine._step_schedules and engine._step_schedules.layer_drop,
+    "random_ltd_scheduler": lambda engine: engine._step_schedules and engine._step_schedules.random_ltd,
     "mpu": lambda engine: engine._arguments.get("mpu"),
     "training_data": lambda engine: engine._arguments.get("training_data"),
     "world_size": lambda engine: comm.get_world_size(),

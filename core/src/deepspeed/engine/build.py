@@ -51,7 +51,7 @@ from deepspeed.engine.sharding import (
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Accumulation, Training
-from deepspeed.engine.training_state import TrainingState
+from deepspeed.engine.training_state import SavedPart, TrainingState
 from deepspeed.errors import ConfigError
 from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
@@ -89,6 +89,8 @@ from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:
     from deepspeed.autotuning.trial import TrialProfile
+    from deepspeed.data.random_ltd import RandomLTDScheduler
+    from deepspeed.data.sampler import Curriculum
     from deepspeed.engine.step_schedules import StepSchedules
     from deepspeed.profiling.step_profile import StepProfile
 
@@ -251,7 +253,8 @@ def _initialize(
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     progress = Progress()
     profile = _create_profile(settings, module, mesh, progress)
-    step_schedules = _create_step_schedules(settings, module, progress)
+    step_schedules = _create_step_schedules(settings, module, mesh, progress)
+    curriculum = _create_curriculum(settings, mesh, progress)
     training = Training(
         sharding=sharding,
         precision=precision,
@@ -279,7 +282,11 @@ def _initialize(
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
     sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()
     state = TrainingState(
-        module=module, training=training, config=settings.raw, sparse_tensor_module_names=sparse_names
+        module=module,
+        training=training,
+        config=settings.raw,
+        sparse_tensor_module_names=sparse_names,
+        parts=_saved_parts(curriculum, step_schedules),
     )
     engine_type: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(module, PipelineModule):
@@ -311,6 +318,7 @@ def _initialize(
         },
         sparse_tensor_module_names=sparse_names,
         step_schedules=step_schedules,
+        curriculum=curriculum,
     )
     log.announce(start_line(engine))
     if settings.dump_state:
@@ -488,10 +496,11 @@ def _create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
 
 
 def _create_step_schedules(
-    config: DeepSpeedConfig, module: torch.nn.Module, progress: Progress
+    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, progress: Progress
 ) -> "StepSchedules | None":
     curriculum, layer_drop = config.curriculum_learning, config.progressive_layer_drop
-    if not (curriculum.enabled or layer_drop.enabled):
+    drops_tokens = config.data_efficiency.asks_for_random_ltd()
+    if not (curriculum.enabled or layer_drop.enabled or drops_tokens):
         return None
     if layer_drop.enabled and isinstance(module, PipelineModule):
         raise ConfigError(
@@ -500,7 +509,43 @@ def _create_step_schedules(
         )
     from deepspeed.engine.step_schedules import StepSchedules  # late: few runs ask for it
 
-    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps)
+    random_ltd = _create_random_ltd(config, mesh) if drops_tokens else None
+    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd)
+
+
+def _create_random_ltd(config: DeepSpeedConfig, mesh: Mesh) -> "RandomLTDScheduler":
+    for axis, ranks in (("tp", "tensor-parallel"), ("sp", "sequence-parallel")):
+        if mesh.size(axis) > 1:
+            raise ConfigError(
+                f"data_efficiency.data_routing.random_ltd.enabled: found true with {mesh.size(axis)} {ranks} ranks, "
+                "each of which would drop other tokens of one sample; switch it off, or use data-parallel ranks alone"
+            )
+    from deepspeed.data.random_ltd import RandomLTDScheduler  # late: few runs ask for it
+
+    return RandomLTDScheduler(config.data_efficiency.data_routing.random_ltd, int(config.train_batch_size))
+
+
+def _saved_parts(curriculum: "Curriculum | None", step_schedules: "StepSchedules | None") -> dict[str, SavedPart]:
+    random_ltd = None if step_schedules is None else step_schedules.random_ltd
+    parts: dict[str, SavedPart | None] = {"data_sampler": curriculum, "random_ltd": random_ltd}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _create_curriculum(config: DeepSpeedConfig, mesh: Mesh, progress: Progress) -> "Curriculum | None":
+    section = config.data_efficiency
+    if not section.asks_for_curriculum():
+        return None
+    from deepspeed.data.sampler import Curriculum  # late: few runs ask for it
+
+    loads = mesh.rank("pp") in (0, mesh.size("pp") - 1)
+    return Curriculum(
+        section,
+        micro_batch_size=int(config.train_micro_batch_size_per_gpu),
+        num_steps=int(config.gradient_accumulation_steps),
+        rank=mesh.rank("dp"),
+        num_replicas=mesh.size("dp"),
+        num_behind=None if loads else lambda: progress.global_samples,
+    )
 
 
 def _create_profile(

@@ -42,6 +42,7 @@ from deepspeed.zero.offload.moved_states import offload_states
 from deepspeed.zero.optimizer import not_copied
 
 if TYPE_CHECKING:
+    from deepspeed.data.sampler import Curriculum
     from deepspeed.engine.documented import Accessors  # a stub alone
     from deepspeed.engine.step_schedules import StepSchedules
 else:
@@ -67,6 +68,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         arguments: what `initialize` was given, by name.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
         step_schedules: gives arguments to each forward that trains; None: nothing does.
+        curriculum: makes the loader of the training data; None: it is shuffled.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         arguments: Mapping[str, Any],
         sparse_tensor_module_names: set[str],
         step_schedules: "StepSchedules | None" = None,
+        curriculum: "Curriculum | None" = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -110,6 +113,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         #: makes the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: it has none
         self.sigterm_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._step_schedules = step_schedules
+        self._curriculum = curriculum
         self._is_destroyed = False
         self._note_gone = weakref.finalize(self, note_engine_gone)  # once
         self._note_gone.atexit = False
@@ -400,25 +404,62 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """A loader that gives this rank its share of `dataset` in micro-batches.
 
         Args:
-            route: "train" shuffles; "eval" and "predict" keep the order.
+            route: "train" shuffles, or follows the curriculum of `data_efficiency`; "eval" and "predict" keep
+                the order.
 
         Raises:
             ConfigError: for what is no dataset.
         """
         collate_fn = collate_fn or self.collate_fn
         check_data("deepspeed_io: dataset", dataset, collate_fn, is_sampled=data_sampler is not None)
+        pin_memory = pin_memory and self.device.type != "cpu"
+        if self._curriculum is not None and route == "train" and data_sampler is None:
+            return self._curriculum.loader(
+                dataset, pin_memory=pin_memory, collate_fn=collate_fn, num_workers=num_local_io_workers
+            )
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro_batch_size,
             num_replicas=self.mesh.size("dp"),
             rank=self.mesh.rank("dp"),
-            pin_memory=pin_memory and self.device.type != "cpu",
+            pin_memory=pin_memory,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers,
             data_sampler=data_sampler,
             shuffle=route == "train",
             drop_last=self.dataloader_drop_last(),
         )
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Set the schedules of metrics whose `schedule_type` is "custom", by name: the number of a step, from 1 -> its
+        difficulty.
+
+        Raises:
+            ConfigError: there is no curriculum, or none of that metric.
+        """
+        if self._curriculum is None:
+            raise ConfigError(
+                "set_custom_curriculum_learning_schedule: found no curriculum; switch on data_efficiency, its "
+                "data_sampling and curriculum_learning there"
+            )
+        self._curriculum.set_schedules(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Call a function on each batch of the training data that a curriculum chose: it gets the batch and the state
+        of the sampler, with `current_difficulties`, and returns the batch. Without a curriculum it is not called.
+        """
+        if self._curriculum is None or self.training_dataloader is None:
+            warn_once("set_data_post_process_func: found no curriculum over training data, so that nothing calls it")
+        else:
+            self.training_dataloader.post_process_func = post_process_func
+
+    def random_ltd_initialize(self) -> None:
+        """Let the layers that `convert_to_random_ltd` has wrapped drop tokens, as configured; it calls this."""
+        self.sharding.units.named_parameters = list(self.module.named_parameters())  # they have other names by now
+        if self.random_ltd_scheduler is not None:
+            from deepspeed.data.random_ltd import initialize_layers  # late: few runs ask for it
+
+            initialize_layers(self.module, self.random_ltd_scheduler)
 
     def is_map_style_dataset(self, obj: Any) -> bool:
         """Whether `obj` has `__getitem__` and `__len__`, as `torch.utils.data.Dataset` may."""

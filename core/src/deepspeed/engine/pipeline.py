@@ -169,8 +169,8 @@ class PipelineEngine(DeepSpeedEngine):
         return (value, outputs if self.is_last_stage() else None) if return_logits else value
 
     def _training_loader(self, data: Dataset[Any]) -> DeepSpeedDataLoader:
-        """Return a loader that keeps the order of the dataset, as DeepSpeed's does."""
-        return self.deepspeed_io(data, route="eval")
+        """Return a loader that keeps the order of the dataset, as DeepSpeed's does, or follows the curriculum."""
+        return self.deepspeed_io(data, route="eval" if self._curriculum is None else "train")
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take micro-batches from a loader, which starts again at its end."""

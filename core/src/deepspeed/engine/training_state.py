@@ -1,8 +1,8 @@
 """The state of training becomes plain values for a checkpoint, and is taken from these again. Called by `saving.py`."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,17 @@ from deepspeed.zero.whole_state_dict import as_it_is
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
+class SavedPart(Protocol):
+    """A part of training with a state of its own, which is the same on all ranks that share a model's part."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a state that `load_state_dict` could not take."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """The state of a module and of its training. Built by `build.py`.
@@ -34,12 +45,14 @@ class TrainingState:
     Args:
         config: as the user wrote it; saved without its secrets.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
+        parts: by key of the model file, what else has a state.
     """
 
     module: torch.nn.Module
     training: Training
     config: Mapping[str, Any]
     sparse_tensor_module_names: set[str]
+    parts: Mapping[str, SavedPart] = field(default_factory=dict)
 
     @property
     def sharding(self) -> Sharding:
@@ -93,6 +106,7 @@ class TrainingState:
             "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
             "data_sampler": None,
             "random_ltd": None,
+            **{name: part.state_dict() for name, part in self.parts.items()},
             "sparse_tensor_module_names": self.sparse_tensor_module_names,
             "skipped_steps": progress.skipped_steps,
             "global_steps": progress.global_steps,
@@ -241,6 +255,9 @@ class TrainingState:
             )
         if with_scheduler and scheduler is not None and state.get("lr_scheduler") is not None:
             check_schedule(scheduler, state["lr_scheduler"])
+        for name, part in self.parts.items():
+            if state.get(name) is not None:
+                part.check_state_dict(state[name])
 
     def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
         """Counters and, with `with_scheduler`, the learning rate schedule."""
@@ -250,6 +267,9 @@ class TrainingState:
         training.schedule.micro_steps = training.progress.global_steps * training.schedule.num_steps
         if with_scheduler and training.lr_scheduler is not None and state.get("lr_scheduler") is not None:
             training.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for name, part in self.parts.items():
+            if state.get(name) is not None:
+                part.load_state_dict(state[name])
 
 
 def _states_of(names: Collection[str], optimizer: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ OPS: dict[str, Op] = {
     ),
     "ragged_device_ops": Op("RaggedOpsBuilder", operators=("decode_attention",), front="transformer.decode_attention"),
     "ragged_ops": Op("RaggedUtilsBuilder"),
-    "random_ltd": Op("RandomLTDBuilder"),
+    "random_ltd": Op("RandomLTDBuilder", operators=("token_gather", "token_scatter_"), front="random_ltd"),
     "sparse_attn": Op("SparseAttnBuilder"),
     "spatial_inference": Op("SpatialInferenceBuilder"),
     "stochastic_transformer": Op("StochasticTransformerBuilder"),

@@ -21,7 +21,10 @@ REFUSED = [
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),
     ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}}),
-    ("data_efficiency.enabled", {"data_efficiency": ON}),
+    (
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
+        {"data_efficiency": {**ON, "data_sampling": {**ON, "dynamic_batching": ON}}},
+    ),
     (
         "compression_training.weight_quantization",
         {"compression_training": {"weight_quantization": {"shared_parameters": ON}}},
@@ -165,6 +168,9 @@ def test_no_switch_is_ignored_in_silence(said):
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
         *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
         *("autotuning.enabled", "curriculum_learning.enabled", "progressive_layer_drop.enabled"),
+        *("data_efficiency.enabled",),
+        *("data_efficiency.data_sampling.enabled", "data_efficiency.data_sampling.curriculum_learning.enabled"),
+        *("data_efficiency.data_routing.enabled", "data_efficiency.data_routing.random_ltd.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:

@@ -119,6 +119,70 @@ def test_a_resume_that_cannot_be_exact_is_refused():
         DeepSpeedDataLoader(Stream(), 2, num_replicas=2, rank=1).resume(4)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2), (4, 3)])
+def test_an_epoch_goes_on_in_its_middle_with_other_ranks(before, after, drop_last):
+    """23 samples, of which no number of batches is all: none is lost before the end of the epoch, none comes twice."""
+
+    def ranks(world_size, batch_size):
+        return [
+            DeepSpeedDataLoader(Numbers(23), batch_size, num_replicas=world_size, rank=rank, drop_last=drop_last)
+            for rank in range(world_size)
+        ]
+
+    former = ranks(before, 2)
+    for loader in former:
+        loader.set_epoch(1)
+    iterators = [iter(loader) for loader in former]
+    seen = [int(sample) for _ in range(2) for batch in iterators for sample in next(batch)]
+    (state,) = {tuple(loader.state_dict().items()) for loader in former}
+    assert dict(state) == {"epoch": 1, "num_samples": 4 * before, "size": 23}
+    later = ranks(after, 1)
+    for loader in later:
+        loader.load_state_dict(dict(state))
+        loader.set_epoch(1)  # as a script's own loop does
+    rest = [samples(loader) for loader in later]
+    assert len({len(share) for share in rest}) == 1
+    num_twice = -(23 - len(seen)) % after  # that ranks have as many, as torch does it
+    assert sorted(seen + sum(rest, [])[: len(seen + sum(rest, []))]) == sorted([*range(23), *_first(num_twice)])
+    assert later[0].state_dict()["num_samples"] == 23
+    following = ranks(after, 1)[0]
+    following.load_state_dict(later[0].state_dict())
+    assert following.epoch == 2
+
+
+def _first(count):
+    """The first samples of epoch 1, which fill up its end."""
+    loader = DeepSpeedDataLoader(Numbers(23), 1, num_replicas=1, rank=0)
+    loader.set_epoch(1)
+    return samples(loader)[:count]
+
+
+def test_a_state_in_the_order_of_a_repeating_loader():
+    def repeating():
+        loader = DeepSpeedDataLoader(Numbers(6), 2, num_replicas=1, rank=0)
+        return loader, RepeatingLoader(loader)
+
+    loader, batches = repeating()
+    unbroken = [next(batches).tolist() for _ in range(8)]
+    loader, batches = repeating()
+    for _ in range(4):
+        next(batches)
+    state = loader.state_dict()
+    assert state == {"epoch": 1, "num_samples": 2, "size": 6}
+    loader, batches = repeating()
+    loader.load_state_dict(state)
+    assert [next(batches).tolist() for _ in range(4)] == unbroken[4:]
+
+
+def test_a_state_of_another_dataset_is_refused():
+    loader = DeepSpeedDataLoader(Numbers(6), 2, num_replicas=1, rank=0)
+    with pytest.raises(ConfigError, match="found the state of a dataset of 7 samples, this one has 6"):
+        loader.load_state_dict({"epoch": 0, "num_samples": 2, "size": 7})
+    with pytest.raises(ConfigError, match="state_dict: an iterable dataset decides by itself"):
+        DeepSpeedDataLoader(Stream(), 2, num_replicas=2, rank=1).state_dict()
+
+
 def test_collate():
     loader = DeepSpeedDataLoader(Numbers(2), 2, num_replicas=1, rank=0, shuffle=False, collate_fn=tuple)
     assert list(loader) == [(0, 1)]

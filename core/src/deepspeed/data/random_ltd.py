@@ -1,0 +1,313 @@
+"""Random layer-wise token dropping: `convert_to_random_ltd` wraps layers, `RandomLTDScheduler` says what they keep.
+
+The section `data_efficiency.data_routing.random_ltd`, under DeepSpeed's names. Source: Yao et al., "Random-LTD" (arXiv
+2211.11586), section 3: each of these layers computes a random part of the tokens of each sample, more and more
+of them, up to all; the other tokens go past it. Imported only where the configuration asks for it, or by a script.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed._absent_members import absent_members
+from deepspeed.config.intake import parse_section
+from deepspeed.config.training import RandomLTDConfig
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens, bert_sample_tokens, gpt_sample_tokens
+
+_SECTION = "data_efficiency.data_routing.random_ltd"
+_INNER = "random_ltd_layer."  # of the names of a wrapped layer's weights
+#: arguments of a layer that have an entry for each token, [B, S, ..]: as transformers calls them
+_BY_TOKEN = ("position_ids", "position_embeddings")
+
+
+@absent_members("runtime.data_pipeline.data_routing.scheduler:RandomLTDScheduler")
+class RandomLTDScheduler:
+    """Computes how many tokens the wrapped layers keep in a step.
+
+    After so many steps of `require_steps`, min_value + (max_value - min_value) * steps / require_steps, rounded down to
+    a multiple of `seq_per_step`; from `require_steps` on `max_value` (arXiv 2211.11586, section 3).
+
+    >>> schedule = RandomLTDScheduler(
+    ...     {
+    ...         "total_layer_num": 4,
+    ...         "random_ltd_layer_num": 2,
+    ...         "random_ltd_layer_id": [1, 2],
+    ...         "random_ltd_schedule": {
+    ...             "min_value": 16,
+    ...             "max_value": 64,
+    ...             "schedule_type": "fixed_linear",
+    ...             "schedule_config": {"require_steps": 6, "seq_per_step": 16},
+    ...         },
+    ...     }
+    ... )
+    >>> [schedule.update_seq(step) or schedule.get_current_seq() for step in (0, 2, 3, 6)]
+    [16, 32, 32, 64]
+
+    Args:
+        config: the section.
+        global_batch_size: samples of a step, for `get_total_layer_tokens`.
+
+    Raises:
+        ConfigError: a key is missing or wrong.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | RandomLTDConfig, global_batch_size: int = 1) -> None:
+        if not isinstance(config, RandomLTDConfig):
+            known = {
+                name: value for name, value in config.items() if name not in ("global_batch_size", "micro_batch_size")
+            }
+            global_batch_size = config.get("global_batch_size", global_batch_size)
+            config = parse_section(RandomLTDConfig, known, _SECTION)
+        _check(config)
+        schedule = config.random_ltd_schedule
+        self.config = config
+        self.global_batch_size = global_batch_size
+        self.model_layer_num: int = config.total_layer_num  # type: ignore[assignment]
+        self.random_ltd_layer_num: int = config.random_ltd_layer_num  # type: ignore[assignment]
+        self._layer_ids: list[int] = list(config.random_ltd_layer_id or ())
+        self._least, self._most = int(schedule["min_value"]), int(schedule["max_value"])
+        self._num_steps = int(schedule["schedule_config"]["require_steps"])
+        self._multiple = int(schedule["schedule_config"]["seq_per_step"])
+        self.state: dict[str, Any] = {}
+        self.reset_to_init()
+
+    def reset_to_init(self) -> None:
+        """Begin with the least tokens."""
+        self.state = {"current_value": self._least, "consumed_layer_tokens": 0, "current_steps": -1}
+
+    def get_current_seq(self) -> int:
+        """Return how many tokens are kept."""
+        return int(self.state["current_value"])
+
+    def set_current_seq(self, seq_length: int) -> None:
+        """Keep so many tokens, up to the next `update_seq`."""
+        self.state["current_value"] = seq_length
+
+    def get_random_ltd_layer_num(self) -> int:
+        """Return how many layers drop tokens."""
+        return self.random_ltd_layer_num
+
+    def update_seq(self, global_steps: int) -> None:
+        """Move to a step, and count the tokens of its layers."""
+        self.state["current_value"] = self._value(global_steps)
+        if self.state["current_steps"] != global_steps:
+            self.state["consumed_layer_tokens"] += self._layer_tokens(self.get_current_seq())
+            self.state["current_steps"] = global_steps
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Return how many tokens all layers compute in so many steps from the beginning: each counts for each layer."""
+        return sum(self._layer_tokens(self._value(step)) for step in range(train_iters))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what `set_state` takes."""
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_state` returned."""
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {**self.state, "min_value": self._least, "max_value": self._most}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for what `load_state_dict` could not take."""
+        if "current_value" not in state:
+            raise CheckpointError("random_ltd: found a state without current_value; load another checkpoint")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.check_state_dict(state_dict)
+        self.state.update({name: state_dict[name] for name in self.state if name in state_dict})
+
+    def _value(self, steps: int) -> int:
+        grown = self._least + (self._most - self._least) * steps / self._num_steps
+        return int(min(grown - grown % self._multiple, self._most))
+
+    def _layer_tokens(self, kept: int) -> int:
+        whole = self.model_layer_num - self.random_ltd_layer_num
+        return self.global_batch_size * (kept * self.random_ltd_layer_num + self._most * whole)
+
+    def place_of(self, number: int) -> int | None:
+        """Return which of the layers that drop tokens a layer of the model is, by its number; None: it computes all."""
+        return self._layer_ids.index(number) if number in self._layer_ids else None
+
+
+def _check(config: RandomLTDConfig) -> None:
+    for name in ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id"):
+        if getattr(config, name) is None:
+            raise ConfigError(f"{_SECTION}.{name}: found nothing; give it, as the number of layers of the model")
+    ids, total = config.random_ltd_layer_id or [], config.total_layer_num or 0
+    if (
+        len(ids) != config.random_ltd_layer_num
+        or len(set(ids)) != len(ids)
+        or not all(0 <= each < total for each in ids)
+    ):
+        raise ConfigError(
+            f"{_SECTION}.random_ltd_layer_id: found {ids}; give {config.random_ltd_layer_num} numbers "
+            f"(random_ltd_layer_num) of 0 to {total - 1}, each once"
+        )
+    schedule = config.random_ltd_schedule
+    if schedule.get("schedule_type") != "fixed_linear":
+        raise ConfigError(
+            f"{_SECTION}.random_ltd_schedule.schedule_type: found {schedule.get('schedule_type')!r}; there is "
+            "'fixed_linear'"
+        )
+    options = schedule.get("schedule_config") or {}
+    found = {
+        **{name: schedule.get(name) for name in ("min_value", "max_value")},
+        **{f"schedule_config.{name}": options.get(name) for name in ("require_steps", "seq_per_step")},
+    }
+    for name, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{_SECTION}.random_ltd_schedule.{name}: found {value!r}; give a whole number above 0")
+    if schedule["min_value"] > schedule["max_value"]:
+        raise ConfigError(
+            f"{_SECTION}.random_ltd_schedule.min_value: found {schedule['min_value']}, above max_value "
+            f"{schedule['max_value']}; give a smaller one"
+        )
+
+
+@absent_members("runtime.data_pipeline.data_routing.basic_layer:RandomLayerTokenDrop")
+class RandomLayerTokenDrop(nn.Module):
+    """A layer that computes a random part of the tokens while it trains, and all of them else.
+
+    Made by `convert_to_random_ltd`. The layer's first argument are the hidden states, and all others have names; it
+    returns the states, alone or first in a tuple. Of the others those by token are cut to the same tokens: the mask,
+    `position_ids` and `position_embeddings`.
+
+    Args:
+        layer: computes hidden states of any number of tokens.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.random_ltd_layer = layer
+        self.random_ltd_scheduler: RandomLTDScheduler | None = None
+        self.random_ltd_layer_id: int | None = None
+        self.reserved_length: int | None = None  # of the last forward
+        self.model_type = "decoder"
+        self.mask_name: str | None = None
+        self.batch_first = True
+
+    def init_config(
+        self, config: Mapping[str, Any] | RandomLTDConfig, scheduler: RandomLTDScheduler, random_ltd_layer_id: int
+    ) -> None:
+        """Drop tokens from now on, as many as the schedule says.
+
+        Args:
+            random_ltd_layer_id: which of the layers that drop tokens this one is.
+        """
+        if not isinstance(config, RandomLTDConfig):
+            config = parse_section(RandomLTDConfig, config, _SECTION)
+        self.random_ltd_scheduler = scheduler
+        self.random_ltd_layer_id = random_ltd_layer_id
+        self.model_type = config.model_type
+        self.mask_name = config.model_mask_name
+        self.batch_first = config.hidden_state_order == "batch_seq_dim"
+
+    def get_bsh(self, hidden_stats: Tensor) -> tuple[int, int, int]:
+        """Return batch, tokens and hidden size of states [B, S, H]."""
+        batch, length, hidden = hidden_stats.shape
+        return batch, length, hidden
+
+    def get_sbh(self, hidden_stats: Tensor) -> tuple[int, int, int]:
+        """Return batch, tokens and hidden size of states [S, B, H]."""
+        length, batch, hidden = hidden_stats.shape
+        return batch, length, hidden
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        batch, length, _ = self.get_bsh(hidden_states) if self.batch_first else self.get_sbh(hidden_states)
+        kept = length
+        if self.training and self.random_ltd_scheduler is not None:
+            kept = min(self.random_ltd_scheduler.get_current_seq(), length)
+        self.reserved_length = kept
+        if kept == length:
+            return self.random_ltd_layer(hidden_states, **kwargs)
+        mask = None if self.mask_name is None else kwargs.get(self.mask_name)
+        sample = gpt_sample_tokens if self.model_type == "decoder" else bert_sample_tokens
+        indices, mask = sample(kept, length, batch, 1, hidden_states.device, mask)
+        if mask is not None:
+            kwargs[self.mask_name] = mask if self.model_type == "decoder" else mask[0]  # type: ignore[index]
+        for name in _BY_TOKEN:
+            if kwargs.get(name) is not None:
+                kwargs[name] = _by_token(kwargs[name], indices[0], length)
+        hidden_states, part = GatherTokens.apply(hidden_states, indices[0], self.batch_first)
+        outputs = self.random_ltd_layer(part, **kwargs)
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        whole = ScatterTokens.apply(hidden_states, first, indices[0], self.batch_first)
+        return whole if isinstance(outputs, Tensor) else (whole, *outputs[1:])
+
+
+def _by_token(value: Any, indices: Tensor, length: int) -> Any:
+    """Cut a tensor [B or 1, S, ..], or a tuple of such, to tokens [B, R]."""
+    if isinstance(value, tuple | list):
+        return type(value)(_by_token(each, indices, length) for each in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
+        return value
+    value = value.expand(len(indices), *value.shape[1:])
+    index = indices.long().reshape(*indices.shape, *[1] * (value.dim() - 2))
+    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
+
+
+def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
+    """Wrap the layers of a type, and let those drop tokens that the configuration names.
+
+    Call it on what `initialize` returned, on every rank, before `load_checkpoint`.
+
+    Args:
+        model: an engine; or a module, whose layers then compute all tokens.
+        convert_type: the class of the layers, in their order in the model.
+
+    Returns:
+        `model`.
+    """
+    root = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    if not any(isinstance(each, convert_type) for each in root.modules()):
+        raise ConfigError(
+            f"convert_to_random_ltd: found no layer of type {convert_type.__name__} in the model; name another"
+        )
+    for parent in list(root.modules()):
+        if isinstance(parent, RandomLayerTokenDrop | convert_type):
+            continue  # neither twice, nor one within another
+        for name, child in list(parent.named_children()):
+            if isinstance(child, convert_type):
+                wrapped = RandomLayerTokenDrop(child)
+                wrapped.train(child.training)
+                setattr(parent, name, wrapped)
+    if hasattr(model, "random_ltd_initialize"):
+        model.random_ltd_initialize()
+    return model
+
+
+def initialize_layers(model: nn.Module, scheduler: RandomLTDScheduler) -> None:
+    """Give the wrapped layers of a model their schedule. Called by `engine.random_ltd_initialize`.
+
+    Raises:
+        ConfigError: the model has another number of them than `total_layer_num`.
+    """
+    layers = [each for each in model.modules() if isinstance(each, RandomLayerTokenDrop)]
+    if len(layers) != scheduler.model_layer_num:
+        raise ConfigError(
+            f"{_SECTION}.total_layer_num: found {scheduler.model_layer_num}, but convert_to_random_ltd has wrapped "
+            f"{len(layers)} layers; give their number"
+        )
+    for number, layer in enumerate(layers):
+        place = scheduler.place_of(number)
+        if place is not None:
+            layer.init_config(scheduler.config, scheduler, place)
+
+
+def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, with the names it had before `convert_to_random_ltd`."""
+    return remove_random_ltd_state_dict(model.state_dict())
+
+
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict, with the names it had before `convert_to_random_ltd`."""
+    return {
+        name.replace(_INNER, ""): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
+        for name, value in state_dict.items()
+    }

@@ -1,0 +1,501 @@
+"""`DeepSpeedDataSampler`: easy samples first, the section `data_efficiency.data_sampling.curriculum_learning`.
+
+`CurriculumLoader` loads what it draws. Imported only where the configuration asks for it, or by a script.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from deepspeed._absent_members import absent_members
+from deepspeed.config.intake import parse_section
+from deepspeed.config.training import DataEfficiencyConfig
+from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.data.indexed_dataset import MMapIndexedDataset, find_fit_int_dtype
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.log import warn_once
+
+_SECTION = "data_efficiency.data_sampling.curriculum_learning"
+
+
+@dataclass
+class _Metric:
+    """One of `curriculum_metrics`: its schedule, and which samples have which value.
+
+    Args:
+        values: the distinct values, rising; None for a metric that chooses no samples (`single_cluster`).
+        samples: for each of them the numbers of the samples that have it.
+    """
+
+    scheduler: CurriculumScheduler
+    is_percentile: bool
+    values: np.ndarray | None = None
+    samples: MMapIndexedDataset | None = None
+
+    def up_to(self, difficulty: float) -> np.ndarray | None:
+        """Return the numbers of the samples up to a difficulty, easy ones first; None for all of them."""
+        if self.values is None or self.samples is None:
+            return None
+        end = len(self.samples) if self.is_percentile else int(np.searchsorted(self.values, difficulty, side="right"))
+        chosen = [self.samples[number] for number in range(end)]
+        found = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        return found[: _count(difficulty, len(found))] if self.is_percentile else found
+
+
+@dataclass
+class _Cluster:
+    """Samples that came in together, in the order in which they are drawn.
+
+    Args:
+        difficulties: of each metric, when they came in.
+        samples: their numbers, as they lie now.
+        shuffles: the state of the generator before each shuffle. With them a checkpoint needs no numbers of samples.
+        position: of the next one to be drawn.
+    """
+
+    difficulties: dict[str, float]
+    samples: np.ndarray
+    shuffles: list[dict[str, Any]] = field(default_factory=list)
+    position: int = 0
+
+    def shuffle(self, generator: np.random.Generator) -> None:
+        """Put the samples into another order, and begin at its first."""
+        self.shuffles.append(copy.deepcopy(dict(generator.bit_generator.state)))
+        generator.shuffle(self.samples)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "difficulties": dict(self.difficulties),
+            "num_samples": len(self.samples),
+            "shuffles": list(self.shuffles),
+            "position": self.position,
+        }
+
+
+@dataclass
+class _Drawn:
+    """A global batch that was drawn: the first of its micro-batches by number, its samples, the state after it."""
+
+    first: int
+    samples: list[int]
+    state: dict[str, Any]
+
+
+@absent_members("runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler")
+class DeepSpeedDataSampler:
+    """Yields the numbers of this rank's samples, a micro-batch at a time, easy ones first.
+
+    Source: Li et al., "DeepSpeed Data Efficiency" (arXiv 2212.03597), section 3.1. Each step has a difficulty of each
+    metric. Samples that are within all of them for the first time form a cluster, in a random order. A global batch has
+    samples of each cluster in proportion to the clusters' sizes, in expectation, each cluster in its order; one that
+    came to its end is shuffled again. All ranks draw the same global batches, which depend on the seed, the index files
+    and `train_batch_size` alone: a run goes on with another number of ranks where the former one stopped.
+
+    Args:
+        data_efficiency_config: the section `data_efficiency`.
+        one_epoch_total_samples: of the data set. After `num_epochs` times as many the sampler ends.
+        micro_batch_size: samples of a rank and micro-batch.
+        data_parallel_group: not needed; ranks draw alike without a word.
+        global_rank: not needed.
+        drop_last: leave out a last micro-batch that is short.
+
+    Raises:
+        ConfigError: a key is missing or wrong, or an index file cannot be read.
+    """
+
+    def __init__(
+        self,
+        data_efficiency_config: Mapping[str, Any] | DataEfficiencyConfig,
+        one_epoch_total_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_parallel_group: Any,
+        gradient_accumulation_steps: int,
+        global_rank: int,
+        drop_last: bool = True,
+    ) -> None:
+        if not isinstance(data_efficiency_config, DataEfficiencyConfig):
+            data_efficiency_config = parse_section(DataEfficiencyConfig, data_efficiency_config, "data_efficiency")
+        sampling = data_efficiency_config.data_sampling
+        self.one_epoch_total_samples = one_epoch_total_samples
+        self.total_samples = one_epoch_total_samples * sampling.num_epochs
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.global_batch_size = self.micro_batch_times_data_parallel_size * gradient_accumulation_steps
+        self.drop_last = drop_last
+        self.np_rng = np.random.default_rng(data_efficiency_config.seed)
+        self.batch: list[int] = []
+        self.consumed_samples = 0
+        self.curriculum_step = 0
+        self.current_difficulties: dict[str, float] = {}
+        self._metrics = {
+            name: _read_metric(f"{_SECTION}.curriculum_metrics.{name}", written)
+            for name, written in sampling.curriculum_learning.curriculum_metrics.items()
+        }
+        if not self._metrics:
+            raise ConfigError(f"{_SECTION}.curriculum_metrics: found none; give one or more, each under its name")
+        self._clusters: list[_Cluster] = []
+        self._num_yielded = 0  # micro-batches
+        self._num_delivered: int | None = None
+        self._drawn: deque[_Drawn] = deque()
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Set the functions of the metrics whose schedule is "custom": the number of a step, from 1 -> difficulty."""
+        for name, function in schedule_func_dict.items():
+            if name not in self._metrics:
+                raise ConfigError(
+                    f"set_custom_curriculum_learning_schedule: asked for metric {name!r}; the configuration has "
+                    f"{', '.join(map(repr, self._metrics))}"
+                )
+            self._metrics[name].scheduler.set_custom_get_difficulty(function)
+
+    def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
+        """Return where this rank's samples begin and end in a micro-batch of all ranks; in a short one, of so many."""
+        whole = self.micro_batch_times_data_parallel_size if batch_len is None else batch_len
+        num_ranks = self.micro_batch_times_data_parallel_size // self.micro_batch_size
+        rank = self.data_parallel_rank
+        return whole * rank // num_ranks, whole * (rank + 1) // num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.micro_batch_times_data_parallel_size
+        while self.consumed_samples < self.total_samples:
+            if len(self.batch) < size:
+                self.get_next_global_batch()
+            given, self.batch = self.batch[:size], self.batch[size:]
+            self.consumed_samples += len(given)
+            self._num_yielded += 1
+            start, end = self.get_start_end_idx(len(given))
+            yield given[start:end]
+
+    def get_next_global_batch(self) -> None:
+        """Move to the next step, and append its samples to those that are left of the former one."""
+        self.curriculum_step += 1
+        former = dict(self.current_difficulties)
+        for name, metric in self._metrics.items():
+            self.current_difficulties[name] = metric.scheduler.update_difficulty(self.curriculum_step)
+        if self.current_difficulties != former:
+            self._add_cluster(self.current_difficulties)
+        self.batch = self.batch + self._draw(self.global_batch_size)
+        if self._num_delivered is None:
+            self._drawn.clear()
+        self._drawn.append(_Drawn(self._num_yielded, self.batch, self._state()))
+
+    def _add_cluster(self, difficulties: Mapping[str, float]) -> None:
+        """Let the samples come in that are within the difficulties for the first time; there may be none."""
+        samples = self._new_samples(difficulties, self._clusters)
+        if len(samples):
+            cluster = _Cluster(dict(difficulties), samples)
+            cluster.shuffle(self.np_rng)
+            self._clusters.append(cluster)
+
+    def _new_samples(self, difficulties: Mapping[str, float], former: list[_Cluster]) -> np.ndarray:
+        """Return the samples within the difficulties that are in no former cluster."""
+        found: np.ndarray | None = None
+        for name, metric in self._metrics.items():
+            own = metric.up_to(difficulties[name])
+            if own is not None:
+                found = own if found is None else np.intersect1d(found, own, assume_unique=True)
+        if found is None:
+            found = np.arange(self.one_epoch_total_samples)
+        found = found.astype(find_fit_int_dtype(0, self.one_epoch_total_samples))
+        for cluster in former:
+            found = np.setdiff1d(found, cluster.samples, assume_unique=True)
+        return found
+
+    def _draw(self, count: int) -> list[int]:
+        if not self._clusters:
+            raise ConfigError(
+                f"{_SECTION}: found no sample within {self.current_difficulties}, of step {self.curriculum_step}; "
+                "give a higher min_difficulty"
+            )
+        sizes = np.array([len(cluster.samples) for cluster in self._clusters])
+        chosen = self.np_rng.choice(len(sizes), count, replace=True, p=sizes / sizes.sum())
+        batch: list[int] = []
+        for cluster, num in zip(self._clusters, np.bincount(chosen, minlength=len(sizes)), strict=True):
+            batch += self._take(cluster, int(num))
+        self.np_rng.shuffle(batch)
+        return batch
+
+    def _take(self, cluster: _Cluster, count: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count:
+            if cluster.position == len(cluster.samples):
+                cluster.shuffle(self.np_rng)
+            end = cluster.position + count - len(taken)
+            taken += cluster.samples[cluster.position : end].tolist()
+            cluster.position = min(end, len(cluster.samples))
+        return taken
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def begin_delivery(self) -> None:
+        """Begin to count what is given to the script: workers of a loader take more from here in advance. What they
+        took for an iteration that was left is drawn again."""
+        if self._num_delivered not in (None, self._num_yielded):
+            self.load_state_dict(self.state_dict())
+        self._num_delivered = self._num_yielded
+
+    def delivered(self) -> None:
+        """Note that a micro-batch was given to the script."""
+        assert self._num_delivered is not None
+        self._num_delivered += 1
+        while len(self._drawn) > 1 and self._drawn[1].first < self._num_delivered:
+            self._drawn.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, at any number of ranks: plain values, of which none is large."""
+        if not self._drawn:
+            return self._state()
+        drawn, number = self._drawn[0], self._num_yielded if self._num_delivered is None else self._num_delivered
+        num_given = (number - drawn.first) * self.micro_batch_times_data_parallel_size
+        return {
+            **drawn.state,
+            "batch": drawn.samples[num_given:],
+            "consumed_samples": drawn.state["consumed_samples"] + min(num_given, len(drawn.samples)),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "batch": list(self.batch),
+            "consumed_samples": self.consumed_samples,
+            "curriculum_step": self.curriculum_step,
+            "current_difficulties": dict(self.current_difficulties),
+            "np_rng_state": copy.deepcopy(dict(self.np_rng.bit_generator.state)),
+            "clusters": [cluster.state_dict() for cluster in self._clusters],
+        }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse what `load_state_dict` could not take.
+
+        Raises:
+            CheckpointError: the state is of other metrics or other index files.
+        """
+        if missing := [key for key in ("consumed_samples", "curriculum_step") if key not in state_dict]:
+            raise CheckpointError(f"data_sampler: found a state without {', '.join(missing)}; load another checkpoint")
+        metrics = state_dict.get("current_difficulties", {})
+        if metrics and set(metrics) != set(self._metrics):
+            raise CheckpointError(
+                f"data_sampler: found a state of the metrics {sorted(metrics)}, this run has {sorted(self._metrics)}; "
+                "give it the same curriculum_metrics"
+            )
+        self._restored_clusters(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on after what had been delivered when `state_dict` was called.
+
+        One of DeepSpeed's has no state of the generator that it draws from: the steps go on, the samples are drawn as
+        in a new run.
+
+        Raises:
+            CheckpointError: the state is of other metrics or other index files.
+        """
+        self.check_state_dict(state_dict)
+        metrics = state_dict.get("current_difficulties", {})
+        self._clusters = self._restored_clusters(state_dict)
+        self.batch = list(state_dict.get("batch", ()))
+        self.consumed_samples = int(state_dict["consumed_samples"])
+        self.curriculum_step = int(state_dict["curriculum_step"])
+        self.current_difficulties = dict(metrics)
+        for name, metric in self._metrics.items():
+            if name in metrics:
+                metric.scheduler.set_current_difficulty(metrics[name])
+        if "clusters" in state_dict:
+            self.np_rng.bit_generator.state = state_dict["np_rng_state"]
+        else:
+            warn_once(
+                "data_sampler: found DeepSpeed's state, which has no generator; samples are drawn as in a new run"
+            )
+            self.current_difficulties = {}
+        self._num_yielded = 0
+        self._num_delivered = None if self._num_delivered is None else 0
+        self._drawn.clear()
+
+    def _restored_clusters(self, state_dict: Mapping[str, Any]) -> list[_Cluster]:
+        """Make the clusters of a checkpoint from the index files, and repeat their shuffles."""
+        generator = np.random.default_rng()
+        clusters: list[_Cluster] = []
+        for saved in state_dict.get("clusters", ()):
+            samples = self._new_samples(saved["difficulties"], clusters)
+            if len(samples) != saved["num_samples"]:
+                raise CheckpointError(
+                    f"data_sampler: found {len(samples)} samples up to {saved['difficulties']} where the checkpoint "
+                    f"had {saved['num_samples']}; give the index files of the former run"
+                )
+            for state in saved["shuffles"]:
+                generator.bit_generator.state = state
+                generator.shuffle(samples)
+            shuffles = [dict(state) for state in saved["shuffles"]]
+            clusters.append(_Cluster(dict(saved["difficulties"]), samples, shuffles, int(saved["position"])))
+        return clusters
+
+
+def _count(percentile: float, num_samples: int) -> int:
+    """Return how many samples a percentile is: whole hundredths, as in DeepSpeed; of fewer than 100 the share."""
+    if percentile >= 100:
+        return num_samples
+    return int(num_samples // 100 * percentile if num_samples >= 100 else num_samples * percentile // 100)
+
+
+def _read_metric(where: str, written: Any) -> _Metric:
+    """Make a metric from its section, which stands at the dotted key `where`."""
+    if not isinstance(written, Mapping):
+        raise ConfigError(f"{where}: found {written!r}; give an object with min_difficulty, max_difficulty, ...")
+    choices = {"difficulty_type": ("value", "percentile"), "clustering_type": ("schedule_based", "single_cluster")}
+    for key, allowed in choices.items():
+        if written.get(key) not in allowed:
+            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; choose {' or '.join(map(repr, allowed))}")
+    metric = _Metric(CurriculumScheduler(written, where), written["difficulty_type"] == "percentile")
+    if written["clustering_type"] == "single_cluster":
+        return metric
+    for key in ("index_to_sample_path", "index_to_metric_path"):
+        if not isinstance(written.get(key), str):
+            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; give the path of files of the data analyzer")
+    metric.samples = MMapIndexedDataset(written["index_to_sample_path"])
+    metric.values = np.array([value[0] for value in MMapIndexedDataset(written["index_to_metric_path"])])
+    if not metric.is_percentile and len(metric.values) != len(metric.samples):
+        raise ConfigError(
+            f"{where}.index_to_sample_path: found {len(metric.samples)} groups of samples for {len(metric.values)} "
+            "values; with difficulty_type 'value' give the index that is not merged into percentiles"
+        )
+    return metric
+
+
+class CurriculumLoader(DeepSpeedDataLoader):
+    """Loads this rank's samples of what a `DeepSpeedDataSampler` draws; an iteration goes on where the former ended.
+
+    Args:
+        sampler: its state is that of the batches given so far, however many the workers have loaded in advance.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: DeepSpeedDataSampler,
+        *,
+        pin_memory: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = sampler.micro_batch_size
+        self.data_sampler: Any = sampler
+        self.epoch = 0
+        self.dataloader = DataLoader(
+            dataset, batch_sampler=sampler, pin_memory=pin_memory, collate_fn=collate_fn, num_workers=num_workers
+        )
+
+    def resume(self, num_samples: int) -> None:
+        """Refuse: `load_checkpoint` restores the sampler."""
+        raise ConfigError(
+            "resume: a loader with a curriculum goes on where the checkpoint was saved once load_checkpoint has loaded "
+            "it; leave the call out"
+        )
+
+    def __len__(self) -> int:
+        return len(self.data_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.data_sampler.begin_delivery()
+        for batch in self.dataloader:
+            self.data_sampler.delivered()
+            yield (
+                batch
+                if self.post_process_func is None
+                else self.post_process_func(batch, self.data_sampler.state_dict())
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the sampler."""
+        return self.data_sampler.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of the sampler."""
+        self.data_sampler.load_state_dict(state_dict)
+
+
+class Curriculum:
+    """An engine's part for the section `data_efficiency.data_sampling`: it makes the loader of the training data, whose
+    sampler is in checkpoints. Built by `build.py`.
+
+    Args:
+        section: `data_efficiency`.
+        micro_batch_size: samples of a rank and micro-batch.
+        num_steps: micro-batches of a step.
+        rank: of the data-parallel ranks.
+        num_replicas: how many these are.
+        num_behind: returns how many samples this rank's pipeline has trained on, for a stage that loads none; None:
+            this rank loads.
+    """
+
+    def __init__(
+        self,
+        section: DataEfficiencyConfig,
+        *,
+        micro_batch_size: int,
+        num_steps: int,
+        rank: int,
+        num_replicas: int,
+        num_behind: Callable[[], int] | None = None,
+    ) -> None:
+        self._section = section
+        self._sizes = micro_batch_size, rank, num_replicas, None, num_steps, rank
+        self._num_behind = num_behind
+        self.sampler: DeepSpeedDataSampler | None = None
+
+    def loader(self, dataset: Dataset[Any], **options: Any) -> CurriculumLoader:
+        """Return the loader of the training data; `options` are the arguments of `CurriculumLoader`.
+
+        Raises:
+            ConfigError: samples of the dataset have no numbers.
+        """
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"{_SECTION}: found a dataset of type {type(dataset).__name__}, whose samples have no numbers; give "
+                "one with __len__ and __getitem__, as the data analyzer had it"
+            )
+        self.sampler = DeepSpeedDataSampler(self._section, len(dataset), *self._sizes)
+        options["num_workers"] = options.get("num_workers") or self._section.data_sampling.num_workers
+        return CurriculumLoader(dataset, self.sampler, **options)
+
+    def set_schedules(self, functions: Mapping[str, Callable[[int], int]]) -> None:
+        """Set the functions of metrics whose schedule is "custom"."""
+        self._needed("set_custom_curriculum_learning_schedule").set_custom_curriculum_learning_schedule(functions)
+
+    def _needed(self, asked: str) -> DeepSpeedDataSampler:
+        if self.sampler is None:
+            raise ConfigError(f"{asked}: found no training data; pass initialize(training_data=...) first")
+        return self.sampler
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of the sampler; None without training data."""
+        sampler = self.sampler
+        if sampler is None:
+            return None
+        if self._num_behind is not None:  # another run may load on this stage
+            draws, end = iter(sampler), self._num_behind()
+            while sampler.consumed_samples < end:
+                next(draws)
+        return sampler.state_dict()
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that `load_state_dict` could not take, before anything is changed."""
+        if self.sampler is not None:
+            self.sampler.check_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the sampler."""
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state)

@@ -1,0 +1,172 @@
+"""The operators of random layer-wise token dropping, with their gradients, under DeepSpeed's names.
+
+Source: Yao, Wu, Li, Holmes, Zhang, Li, He, "Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training
+for Large-scale Transformers" (arXiv 2211.11586), section 3 and figure 1: a layer computes a random part of the tokens,
+in their order; the others go past it.
+
+Shapes: B batch, S tokens, R of them kept, H hidden, L layers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed._absent import complete
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import operator_for
+
+OP = "random_ltd"
+
+
+def gpt_sample_tokens(
+    reserved_length: int,
+    seq_length: int,
+    batch_size: int,
+    layers: int = 1,
+    device: torch.device | str = "cpu",
+    attn_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Choose the tokens that the layers of a decoder keep, other ones in each layer and sample.
+
+    A causal mask of tokens in their order is that of so many first tokens, whichever they are.
+
+    Args:
+        attn_mask: [.., .., S, S]; None: the layer has its own.
+
+    Returns:
+        the numbers of the tokens, int32 [L, B, R], rising in each row; the mask, [.., .., R, R], or None.
+
+    Raises:
+        ConfigError: more tokens are asked for than there are.
+    """
+    indices = _sample(reserved_length, seq_length, batch_size, layers, device)
+    return indices, None if attn_mask is None else attn_mask[..., :reserved_length, :reserved_length]
+
+
+def bert_sample_tokens(
+    reserved_length: int,
+    seq_length: int,
+    batch_size: int,
+    layers: int = 1,
+    device: torch.device | str = "cpu",
+    attn_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Choose the tokens that the layers of an encoder keep, other ones in each layer and sample.
+
+    Args:
+        attn_mask: [B, 1, S or 1, S], of each sample's own; None: there is none.
+
+    Returns:
+        the numbers of the tokens, int32 [L, B, R], rising in each row; the masks, [L, B, 1, R or 1, R], or None.
+
+    Raises:
+        ConfigError: more tokens are asked for than there are, or the mask is of another batch.
+    """
+    indices = _sample(reserved_length, seq_length, batch_size, layers, device)
+    return indices, None if attn_mask is None else torch.stack([_masked(attn_mask, each) for each in indices])
+
+
+def _sample(reserved: int, length: int, batch: int, layers: int, device: torch.device | str) -> Tensor:
+    if not 0 < reserved <= length:
+        raise ConfigError(f"random_ltd: asked to keep {reserved} of {length} tokens; keep 1 or more, and not above all")
+    # by torch's generator of the device, which activation checkpointing sets back for the second forward
+    chosen = torch.rand(layers, batch, length, device=device).argsort(dim=-1)[..., :reserved]
+    return chosen.sort(dim=-1).values.to(torch.int32)
+
+
+def _masked(mask: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows and columns of a mask [B, heads, S or 1, S] at indices [B, R]."""
+    if mask.dim() != 4 or mask.shape[0] not in (1, len(indices)):
+        raise ConfigError(
+            f"random_ltd: found an attention mask of shape {tuple(mask.shape)} for {len(indices)} samples; it has to "
+            "be batch x heads x tokens (or 1) x tokens"
+        )
+    mask = mask.expand(len(indices), -1, -1, -1)
+    columns = indices.long()[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
+    mask = mask.gather(3, columns)
+    if mask.shape[2] == 1:
+        return mask
+    rows = indices.long()[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+    return mask.gather(2, rows)
+
+
+class GatherTokens(torch.autograd.Function):
+    """`GatherTokens.apply(activations, sorted_indices, batch_first)` takes the tokens of a layer out of its input.
+
+    Operator: `token_gather(activations, indices, batch_first)`.
+
+    Args:
+        activations: [B, S, H], or [S, B, H] where `batch_first` is false.
+        sorted_indices: int32 [B, R].
+
+    Returns:
+        `activations`, and of these the tokens: [B, R, H] or [R, B, H].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, sorted_indices: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(sorted_indices)
+        ctx.batch_first = batch_first
+        return activations, _gather(activations, sorted_indices, batch_first)
+
+    @staticmethod
+    def backward(ctx: Any, a_gradients: Tensor, g_gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (indices,) = ctx.saved_tensors
+        dim = 1 if ctx.batch_first else 0
+        index = _index(indices, a_gradients.shape[2], ctx.batch_first)
+        return a_gradients.scatter_add(dim, index, g_gradients), None, None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """`ScatterTokens.apply(all_activations, layer_activations, sorted_indices, batch_first)` puts tokens back.
+
+    Operator: `token_scatter_(all_activations, layer_activations, indices, batch_first)`, on a copy.
+
+    Args:
+        all_activations: as `GatherTokens` has them; they stay as they are.
+        layer_activations: [B, R, H] or [R, B, H].
+
+    Returns:
+        a tensor like `all_activations`, with the layer's tokens in place of its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, all_activations: Tensor, layer_activations: Tensor, sorted_indices: Tensor, batch_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(sorted_indices)
+        ctx.batch_first = batch_first
+        layer_activations = layer_activations.to(all_activations.dtype)
+        kernel = operator_for(OP, "token_scatter_", all_activations, layer_activations)
+        if kernel is not None:
+            whole = all_activations.clone(memory_format=torch.contiguous_format)
+            kernel(whole, layer_activations, sorted_indices, batch_first)
+            return whole
+        index = _index(sorted_indices, all_activations.shape[2], batch_first)
+        return all_activations.scatter(1 if batch_first else 0, index, layer_activations)
+
+    @staticmethod
+    def backward(ctx: Any, out_gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        (indices,) = ctx.saved_tensors
+        index = _index(indices, out_gradients.shape[2], ctx.batch_first)
+        past = out_gradients.scatter(1 if ctx.batch_first else 0, index, 0.0)
+        return past, _gather(out_gradients, indices, ctx.batch_first), None, None
+
+
+def _gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    kernel = operator_for(OP, "token_gather", activations)
+    if kernel is not None:
+        gathered: Tensor = kernel(activations, indices, batch_first)
+        return gathered
+    index = _index(indices, activations.shape[2], batch_first)
+    return activations.gather(1 if batch_first else 0, index)
+
+
+def _index(indices: Tensor, hidden: int, batch_first: bool) -> Tensor:
+    """Return the index of torch's gather and scatter: [B, R, H] or [R, B, H]."""
+    rows = indices.long() if batch_first else indices.long().t()
+    return rows[:, :, None].expand(-1, -1, hidden)
+
+
+complete(__name__)

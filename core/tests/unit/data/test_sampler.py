@@ -1,0 +1,335 @@
+"""The curriculum sampler: which samples come when, at every number of ranks, and on from any checkpoint."""
+
+import json
+from collections import Counter
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from deepspeed.data.analyzer import DataAnalyzer
+from deepspeed.data.sampler import CurriculumLoader, DeepSpeedDataSampler
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.log import warn_once
+
+NUM_SAMPLES = 40
+LENGTHS = [1 + number * 7 % 20 for number in range(NUM_SAMPLES)]  # each of 1 to 20 twice
+RARITY = [number // 4 for number in range(NUM_SAMPLES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    DataAnalyzer(
+        list(range(NUM_SAMPLES)),
+        batch_size=8,
+        metric_names=["length", "rarity"],
+        metric_functions=[lambda batch: torch.tensor([LENGTHS[n] for n in batch]), lambda batch: batch // 4],
+        metric_types=["single_value_per_sample"] * 2,
+        metric_dtypes=[np.int64] * 2,
+        save_path=str(folder),
+    ).run_map_reduce()
+    return folder
+
+
+def metric(folder, name="length", **keys):
+    merged = "_percentile_merged" if keys.get("difficulty_type") == "percentile" else ""
+    return {
+        "index_to_sample_path": str(folder / name / f"{name}_index_to_sample{merged}"),
+        "index_to_metric_path": str(folder / name / f"{name}_index_to_metric"),
+        "difficulty_type": "value",
+        "clustering_type": "schedule_based",
+        "min_difficulty": 5,
+        "max_difficulty": 20,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [5, 10, 20], "max_step": [2, 4]},
+        **keys,
+    }
+
+
+def section(seed=7, num_epochs=3, **metrics):
+    curriculum = {"enabled": True, "data_cluster_path": "unused", "curriculum_metrics": metrics}
+    sampling = {"enabled": True, "num_epochs": num_epochs, "curriculum_learning": curriculum}
+    return {"enabled": True, "seed": seed, "data_sampling": sampling}
+
+
+def samplers(config, world_size=1, global_batch=12, num_steps=2):
+    micro = global_batch // world_size // num_steps
+    return [
+        DeepSpeedDataSampler(config, NUM_SAMPLES, micro, rank, world_size, None, num_steps, rank)
+        for rank in range(world_size)
+    ]
+
+
+def global_batches(ranks, count, num_steps=2):
+    """The samples of `count` steps of all ranks, each as micro-batches, of which each has the ranks' in turn."""
+    draws = [iter(rank) for rank in ranks]
+    return [[sum((next(draw) for draw in draws), []) for _ in range(num_steps)] for _ in range(count)]
+
+
+def flat(batches):
+    return [sample for batch in batches for micro in batch for sample in micro]
+
+
+def test_samples_are_within_the_difficulty_of_their_step(folder):
+    (sampler,) = samplers(section(length=metric(folder)))
+    for step, limit in enumerate([5, 5, 10, 10, 20, 20], start=1):
+        batch = flat(global_batches([sampler], 1))
+        assert max(LENGTHS[sample] for sample in batch) <= limit
+        assert sampler.curriculum_step == step
+        assert sampler.current_difficulties == {"length": limit}
+
+
+def test_every_sample_of_a_cluster_comes_before_one_comes_again(folder):
+    one = metric(folder, clustering_type="single_cluster")
+    (sampler,) = samplers(section(length=one), global_batch=8)
+    drawn = flat(global_batches([sampler], 10))
+    assert sorted(drawn[:40]) == sorted(drawn[40:]) == list(range(NUM_SAMPLES))
+    assert drawn[:40] != drawn[40:] != list(range(NUM_SAMPLES))
+
+
+def test_a_cluster_smaller_than_its_part_of_a_batch_is_gone_through_again(folder):
+    """10 samples within 5, and batches of 24; DeepSpeed gives a short batch there (its issue 8520)."""
+    (sampler,) = samplers(section(length=metric(folder)), global_batch=24)
+    drawn = flat(global_batches([sampler], 1))
+    assert len(drawn) == 24
+    assert sorted(Counter(drawn).values()) == [2] * 6 + [3] * 4
+
+
+def test_several_metrics_bound_a_sample_together(folder):
+    config = section(
+        length=metric(folder),
+        rarity=metric(
+            folder,
+            "rarity",
+            min_difficulty=3,
+            max_difficulty=9,
+            schedule_type="fixed_linear",
+            schedule_config={"total_curriculum_step": 6, "difficulty_step": 3},
+        ),
+    )
+    (sampler,) = samplers(config)
+    for limit, rarity in [(5, 3), (5, 3), (10, 6), (10, 6), (20, 6), (20, 9)]:
+        drawn = flat(global_batches([sampler], 1))
+        assert sampler.current_difficulties == {"length": limit, "rarity": rarity}
+        assert all(LENGTHS[sample] <= limit and RARITY[sample] <= rarity for sample in drawn)
+
+
+def test_percentiles(folder):
+    percent = metric(folder, difficulty_type="percentile", min_difficulty=10, max_difficulty=100)
+    percent["schedule_config"] = {"difficulty": [10, 50, 100], "max_step": [2, 4]}
+    (sampler,) = samplers(section(length=percent))
+    easiest = np.argsort(LENGTHS, kind="stable")
+    for share in (4, 4, 20, 20, 40):
+        assert set(flat(global_batches([sampler], 1))) <= set(easiest[:share].tolist())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_numbers_of_ranks_draw_the_same_global_batches(folder, world_size):
+    config = section(length=metric(folder))
+    assert global_batches(samplers(config, world_size), 8) == global_batches(samplers(config), 8)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize("num_before", [0, 1, 3, 7])
+def test_another_number_of_ranks_goes_on_where_the_former_stopped(folder, before, after, num_before):
+    one = metric(folder, "rarity", clustering_type="single_cluster")
+    config = section(num_epochs=10, length=metric(folder), rarity=one)
+    unbroken = global_batches(samplers(config), 12)
+    former = samplers(config, before)
+    assert global_batches(former, num_before) == unbroken[:num_before]
+    state = json.loads(json.dumps(former[-1].state_dict()))  # plain values alone
+    later = samplers(config, after)
+    for sampler in later:
+        sampler.load_state_dict(state)
+    assert global_batches(later, 12 - num_before) == unbroken[num_before:]
+
+
+def test_a_step_that_was_left_in_the_middle_is_gone_on_with(folder):
+    """Micro-batches of 6 before and of 4 after: what is left of a global batch comes first."""
+    config = section(length=metric(folder))
+    (former,) = samplers(config)
+    first = next(iter(former))
+    (later,) = samplers(config, num_steps=3)
+    later.load_state_dict(former.state_dict())
+    rest = flat(global_batches([later], 1, num_steps=3))
+    (unbroken,) = samplers(config)
+    assert first + rest == flat(global_batches([unbroken], 2))[:18]
+
+
+def test_a_run_ends_after_its_epochs(folder):
+    (sampler,) = samplers(section(num_epochs=1, length=metric(folder)), global_batch=10)
+    assert sum(map(len, sampler)) == NUM_SAMPLES == len(sampler)
+
+
+def test_a_schedule_of_the_users(folder):
+    (sampler,) = samplers(section(length=metric(folder, schedule_type="custom")))
+    with pytest.raises(ConfigError, match=r"curriculum_metrics\.length\.schedule_type: found 'custom' and no function"):
+        next(iter(sampler))
+    (sampler,) = samplers(section(length=metric(folder, schedule_type="custom")))
+    sampler.set_custom_curriculum_learning_schedule({"length": lambda step: 4 + step})
+    for step in range(1, 5):
+        assert max(LENGTHS[sample] for sample in flat(global_batches([sampler], 1))) <= 4 + step
+    with pytest.raises(ConfigError, match="asked for metric 'depth'; the configuration has 'length'"):
+        sampler.set_custom_curriculum_learning_schedule({"depth": int})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"difficulty_type": "size"}, r"length\.difficulty_type: found 'size'; choose 'value' or 'percentile'"),
+        ({"clustering_type": None}, r"length\.clustering_type: found None; choose 'schedule_based' or"),
+        ({"index_to_sample_path": None}, r"length\.index_to_sample_path: found None; give the path"),
+        ({"index_to_metric_path": "nowhere"}, "found no file nowhere.idx"),
+        ({"schedule_type": "quick"}, r"curriculum_metrics\.length\.schedule_type: found 'quick'"),
+        ({"min_difficulty": 0}, "found no sample within {'length': 0}, of step 1; give a higher min_difficulty"),
+    ],
+)
+def test_what_is_refused(folder, keys, message):
+    if "min_difficulty" in keys:
+        keys = {**keys, "schedule_config": {"difficulty": [0, 20], "max_step": [2]}}
+    with pytest.raises(ConfigError, match=message):
+        next(iter(samplers(section(length=metric(folder, **keys)))[0]))
+
+
+def test_an_index_of_percentiles_is_no_index_of_values(folder):
+    wrong = metric(folder, index_to_sample_path=metric(folder, difficulty_type="percentile")["index_to_sample_path"])
+    with pytest.raises(ConfigError, match="found 40 groups of samples for 20 values; with difficulty_type 'value'"):
+        samplers(section(length=wrong))
+
+
+def test_a_state_of_another_run_is_refused(folder):
+    (former,) = samplers(section(length=metric(folder)))
+    global_batches([former], 3)
+    (other,) = samplers(section(rarity=metric(folder, "rarity")))
+    with pytest.raises(CheckpointError, match=r"a state of the metrics \['length'\], this run has \['rarity'\]"):
+        other.load_state_dict(former.state_dict())
+    renamed = section(length=metric(folder, "rarity"))
+    with pytest.raises(CheckpointError, match="where the checkpoint had 10; give the index files of the former run"):
+        samplers(renamed)[0].load_state_dict(former.state_dict())
+    with pytest.raises(CheckpointError, match="found a state without consumed_samples, curriculum_step"):
+        former.load_state_dict({})
+
+
+def test_deepspeeds_state_goes_on_with_its_step(folder):
+    (sampler,) = samplers(section(length=metric(folder)))
+    generator = ("MT19937", np.zeros(3), 0, 0, 0.0)
+    state = {"batch": [3], "consumed_samples": 48, "curriculum_step": 4, "current_difficulties": {"length": 10}}
+    sampler.load_state_dict({**state, "data_cluster_paths": ["x"], "np_rng_state": generator})
+    assert next(iter(sampler))[0] == 3
+    assert (sampler.curriculum_step, sampler.current_difficulties) == (5, {"length": 20})
+
+
+# ---- the loader ---------------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, number):
+        return number
+
+
+def loader(folder, num_workers=0):
+    (sampler,) = samplers(section(length=metric(folder)))
+    return CurriculumLoader(Samples(), sampler, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_workers_have_loaded_in_advance_is_not_lost(folder, num_workers):
+    whole = loader(folder)
+    unbroken = [batch.tolist() for batch, _ in zip(whole, range(9), strict=False)]
+    former = loader(folder, num_workers)
+    batches = iter(former)
+    given = [next(batches).tolist() for _ in range(3)]
+    assert former.state_dict()["consumed_samples"] == 18
+    later = loader(folder)
+    later.load_state_dict(former.state_dict())
+    given += [batch.tolist() for batch, _ in zip(later, range(6), strict=False)]
+    assert given == unbroken
+    del batches
+    again = [batch.tolist() for batch, _ in zip(former, range(6), strict=False)]
+    assert again == unbroken[3:]
+
+
+def test_a_function_of_the_users_gets_the_difficulties(folder):
+    cut = loader(folder)
+    cut.post_process_func = lambda batch, state: (batch, state["current_difficulties"]["length"])
+    assert [limit for (_, limit), _ in zip(cut, range(10), strict=False)] == [5] * 4 + [10] * 4 + [20] * 2
+
+
+# ---- the engine ---------------------------------------------------------------------------------------------------
+
+
+def create(folder, **metrics):
+    config = {
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam"},
+        "data_efficiency": section(**(metrics or {"length": metric(folder)})),
+    }
+    return deepspeed.initialize(
+        model=torch.nn.Linear(1, 1),
+        config=config,
+        training_data=Samples(),
+        collate_fn=torch.tensor,
+    )[0]
+
+
+def steps(engine, count):
+    seen = []
+    batches = iter(engine.training_dataloader)
+    for _ in range(count):
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = next(batches)
+            seen.append(batch.tolist())
+            engine.backward(engine(batch[:, None].float()).mean())
+            engine.step()
+    return seen
+
+
+def test_the_engine_goes_on_from_its_checkpoint(single_rank, folder, tmp_path):
+    engine = create(folder)
+    assert engine.curriculum_learning_enabled()
+    assert engine.data_sampling_enabled()
+    unbroken = steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path))
+    unbroken += steps(engine, 4)
+    engine.destroy()
+    engine = create(folder)
+    engine.load_checkpoint(str(tmp_path))
+    assert steps(engine, 4) == unbroken[4:]
+    (sampler,) = samplers(section(length=metric(folder)))
+    assert [micro for batch in global_batches([sampler], 6) for micro in batch] == unbroken
+
+
+def test_a_checkpoint_of_other_metrics_changes_nothing(single_rank, folder, tmp_path):
+    engine = create(folder)
+    steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine = create(folder, rarity=metric(folder, "rarity"))
+    before = engine.module.weight.clone()
+    with pytest.raises(CheckpointError, match="a state of the metrics"):
+        engine.load_checkpoint(str(tmp_path))
+    assert torch.equal(engine.module.weight, before)
+    assert engine.global_steps == 0
+
+
+def test_the_engines_functions(single_rank, folder):
+    engine = create(folder, length=metric(folder, schedule_type="custom"))
+    engine.set_custom_curriculum_learning_schedule({"length": lambda step: 5 * step})
+    engine.set_data_post_process_func(lambda batch, state: batch[: state["current_difficulties"]["length"]])
+    assert [len(batch) for batch in steps(engine, 2)] == [5, 5, 6, 6]
+
+
+def test_without_a_curriculum(make_engine, lines):
+    warn_once.cache_clear()
+    engine = make_engine(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="found no curriculum; switch on data_efficiency"):
+        engine.set_custom_curriculum_learning_schedule({})
+    engine.set_data_post_process_func(print)
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "set_data_post_process_func: found no curriculum over training data, so that nothing calls it"
+    ]
