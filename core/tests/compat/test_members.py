@@ -101,6 +101,7 @@ def missing_arguments(function, arguments):
 # Defaults that are others here, with the same meaning, or none for what the engine makes.
 OTHER_DEFAULTS = {
     "moe.layer:MoE.set_deepspeed_parallelism": {"use_data_before_expert_parallel_"},  # None: as the configuration says
+    "runtime.data_pipeline.data_sampling.data_analyzer:DistributedDataAnalyzer.__init__": {"device"},  # not needed
     "runtime.engine:DeepSpeedEngine.__init__": {"config"},
     "runtime.engine:DeepSpeedEngine.deepspeed_io": {"num_local_io_workers"},  # 0: the training process loads
 }

@@ -331,7 +331,7 @@ class DistributedDataAnalyzer:
         metric_types: Sequence[str] = (),
         save_path: str = "./",
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        device: str = "cuda",
+        device: str | None = None,
         comm_group: ProcessGroup | None = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:

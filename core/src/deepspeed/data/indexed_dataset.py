@@ -239,7 +239,7 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many numbers each sequence has."""
+        """The length of each sequence."""
         return self._sizes
 
     @property
