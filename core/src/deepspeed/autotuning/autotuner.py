@@ -168,9 +168,8 @@ class Autotuner:
         info = ModelInfo(num_params=int(given.get("num_params", 0)), ranks=self._count_ranks())
         if info.num_params:
             return Space(self.user_config, config, info, said)
-        points = Space(self.user_config, config, info, said).coarse()
         space = Space(self.user_config, config, info, said)
-        least = min(points, key=lambda point: (point[MICRO_BATCH], -point[STAGE]))
+        least = min(space.coarse(), key=lambda point: (point[MICRO_BATCH], -point[STAGE]))
         settled = space.settle(least)
         table.begin(_PROFILE)
         section = {"enabled": True, "model_info": {"profile": True}}

@@ -94,7 +94,8 @@ class LiveTable:
         metrics = result.metrics
         if not metrics:
             return [result.name, "-", "-", "-", f"{result.seconds:.0f} s", result.reason]
-        notes = [*(["best so far"] if is_best else []), *(["a former result"] if result.is_reused else [])]
+        operations = [f"{metrics['FLOPS_per_gpu']:.3g} FLOPS"] if "FLOPS_per_gpu" in metrics else []
+        notes = [*operations, *(["best so far"] if is_best else []), *(["a former result"] if result.is_reused else [])]
         return [
             result.name,
             f"{metrics['throughput']:.1f}",

@@ -44,7 +44,7 @@ _GRACE_S = 45.0  # for the launcher, which gives its ranks 30 s
 _TAIL_CHARS = 20_000
 _NO_MEMORY, _NO_RESULT = "out of memory", "no result"
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|killed by SIGKILL",
+    r"out of memory|OutOfMemory|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc",
     re.IGNORECASE,
 )
 
@@ -276,8 +276,10 @@ class ResourceManager:
             return "the script ended before its steps were measured; let it make end_profile_step steps or more"
         last = lines[-1] if lines else "it wrote nothing to stderr"
         words = last.partition("shown above: ")[2] or last
-        if _OUT_OF_MEMORY.search(text) or code == 128 + signal.SIGKILL:
+        if _OUT_OF_MEMORY.search(text):
             return f"{_NO_MEMORY}: {words}"
+        if code in (128 + signal.SIGKILL, -signal.SIGKILL):
+            return f"{_NO_MEMORY}: a process was killed by SIGKILL, as the kernel does when the host has no more"
         return f"exit code {code}: {words}"
 
 

@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +55,8 @@ class TrialProfile:
     """Measures steps `start_profile_step` to `end_profile_step`, or the first one for what it says about the model.
 
     Steps count from 1 in this process, so that a job that goes on from a checkpoint is measured too. Times are of
-    whole steps, from one end to the next: loading of data counts.
+    whole steps, from one end to the next: loading of data counts. On a device the figure is their mean, on a host their
+    median.
 
     Args:
         config: which steps, and where to write.
@@ -83,6 +86,7 @@ class TrialProfile:
         self._counts_flops = config.metric.lower() == "flops" and not self._for_model
         self._steps = 0
         self._began_s: float | None = None
+        self._ends_s: list[float] = []
         self._flops = 0
         self._saved = _SavedTensors() if self._for_model else None
 
@@ -115,6 +119,7 @@ class TrialProfile:
             SystemExit: code 0, on every rank.
         """
         self._steps += 1
+        self._ends_s.append(time.perf_counter())
         if self._saved is not None:
             self._leave(self._config.model_info_path or MODEL_INFO_PATH, self._model_info)
         elif self._steps >= self._last:
@@ -132,7 +137,11 @@ class TrialProfile:
 
     def _metrics(self, batch_size: int) -> dict[str, Any]:
         assert self._began_s is not None
-        seconds = (time.perf_counter() - self._began_s) / (self._last - self._first + 1)
+        ends = [self._began_s, *self._ends_s[self._first - 1 :]]
+        if get_accelerator().is_synchronized_device():  # whose cores do other things now and then
+            seconds = statistics.median(end - start for start, end in itertools.pairwise(ends))
+        else:
+            seconds = (time.perf_counter() - self._began_s) / (self._last - self._first + 1)
         metrics = {
             "latency": seconds * 1e3,
             "throughput": batch_size / seconds,

@@ -21,6 +21,7 @@ Measure = Callable[[Point], float | None]
 _FACTOR = 4  # a micro-batch is at most so many times the largest that has run
 _NOISE = 0.02  # of two measurements of one point, relative
 _LEAST_GAIN = 0.003  # expected, relative, below which a trial is not worth it
+_LEAST_TRIALS = 5  # from so many on a model is believed that says that none is
 
 
 class Tuner:
@@ -80,7 +81,8 @@ class ModelBasedTuner(Tuner):
             return candidates[0] if candidates else None
         gains = self._expected_gains(candidates)
         best = int(np.argmax(gains))
-        return candidates[best] if gains[best] >= _LEAST_GAIN else None
+        is_worth_it = gains[best] >= _LEAST_GAIN or len(self.scores) < _LEAST_TRIALS
+        return candidates[best] if is_worth_it else None
 
     def _reachable(self) -> list[Point]:
         if not self.left:

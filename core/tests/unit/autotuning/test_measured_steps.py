@@ -1,6 +1,8 @@
 """An engine of a trial: it measures the steps that the section names, writes its file, and ends the process."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,3 +91,13 @@ def test_a_section_that_is_off_is_nothing(make_engine, tmp_path):
 def test_words_that_mean_nothing_are_refused(make_engine, section, found):
     with pytest.raises(ConfigError, match=rf"autotuning\.{found}"):
         make_engine(nn.Linear(4, 2), autotuning=section)
+
+
+def test_a_step_that_waited_for_others_on_the_host_changes_no_figure(make_engine, tmp_path, monkeypatch):
+    # the first step ends; the clock of the next four starts, and they end
+    clock = itertools.accumulate([0.0, 9.0, 1.0, 1.0, 50.0, 1.0])
+    path = tmp_path / "metrics.json"
+    section = autotuning(metric_path=str(path), start_profile_step=2, end_profile_step=5)
+    monkeypatch.setattr("deepspeed.autotuning.trial.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert steps(make_engine(nn.Linear(4, 2), autotuning=section), 10) == 5
+    assert json.loads(path.read_text())["latency"] == 1000.0

@@ -3,10 +3,11 @@
 import argparse
 import base64
 import json
+import sys
 
 import pytest
 from deepspeed.autotuning.report import best_of, draw, score_of, summary
-from deepspeed.autotuning.scheduler import Command, TrialResult, read_result, said_by
+from deepspeed.autotuning.scheduler import Command, ResourceManager, TrialResult, read_result, said_by
 from deepspeed.autotuning.trial import write_json
 from deepspeed.errors import ConfigError
 
@@ -110,3 +111,92 @@ def test_a_picture_is_drawn(tmp_path):
 def test_no_matplotlib_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert "pip install matplotlib" in draw([result(0, 1, 10.0)], "throughput", tmp_path / "tuning.png")
+
+
+# ---- jobs -------------------------------------------------------------------------------------------------------
+
+#: what a trial's engine would do; the path of its configuration is the last word
+MEASURES = """
+import json, sys
+section = json.load(open(sys.argv[-1]))["autotuning"]
+json.dump({"throughput": 2.0, "latency": 1.0, "peak_memory": 0}, open(section["metric_path"], "w"))
+"""
+SHOWN = "deepspeed: rank 0 ended. Its last words on stderr, shown above: KeyError: 1"
+ENDS = {
+    "pass": "the script ended before its steps were measured; let it make end_profile_step steps or more",
+    "raise SystemExit(3)": "exit code 3: it wrote nothing to stderr",
+    "raise ValueError('no data')": "exit code 1: ValueError: no data",
+    "raise MemoryError('too much')": "out of memory: MemoryError: too much",
+    "import os; os.kill(os.getpid(), 9)": "out of memory: a process was killed by SIGKILL, as the kernel does when the "
+    "host has no more",
+    f"raise SystemExit({SHOWN!r})": "exit code 1: KeyError: 1",
+    "import signal; signal.pause()": "no result after 0.5 s (autotuning.trial_limit)",
+}
+
+
+@pytest.fixture
+def manager(config_file, tmp_path, monkeypatch):
+    """Makes a `ResourceManager` whose jobs run `text` in place of the launcher."""
+
+    def make(text, *, limit_s=60.0, session="s", reuses=lambda found: True):
+        made = ResourceManager(
+            command("--deepspeed_config", config_file),
+            results=tmp_path / "results",
+            experiments=tmp_path / "exps",
+            limit_s=limit_s,
+            session=session,
+            reuses=reuses,
+        )
+        made.job = lambda arguments: [sys.executable, "-I", "-S", "-c", text, *arguments]
+        return made
+
+    (tmp_path / "train.py").write_text("first")
+    return make
+
+
+def trial(manager, micro=1):
+    config = {"train_micro_batch_size_per_gpu": micro}
+    return manager.run_experiment("a_trial", {"micro": micro}, config, {"enabled": True}, {}, "metric_path")
+
+
+def test_a_trial_leaves_what_it_was_and_what_it_came_to(manager, tmp_path):
+    found = trial(manager(MEASURES))
+    assert (found.metrics["throughput"], found.reason, found.is_reused) == (2.0, "", False)
+    folder = tmp_path / "results" / "a_trial"
+    assert read_result(folder / "exp.json") == found
+    ran = json.loads((folder / "ds_config.json").read_text())
+    assert ran["train_micro_batch_size_per_gpu"] == 1
+    assert ran["autotuning"] == {"enabled": True, "metric_path": str(folder / "metrics.json")}
+    assert (folder / "cmd.txt").read_text() == f"deepspeed -i a:0 train.py --deepspeed_config {folder}/ds_config.json\n"
+    assert json.loads((tmp_path / "exps" / "a_trial.json").read_text())["settings"] == {"micro": 1}
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_trial_without_a_figure_is_a_result_with_its_reason(manager, text):
+    found = trial(manager(text, limit_s=0.5 if "pause" in text else 60.0))
+    assert (found.metrics, found.reason) == ({}, ENDS[text])
+
+
+def test_an_equal_trial_is_not_made_twice(manager, tmp_path):
+    first = trial(manager(MEASURES))
+    fails = "raise SystemExit('not again')"
+    again = trial(manager(fails))
+    assert again.is_reused
+    assert again.metrics == first.metrics
+    assert "not again" in trial(manager(fails, reuses=lambda found: False)).reason
+    trial(manager(MEASURES))
+    assert "not again" in trial(manager(fails), micro=2).reason
+    trial(manager(MEASURES))
+    (tmp_path / "train.py").write_text("second")
+    assert "not again" in trial(manager(fails)).reason
+
+
+def test_an_error_is_not_kept_and_a_lack_of_memory_is(manager):
+    assert "wrong" in trial(manager("raise SystemExit('wrong')")).reason
+    assert trial(manager("raise MemoryError")).reason == "out of memory: MemoryError"
+    assert trial(manager(MEASURES)).reason == "out of memory: MemoryError"
+
+
+def test_a_former_figure_is_not_taken_for_one_of_a_trial_that_failed(manager):
+    trial(manager(MEASURES))
+    assert trial(manager("raise SystemExit('wrong')"), micro=2).metrics == {}

@@ -141,3 +141,11 @@ def test_the_number_of_trials_ends_a_search():
     budget = Budget(2, 0)
     reason = search(GridSearchTuner([{MICRO_BATCH: size} for size in (1, 2, 4)]), lambda point: 1.0, budget)
     assert (budget.spent, reason) == (2, "tuner_num_trials 2 is reached")
+
+
+def test_a_model_is_not_believed_before_it_has_seen_some_trials():
+    """The first figure may be far off: a job that had to build its kernels, for example."""
+    table = {((STAGE, stage), (MICRO_BATCH, size)): 100.0 + size for stage in (1, 2) for size in (4, 8)}
+    table[((STAGE, 1), (MICRO_BATCH, 4))] = 20.0
+    budget, _ = find(table, "model_based", 100)
+    assert budget.spent == 4
