@@ -32,6 +32,7 @@ TOOLS = (
     *("accelerate", "lightning", "peft", "transformers", "trl"),
     *("fastapi", "uvicorn"),  # examples/serve.py
     "cookiecutter",
+    "scikit-learn",  # real digits
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TESTS = Path("core/tests")

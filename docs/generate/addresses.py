@@ -7,6 +7,7 @@ Modules of features that are not here yet are in `deepspeed/compatibility/module
 # Old module -> new module. The old name *is* the new module, so a patched attribute reaches the real code.
 ALIASES = {
     "accelerator.real_accelerator": "accelerator.current",
+    "compression.utils": "compression.quantizers",
     "inference.quantization.layers": "ops.quantizer.layers",
     "profiling.flops_profiler.profiler": "profiling.flops",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
@@ -51,6 +52,14 @@ _OPTIMIZER_NAMES = {
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
 COLLECTIONS = {
     "comm.reduce_op": {"ReduceOp": "comm:ReduceOp"},
+    "compression.config": {"get_compression_config": "compression.compress:get_compression_config"},
+    "compression.helper": {
+        name: f"compression.compress:{name}"
+        for name in (
+            *("convert_conv1d_to_linear", "fix_compression", "module_replacement"),
+            *("recursive_getattr", "recursive_setattr"),
+        )
+    },
     "constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
         "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",

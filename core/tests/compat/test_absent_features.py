@@ -15,8 +15,6 @@ from deepspeed.errors import ConfigError
 # Scripts import these at the top and use them behind an option.
 DOCUMENTED = """
     deepspeed.checkpoint:DeepSpeedCheckpoint
-    deepspeed.compression.compress:init_compression
-    deepspeed.compression.compress:redundancy_clean
     deepspeed.module_inject.auto_tp:AutoTP
     deepspeed.module_inject:replace_transformer_layer
     deepspeed.ops.sparse_attention:SparseSelfAttention

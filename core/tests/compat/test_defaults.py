@@ -16,11 +16,22 @@ from deepspeed.config.zero import LEAF_CLASSES
 
 THEIRS = json.loads((Path(__file__).parent / "deepspeed_names.json").read_text(encoding="utf-8"))
 
+TRAINING = "compression_training"
+MIXED = f"{TRAINING}.weight_quantization.shared_parameters.fp16_mixed_quantize"
+PRUNINGS = ("CHANNEL", "HEAD", "ROW", "SPARSE")
+
 # module of constants, beginning of their names -> the section; "" is the top level, None what no key of ours is
 SECTIONS = {
     "autotuning.constants": {"MODEL_INFO_": None, "": "autotuning"},
     "comm.constants": {"": "comms_logger"},
-    "compression.constants": {"": None},  # free objects, which are refused as a whole
+    "compression.constants": {
+        **{"ACTIVATION_QUANTIZ": f"{TRAINING}.activation_quantization.shared_parameters"},
+        **{f"{kind}_PRUNING_": f"{TRAINING}.{kind.lower()}_pruning.shared_parameters" for kind in PRUNINGS},
+        **{"LAYER_REDUCTION_": f"{TRAINING}.layer_reduction", "WEIGHT_QUANTIZATION_PERIOD": None},
+        **{"WEIGHT_QUANTIZE_CHANGE_RATIO": MIXED, "WEIGHT_QUANTIZE_FP16_MIXED": MIXED},
+        "WEIGHT_QUANTIZE_": f"{TRAINING}.weight_quantization.shared_parameters",
+        "DIFFERENT_GROUPS_": None,  # of groups
+    },
     "elasticity.constants": {"": "elasticity"},
     "nebula.constants": {"": "nebula"},
     "profiling.constants": {"": "flops_profiler"},

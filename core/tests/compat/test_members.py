@@ -48,6 +48,8 @@ def found_differences():
 # What torch's classes, from which ours are, give to themselves.
 BY_TORCH = {
     torch.distributed.P2POp: {"group", "op", "peer", "tag", "tensor"},
+    torch.nn.BatchNorm2d: {"bias", "running_mean", "running_var", "weight"},
+    torch.nn.Conv2d: {"bias", "weight"},
     torch.nn.Embedding: {"weight"},
     torch.nn.Linear: {"bias", "weight"},
 }

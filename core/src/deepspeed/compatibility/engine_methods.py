@@ -37,7 +37,7 @@ _INSTEAD = {
     "get_wall_clock_timers": "read engine.timers",
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
-    "quantize_training": "it belongs to compression; use torch.ao.quantization",
+    "quantize_training": "read compression_training of the configuration, and engine.compression_scheduler",
     "register_compile_pass": _COMPILE,
     "sparse_all_gather": _SPARSE,
     "sparse_allreduce": _SPARSE,

@@ -24,7 +24,7 @@ FEATURES = {
     "communication internals": Feature(
         "a part of DeepSpeed's communication layer", "call deepspeed.comm or torch.distributed"
     ),
-    "compression": Feature("compression", "use torch.ao.quantization or torch.nn.utils.prune"),
+    "compression": Feature("this part of compression", "call init_compression, for layers that ranks do not divide"),
     "data efficiency": Feature(
         "a part of the data efficiency library", "use the names that docs/howto/choose-the-data.md has"
     ),

@@ -32,26 +32,6 @@ MODULES = {
     ),
     "compile": _absent("DeepCompile"),
     "compile.backend": _absent("DeepCompile", functions="make_backend register_compile_pass"),
-    "compression": _absent(
-        "compression",
-        forwards={
-            "compression.compress": "init_compression redundancy_clean student_initialization",
-            "compression.scheduler": "compression_scheduler",
-        },
-    ),
-    "compression.basic_layer": _absent(
-        "compression",
-        "Embedding_Compress LinearLayer_Compress Conv2dLayer_Compress BNLayer_Compress "
-        "ColumnParallelLinear_Compress RowParallelLinear_Compress QuantAct",
-    ),
-    "compression.compress": _absent(
-        "compression", functions="init_compression redundancy_clean student_initialization get_module_name"
-    ),
-    "compression.config": _absent("compression", functions="get_compression_config"),
-    "compression.helper": _absent(
-        "compression", functions="convert_conv1d_to_linear fix_compression module_replacement recursive_getattr"
-    ),
-    "compression.scheduler": _absent("compression", "compression_scheduler"),
     "model_implementations": _absent(
         "kernel injection",
         forwards={

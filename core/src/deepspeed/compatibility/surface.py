@@ -495,6 +495,28 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.ops.transformer.DeepSpeedTransformerLayer", N, "`DeepSpeedTransformerConfig` neither."),
         ("deepspeed.ops.sparse_attention", N, "Use torch.nn.attention.flex_attention."),
     ],
+    "Compression": [
+        (
+            "deepspeed.compression.compress.init_compression",
+            D,
+            "Layers become compressing ones in place. Weights are rounded in the forward, whatever "
+            "`quantize_weight_in_forward` says, and bits fall by `quantization_period` there too. Scores begin as "
+            "magnitudes. `snip_momentum` and divided layers (`mpu`) are refused; a pattern that finds nothing is an "
+            "error.",
+        ),
+        (
+            "deepspeed.compression.compress.redundancy_clean",
+            D,
+            "Layers are ordinary ones again, except those with quantized inputs.",
+        ),
+        ("deepspeed.compression.compress.student_initialization", W, "Shapes are compared first."),
+        (
+            "deepspeed.compression.scheduler.compression_scheduler",
+            D,
+            "The engine's moves before each forward to the steps that it counts, which a checkpoint has.",
+        ),
+        ("deepspeed.compression.basic_layer.LinearLayer_Compress", W, "And three more."),
+    ],
     "Parallelism and inference": [
         (
             "deepspeed.PipelineModule",

@@ -17,6 +17,7 @@ from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section,
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
+from deepspeed.config.compression import CompressionConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
 from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
 from deepspeed.config.intake import naming_old_keys, take_in
@@ -46,7 +47,6 @@ from deepspeed.config.training import (
     ActivationCheckpointingConfig,
     AioConfig,
     AutotuningConfig,
-    CompressionConfig,
     CurriculumConfig,
     DataEfficiencyConfig,
     EigenvalueConfig,

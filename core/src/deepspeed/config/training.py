@@ -1,7 +1,6 @@
 """Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
 
-Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`. Compression is refused when
-switched on; its inner structure is free here, and what acts on it one day brings its own section.
+Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`.
 """
 
 from typing import Any, ClassVar, Literal
@@ -256,20 +255,6 @@ class AutotuningConfig(Section):
     def measures(self) -> bool:
         """Whether the job is one of a search's."""
         return self.enabled and (self.metric_path is not None or self.profiles_model_info)
-
-
-class CompressionConfig(Section):
-    """`compression_training`: each technique is an object whose `shared_parameters.enabled` switches it on."""
-
-    layer_reduction: Free = key(dict, "Fewer layers.", support=refused("compression is not in this version"))
-    weight_quantization: Free = key(dict, "Quantized weights.", support=refused("compression is not in this version"))
-    activation_quantization: Free = key(
-        dict, "Quantized activations.", support=refused("compression is not in this version")
-    )
-    sparse_pruning: Free = key(dict, "Pruned elements.", support=refused("compression is not in this version"))
-    row_pruning: Free = key(dict, "Pruned rows.", support=refused("compression is not in this version"))
-    head_pruning: Free = key(dict, "Pruned heads.", support=refused("compression is not in this version"))
-    channel_pruning: Free = key(dict, "Pruned channels.", support=refused("compression is not in this version"))
 
 
 def switched_on(value: Any) -> bool:

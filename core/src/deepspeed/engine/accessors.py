@@ -234,6 +234,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         or torch.float32
     ),
     "data_parallel_group": lambda engine: engine.mesh.group("dp"),
+    "compression_scheduler": lambda engine: engine._step_schedules and engine._step_schedules.compression,
     "curriculum_scheduler_legacy": lambda engine: engine._step_schedules and engine._step_schedules.curriculum,
     "dp_world_size": lambda engine: engine.mesh.size("dp"),
     "flops_profiler": lambda engine: engine._observers.profile and engine._observers.profile.profiler,

@@ -19,6 +19,7 @@ from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.together import together
 from deepspeed.comm.values import check_same
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.compression import asks_for_steps
 from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
@@ -500,7 +501,8 @@ def _create_step_schedules(
 ) -> "StepSchedules | None":
     curriculum, layer_drop = config.curriculum_learning, config.progressive_layer_drop
     drops_tokens = config.data_efficiency.asks_for_random_ltd()
-    if not (curriculum.enabled or layer_drop.enabled or drops_tokens):
+    compresses = asks_for_steps(config.compression_training)
+    if not (curriculum.enabled or layer_drop.enabled or drops_tokens or compresses):
         return None
     if layer_drop.enabled and isinstance(module, PipelineModule):
         raise ConfigError(
@@ -510,7 +512,12 @@ def _create_step_schedules(
     from deepspeed.engine.step_schedules import StepSchedules  # late: few runs ask for it
 
     random_ltd = _create_random_ltd(config, mesh) if drops_tokens else None
-    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd)
+    compression = None
+    if compresses:
+        from deepspeed.compression.scheduler import compression_scheduler
+
+        compression = compression_scheduler(module, config.compression_training, lambda: progress.global_steps)
+    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, compression)
 
 
 def _create_random_ltd(config: DeepSpeedConfig, mesh: Mesh) -> "RandomLTDScheduler":

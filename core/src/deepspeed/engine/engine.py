@@ -67,7 +67,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         answers: what the getters that read the configuration answer, by name.
         arguments: what `initialize` was given, by name.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
-        step_schedules: gives arguments to each forward that trains; None: nothing does.
+        step_schedules: gives arguments to each forward that trains, and compresses by step; None: nothing does.
         curriculum: makes the loader of the training data; None: it is shuffled.
     """
 
@@ -140,8 +140,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self.sharding.gradients.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
-        if self._step_schedules is not None and module.training:
-            kwargs = {**kwargs, **self._step_schedules.arguments()}
+        if self._step_schedules is not None:
+            kwargs = {**kwargs, **self._step_schedules.arguments(trains=module.training)}
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
                 outputs = module(*inputs, **kwargs)

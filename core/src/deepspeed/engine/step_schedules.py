@@ -13,6 +13,7 @@ from deepspeed.config.training import CurriculumConfig, ProgressiveLayerDropConf
 from deepspeed.data.curriculum import CurriculumScheduler
 
 if TYPE_CHECKING:
+    from deepspeed.compression.scheduler import compression_scheduler
     from deepspeed.data.random_ltd import RandomLTDScheduler
 
 __all__ = ["ProgressiveLayerDrop", "StepSchedules"]
@@ -48,14 +49,15 @@ class ProgressiveLayerDrop:
 
 
 class StepSchedules:
-    """Gives each forward that trains its arguments. They follow from the number of steps alone, so that a run that
-    goes on from a checkpoint goes on with them.
+    """Gives each forward that trains its arguments, and moves compression to its step. Both follow from the number of
+    steps alone, so that a run that goes on from a checkpoint goes on with them.
 
     Args:
         curriculum: the section; off where it is not enabled.
         layer_drop: the section; off where it is not enabled.
         random_ltd: says how many tokens layers keep; None: all.
         num_steps: returns the steps so far.
+        compression: moves the layers of the model to a step; None: none compresses itself.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StepSchedules:
         layer_drop: ProgressiveLayerDropConfig,
         num_steps: Callable[[], int],
         random_ltd: "RandomLTDScheduler | None" = None,
+        compression: "compression_scheduler | None" = None,
     ) -> None:
         # only what is written: nobody means the defaults of a length
         written = curriculum.model_dump(exclude_unset=True)
@@ -72,9 +75,14 @@ class StepSchedules:
         self._is_length = curriculum.curriculum_type == "seqlen"
         self._num_steps = num_steps
         self.random_ltd = random_ltd
+        self.compression = compression
 
-    def arguments(self) -> dict[str, Any]:
-        """Move to the step that has begun, and return what its forwards are given."""
+    def arguments(self, *, trains: bool = True) -> dict[str, Any]:
+        """Move to the step that has begun, and return what its forwards are given; one that does not train, nothing."""
+        if self.compression is not None:
+            self.compression.check_all_modules()
+        if not trains:
+            return {}
         arguments: dict[str, Any] = {}
         if self.layer_drop is not None:
             self.layer_drop.update_state(self._num_steps())

@@ -66,6 +66,16 @@ DOCUMENTED = {
     "comms_logger": "enabled verbose prof_all debug prof_ops",
     "compression_training": "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning "
     "head_pruning channel_pruning",
+    "compression_training.layer_reduction": "enabled keep_number_layer module_name_prefix teacher_layer "
+    "other_module_name",
+    "compression_training.weight_quantization.shared_parameters": "enabled quantizer_kernel schedule_offset "
+    "quantize_groups quantize_verbose quantization_type rounding quantize_weight_in_forward fp16_mixed_quantize",
+    "compression_training.activation_quantization.shared_parameters": "enabled quantization_type range_calibration "
+    "schedule_offset",
+    "compression_training.sparse_pruning.shared_parameters": "enabled schedule_offset schedule_offset_end "
+    "schedule_offset_stride method block_pattern dense_ratio excluded_modules",
+    "compression_training.head_pruning.shared_parameters": "enabled schedule_offset method num_heads",
+    "compression_training.row_pruning.shared_parameters": "enabled schedule_offset method",
     "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write writer checkpoint_serialization",
     "checkpoint.parallel_write": "pipeline_stage",
     "compile": "deepcompile passes offload_activation offload_activation_pin_memory enabled backend kwargs",

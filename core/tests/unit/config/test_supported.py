@@ -1,6 +1,7 @@
 import pytest
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.base import Section, declared, default_of, section_of
+from deepspeed.config.compression import TECHNIQUES
 from deepspeed.errors import ConfigError
 
 
@@ -24,10 +25,6 @@ REFUSED = [
     (
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         {"data_efficiency": {**ON, "data_sampling": {**ON, "dynamic_batching": ON}}},
-    ),
-    (
-        "compression_training.weight_quantization",
-        {"compression_training": {"weight_quantization": {"shared_parameters": ON}}},
     ),
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}),
@@ -90,7 +87,7 @@ def test_what_asks_for_nothing_is_silent(said):
         tensor_parallel={"autotp_size": 1},
         disable_allgather=True,
         bf16={"immediate_grad_update": False},
-        compression_training={"sparse_pruning": {"shared_parameters": {"enabled": False, "ratio": 0.5}}},
+        compression_training={"sparse_pruning": {"shared_parameters": {"enabled": False, "method": "topk"}}},
         amp={"enabled": False, "opt_level": "O2"},
         activation_checkpointing={"partition_activations": False, "cpu_checkpointing": False},
         aio={"block_size": 4096, "thread_count": 2},
@@ -171,6 +168,9 @@ def test_no_switch_is_ignored_in_silence(said):
         *("data_efficiency.enabled",),
         *("data_efficiency.data_sampling.enabled", "data_efficiency.data_sampling.curriculum_learning.enabled"),
         *("data_efficiency.data_routing.enabled", "data_efficiency.data_routing.random_ltd.enabled"),
+        "compression_training.layer_reduction.enabled",
+        *(f"compression_training.{technique}.shared_parameters.enabled" for technique in TECHNIQUES),
+        "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize.enabled",
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:

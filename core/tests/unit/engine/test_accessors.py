@@ -295,6 +295,7 @@ def test_attributes(make_engine, monkeypatch):
         "client_lr_scheduler": None,
         "client_optimizer": None,
         "communication_data_type": torch.float32,
+        "compression_scheduler": None,
         "curriculum_scheduler_legacy": None,
         "data_parallel_group": engine.mesh.group("dp"),
         "dp_world_size": 1,

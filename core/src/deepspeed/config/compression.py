@@ -1,0 +1,247 @@
+"""`compression_training`: which layers get fewer bits, zeros or rows, and from which step on.
+
+Each technique has `shared_parameters`, whose `enabled` switches it on, and `different_groups`: name of a group -> its
+`params`, its `modules` and, where rows, heads or channels go, its `related_modules`. `deepspeed.compression` acts on
+it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet
+from deepspeed.config.bounds import brief, shown_key
+from deepspeed.config.intake import parse_section
+from deepspeed.errors import ConfigError
+
+_SNIP = quiet("for snip_momentum, which needs neural_compressor and is refused")
+
+
+class LayerReductionConfig(Section):
+    """`compression_training.layer_reduction`: the student has fewer layers, which begin as some of the teacher's."""
+
+    enabled: Flag = key(False, "Copy weights of the teacher that init_compression is given.")
+    keep_number_layer: Int | None = key(None, "How many layers the student has; teacher_layer lists as many.", ge=1)
+    module_name_prefix: str = key("", "Name of the list of layers, in student and teacher alike.")
+    teacher_layer: list[Int] = key(list, "The teacher's layer for each of the student's, from 0.")
+    other_module_name: list[str] = key(list, "Modules that are copied to those of the same name.")
+
+
+class MixedQuantizeConfig(Section):
+    """`fp16_mixed_quantize`: weights pass from their own values to the quantized ones over many steps."""
+
+    enabled: Flag = key(False, "Mix both values.")
+    quantize_change_ratio: Float = key(0.001, "Share of the quantized value that each step adds.", gt=0, le=1)
+
+
+class WeightQuantizationShared(Section):
+    """`compression_training.weight_quantization.shared_parameters`."""
+
+    enabled: Flag = key(False, "Round weights in each forward; the optimizer keeps them unrounded.")
+    quantizer_kernel: Flag = key(False, "Use a kernel.", support=quiet("a kernel is used where there is one"))
+    schedule_offset: Int = key(0, "First step.", unit="step", ge=0)
+    quantize_groups: Int = key(1, "Scales per weight; has to divide its elements.", ge=1)
+    quantize_verbose: Flag = key(False, "Log when the bits change.")
+    quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Range of a group.")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values become levels.")
+    quantize_weight_in_forward: Flag = key(
+        False, "Round in the forward, not after the step.", support=quiet("rounding is in the forward either way")
+    )
+    fp16_mixed_quantize: MixedQuantizeConfig = key(MixedQuantizeConfig, "A gradual start.")
+
+
+class ActivationQuantizationShared(Section):
+    """`compression_training.activation_quantization.shared_parameters`."""
+
+    enabled: Flag = key(False, "Round the inputs of layers.")
+    schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
+    quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Range of the inputs.")
+    range_calibration: Literal["static", "dynamic"] = key(
+        "dynamic", "static: a range that training follows; dynamic: one of each token, or of each image."
+    )
+
+
+class SparsePruningShared(Section):
+    """`compression_training.sparse_pruning.shared_parameters`."""
+
+    enabled: Flag = key(False, "Put zeros into weights.")
+    schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
+    schedule_offset_end: Int = key(1000, "Last step of a change.", unit="step", ge=0, support=_SNIP)
+    schedule_offset_stride: Int = key(1, "Steps between changes.", unit="step", ge=1, support=_SNIP)
+    method: Literal["l1", "topk", "snip_momentum"] = key(
+        "l1", "l1: the smallest go, by weights at init_compression; topk: scores are learned. Refused: snip_momentum."
+    )
+    block_pattern: str = key("4x1", "Shape of a block.", support=_SNIP)
+    dense_ratio: Float = key(0.1, "Share that stays, of all layers together.", gt=0, le=1, support=_SNIP)
+    excluded_modules: list[str] = key(list, "Layers that keep all weights: parts of names, or patterns.")
+
+
+class RowPruningShared(Section):
+    """`compression_training.row_pruning.shared_parameters`, and those of `channel_pruning`."""
+
+    enabled: Flag = key(False, "Take outputs away from layers.")
+    schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
+    method: Literal["l1", "topk"] = key(
+        "l1", "l1: the smallest go, by the weights at init_compression; topk: scores are learned."
+    )
+
+
+class HeadPruningShared(Section):
+    """`compression_training.head_pruning.shared_parameters`."""
+
+    enabled: Flag = key(False, "Take heads away from attention, at its output projection.")
+    schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
+    method: Literal["topk"] = key("topk", "Scores are learned.")
+    num_heads: Int | None = key(None, "Heads of each layer; has to be given.", ge=1)
+
+
+class WeightQuantizationTechnique(Section):
+    """`compression_training.weight_quantization`."""
+
+    shared_parameters: WeightQuantizationShared = key(WeightQuantizationShared, "For all groups.")
+    different_groups: Free = key(dict, "params: start_bits, target_bits, quantization_period.")
+
+
+class ActivationQuantizationTechnique(Section):
+    """`compression_training.activation_quantization`."""
+
+    shared_parameters: ActivationQuantizationShared = key(ActivationQuantizationShared, "For all groups.")
+    different_groups: Free = key(dict, "params: bits.")
+
+
+class SparsePruningTechnique(Section):
+    """`compression_training.sparse_pruning`."""
+
+    shared_parameters: SparsePruningShared = key(SparsePruningShared, "For all groups.")
+    different_groups: Free = key(dict, "params: dense_ratio.")
+
+
+class RowPruningTechnique(Section):
+    """`compression_training.row_pruning` and `compression_training.channel_pruning`."""
+
+    shared_parameters: RowPruningShared = key(RowPruningShared, "For all groups.")
+    different_groups: Free = key(dict, "params: dense_ratio; related_modules lose the columns.")
+
+
+class HeadPruningTechnique(Section):
+    """`compression_training.head_pruning`."""
+
+    shared_parameters: HeadPruningShared = key(HeadPruningShared, "For all groups.")
+    different_groups: Free = key(dict, "params: dense_ratio; related_modules (query, key, value) lose the rows.")
+
+
+class CompressionConfig(Section):
+    """`compression_training`: `deepspeed.compression.init_compression` prepares the model, the engine keeps to the
+    steps, `redundancy_clean` makes the smaller model."""
+
+    layer_reduction: LayerReductionConfig = key(LayerReductionConfig, "Fewer layers.")
+    weight_quantization: WeightQuantizationTechnique = key(WeightQuantizationTechnique, "Weights of few bits.")
+    activation_quantization: ActivationQuantizationTechnique = key(
+        ActivationQuantizationTechnique, "Inputs of few bits."
+    )
+    sparse_pruning: SparsePruningTechnique = key(SparsePruningTechnique, "Zeros anywhere in weights.")
+    row_pruning: RowPruningTechnique = key(RowPruningTechnique, "Fewer outputs of linear layers.")
+    head_pruning: HeadPruningTechnique = key(HeadPruningTechnique, "Fewer heads of attention.")
+    channel_pruning: RowPruningTechnique = key(RowPruningTechnique, "Fewer channels of convolutions.")
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+class BitsParams(Section):
+    """`params` of a group of `weight_quantization`."""
+
+    start_bits: Int = key(8, "Bits at first.", ge=1, le=16)
+    target_bits: Int = key(8, "Bits in the end, at most start_bits.", ge=1, le=16)
+    quantization_period: Int = key(1, "Steps after which there is one bit less.", unit="step", ge=1)
+
+    closed: ClassVar[bool] = True
+
+
+class ActivationParams(Section):
+    """`params` of a group of `activation_quantization`."""
+
+    bits: Int = key(8, "Bits.", ge=4, le=16)
+
+    closed: ClassVar[bool] = True
+
+
+class RatioParams(Section):
+    """`params` of a group of a pruning."""
+
+    dense_ratio: Float = key(0.5, "Share that stays.", gt=0, le=1)
+
+    closed: ClassVar[bool] = True
+
+
+class CompressionGroup(Section):
+    """One of `different_groups`: some layers, and what they get."""
+
+    params: Free = key(dict, "As the technique has them.")
+    modules: list[Text] = key(["*"], "Layers: parts of names, or patterns.")
+    related_modules: list[list[Text]] | None = key(None, "For each of modules, those that lose what it loses.")
+
+    closed: ClassVar[bool] = True
+
+
+_PARAMS: dict[str, type[Section]] = {
+    "weight_quantization": BitsParams,
+    "activation_quantization": ActivationParams,
+    "sparse_pruning": RatioParams,
+    "row_pruning": RatioParams,
+    "head_pruning": RatioParams,
+    "channel_pruning": RatioParams,
+}
+TECHNIQUES = tuple(_PARAMS)
+STRUCTURED = ("row_pruning", "head_pruning", "channel_pruning")
+
+
+def asks_for_steps(section: CompressionConfig) -> bool:
+    """Whether a technique that acts by step is enabled; layer reduction is over before training."""
+    return any(getattr(section, technique).shared_parameters.enabled for technique in TECHNIQUES)
+
+
+def compression_section(config: Mapping[str, Any]) -> CompressionConfig:
+    """Return the section `compression_training` of a whole configuration. Raises ConfigError."""
+    return parse_section(CompressionConfig, config.get("compression_training", {}), "compression_training")
+
+
+def groups_of(section: CompressionConfig, technique: str) -> dict[str, tuple[CompressionGroup, Any]]:
+    """Return the groups of a technique that is enabled, each with its `params`, by name; none of another.
+
+    Raises:
+        ConfigError: there is no group, or one does not fit; the message names the key.
+    """
+    settings = getattr(section, technique)
+    if not settings.shared_parameters.enabled:
+        return {}
+    where = f"compression_training.{technique}"
+    if technique == "sparse_pruning" and settings.shared_parameters.method == "snip_momentum":
+        raise ConfigError(
+            f"{where}.shared_parameters.method: found 'snip_momentum', which needs the package neural_compressor and "
+            "is not in this version; use 'topk' or 'l1'"
+        )
+    if technique == "head_pruning" and settings.shared_parameters.num_heads is None:
+        raise ConfigError(f"{where}.shared_parameters.num_heads: found nothing; give the heads of each layer")
+    if not settings.different_groups:
+        raise ConfigError(f"{where}.different_groups: found none; give at least one group, with params and modules")
+    return {name: _read_group(technique, name, value) for name, value in settings.different_groups.items()}
+
+
+def _read_group(technique: str, name: str, value: Any) -> tuple[CompressionGroup, Any]:
+    where = f"compression_training.{technique}.different_groups.{shown_key(name)}"
+    group = parse_section(CompressionGroup, value, where)
+    params = parse_section(_PARAMS[technique], group.params, f"{where}.params")
+    if isinstance(params, BitsParams) and params.target_bits > params.start_bits:
+        raise ConfigError(
+            f"{where}.params.target_bits: found {params.target_bits}, above start_bits {params.start_bits}; bits only "
+            "get fewer"
+        )
+    if group.related_modules is not None:
+        if technique not in STRUCTURED:
+            raise ConfigError(f"{where}.related_modules: found it with {technique}, which takes no rows; leave it out")
+        if len(group.related_modules) != len(group.modules):
+            raise ConfigError(
+                f"{where}.related_modules: found {brief(group.related_modules)} for {len(group.modules)} of modules; "
+                "give a list for each of modules"
+            )
+    return group, params
