@@ -17,6 +17,7 @@ Shape legend: T tokens, E experts, K choices of a token (k), H hidden size.
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import SupportsFloat, SupportsIndex
 
@@ -106,6 +107,10 @@ class TopKGate(nn.Module):
                 f"MoE: found capacity_factor {capacity_factor!r} and eval_capacity_factor {eval_capacity_factor!r}; "
                 "give positive numbers, or drop_tokens=False for no limit"
             )
+        if not isinstance(min_capacity, SupportsIndex) or operator.index(min_capacity) < 0:
+            raise ConfigError(f"MoE: found min_capacity {min_capacity!r}; give a whole number, 0 or more")
+        if not isinstance(z_loss_coefficient, SupportsFloat) or not 0 <= z_loss_coefficient < math.inf:
+            raise ConfigError(f"MoE: found z_loss_coefficient {z_loss_coefficient!r}; give a number, 0 or more")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.num_experts = num_experts
         self.k = k

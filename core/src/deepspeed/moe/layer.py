@@ -11,7 +11,7 @@ the ranks that hold them.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,9 @@ class MoE(nn.Module):
         z_loss_coefficient: float = 0.0,
     ) -> None:
         super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size)):
+            if not isinstance(value, SupportsIndex):
+                raise ConfigError(f"MoE: found {name} {value!r}; give a whole number")
         if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
             raise ConfigError(
                 f"MoE: found num_experts {num_experts} with ep_size {ep_size}; give an ep_size that divides the experts"

@@ -148,6 +148,8 @@ def test_configured_groups():
     [
         (r"num_experts 6 with ep_size 4; give an ep_size that divides the experts", {"num_experts": 6, "ep_size": 4}),
         (r"num_experts 0 with ep_size 1", {"num_experts": 0}),
+        (r"num_experts 4.0; give a whole number", {"num_experts": 4.0}),
+        (r"ep_size '2'; give a whole number", {"num_experts": 2, "ep_size": "2"}),
         (r"found k 3 with num_experts 2", {"num_experts": 2, "k": 3}),
     ],
 )
