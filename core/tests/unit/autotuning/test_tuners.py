@@ -9,17 +9,17 @@ from deepspeed.autotuning.tuners import MICRO_BATCH, TUNERS, Budget, GridSearchT
 STAGE = "zero_optimization.stage"
 
 
-def saturating(overheads, rate, most, others=None):
+def saturating(overheads, rate, most, others=None, *, scatter=0.02, seed=1):
     """Figures of a device: a step takes an overhead of the stage and a time for each sample, as far as memory goes.
 
-    overheads, rate: seconds; most: the largest micro-batch of each stage. Figures scatter by 2 %.
+    overheads, rate: seconds; most: the largest micro-batch of each stage; scatter: of the figures, relative.
     """
-    scatter = random.Random(1)
+    chances = random.Random(seed)
     table = {}
     for stage, micro in itertools.product(range(4), [2**power for power in range(11)]):
         for value, factor in (others or {None: 1.0}).items():
             point = {STAGE: stage, **({"mesh.tp": value} if others else {}), MICRO_BATCH: micro}
-            seconds = (overheads[stage] + rate * micro) * factor * (1 + scatter.uniform(-0.02, 0.02))
+            seconds = (overheads[stage] + rate * micro) * factor * (1 + chances.uniform(-scatter, scatter))
             table[tuple(point.items())] = micro / seconds if micro <= most[stage] else None
     return table
 
@@ -35,10 +35,27 @@ def falling(best, slope):
     return table
 
 
-#: samples per second of examples/train_gpt.py on two ranks of a host with two cores, by stage and micro-batch
-DEMO: dict = {}
+#: samples per second of examples/train_gpt.py on two ranks, by stage, at micro-batches of 1, 2, 4, 8, 16 and 32. The
+#: two cores were shared with other programs, so that figures scatter by much.
+DEMO = {
+    0: (6.6, 5.0, 7.7, 10.9, 14.6, 18.3),
+    1: (7.0, 8.4, 9.7, 10.3, 13.0, 11.8),
+    2: (8.9, 20.6, 11.4, 27.9, 26.7, 12.3),
+    3: (10.3, 17.2, 16.0, 24.6, 16.3, 16.4),
+}
+
+
+def recorded(figures):
+    """The figures as a table."""
+    return {
+        ((STAGE, stage), (MICRO_BATCH, 2**power)): figure
+        for stage, some in figures.items()
+        for power, figure in enumerate(some)
+    }
+
 
 SURFACES = {
+    "the demo": recorded(DEMO),
     "large overhead": saturating((0.05, 0.06, 0.07, 0.2), 0.01, (64, 128, 128, 256)),
     "little memory": saturating((0.02, 0.02, 0.025, 0.05), 0.01, (0, 2, 8, 32)),
     "no overhead": saturating((0.001, 0.001, 0.001, 0.002), 0.01, (1024,) * 4),
@@ -63,6 +80,18 @@ def test_a_model_finds_the_best_in_a_third_of_the_trials(name):
     budget, _ = find(table, "model_based", len(table) // 3)
     assert budget.best[1] >= best / 1.05
     assert budget.spent <= len(table) // 3
+
+
+def test_a_model_finds_a_point_within_a_twentieth_of_the_best_of_many_devices():
+    chances = random.Random(3)
+    for _ in range(20):
+        overheads = [chances.uniform(0.001, 0.1) for _ in range(4)]
+        rate, most = chances.uniform(0.001, 0.05), [2 ** chances.randint(3, 10) for _ in range(4)]
+        table = saturating(overheads, rate, most, seed=chances.random())
+        budget, _ = find(table, "model_based", len(table) // 3)
+        quiet = saturating(overheads, rate, most, scatter=0.0)
+        best = max(score for score in quiet.values() if score is not None)
+        assert quiet[tuple(budget.best[0].items())] >= best / 1.05
 
 
 @pytest.mark.parametrize("name", SURFACES)
