@@ -191,6 +191,9 @@ COLLECTIONS = {
         },
     },
     "runtime.data_pipeline.data_sampling.data_sampler": {"DeepSpeedDataSampler": "data.sampler:DeepSpeedDataSampler"},
+    "runtime.fp16.onebit.adam": {"OnebitAdam": "optim.one_bit:OnebitAdam"},
+    "runtime.fp16.onebit.lamb": {"OnebitLamb": "optim.one_bit_lamb:OnebitLamb"},
+    "runtime.fp16.onebit.zoadam": {"ZeroOneAdam": "optim.zero_one_adam:ZeroOneAdam"},
     "runtime.progressive_layer_drop": {"ProgressiveLayerDrop": "engine.step_schedules:ProgressiveLayerDrop"},
     "runtime.base_optimizer": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
@@ -324,6 +327,11 @@ PACKAGES = {
     "runtime": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
         "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",
+    },
+    "runtime.fp16.onebit": {
+        "OnebitAdam": "optim.one_bit:OnebitAdam",
+        "OnebitLamb": "optim.one_bit_lamb:OnebitLamb",
+        "ZeroOneAdam": "optim.zero_one_adam:ZeroOneAdam",
     },
     "runtime.pipe": {
         "LayerSpec": "pipe.layer_spec:LayerSpec",

@@ -158,6 +158,9 @@ OTHER_POSITIONS = {
     "moe.sharded_moe:top1gating": {"use_tutel"},  # by name only: `sparse_routes`, before it, is not here
     "runtime.dataloader:DeepSpeedDataLoader.__init__": {"pin_memory", "collate_fn", "data_sampler"},  # by name only
     "runtime.engine:DeepSpeedEngine.__init__": {"config"},  # made by `initialize`
+    "runtime.fp16.onebit.lamb:OnebitLamb.__init__": {  # by name only
+        *("coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+    },
     "runtime.fp16.loss_scaler:DynamicLossScaler.__init__": {"consecutive_hysteresis", "min_scale"},  # by name only
     "runtime.pipe.engine:PipelineEngine.module_state_dict": {"exclude_frozen_parameters"},  # as `DeepSpeedEngine`'s
 }

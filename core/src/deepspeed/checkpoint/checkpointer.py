@@ -113,6 +113,7 @@ class Checkpointer:
             assert module_files.expp_file is not None
             self._model_file = module_files.expp_file
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
+        self._rounding_file = layout.rounding_file(dp_rank, mp_rank)
 
     def store_of(self, path: Path) -> Store:
         """Return the store that keeps `path`: the store of this object, or for a URL the store of object stores."""
@@ -131,6 +132,7 @@ class Checkpointer:
         *,
         model_state: Mapping[str, Any] | None,
         shard_state: Mapping[str, Any] | None,
+        rounding: Mapping[str, Any] | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> Path:
@@ -141,6 +143,7 @@ class Checkpointer:
             shard_state: content of this rank's `*_optim_states.pt`; None when there is none (stage 0).
                 With `background`, tensors that the caller leaves as they are until `wait_for_copy` returns may be
                 `PendingTensor`s: they are copied by a thread, after this has returned.
+            rounding: what this rank has left to send; None where nothing is rounded.
             client_state: the user's dict, which lies beside the own keys in the model file.
             save_latest: let `latest` name this tag.
 
@@ -163,6 +166,8 @@ class Checkpointer:
                 files.update(self._divided(merge_client_state(model_state, client_state or {})))
             if shard_state is not None:
                 files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
+            if rounding is not None:
+                files[self._rounding_file] = make_loadable(dict(rounding), "what is left to send")
             if self._background is None:
                 files = {name: with_placeholders(state, PendingTensor.joined) for name, state in files.items()}
             return folder, _identity(folder.parent), files

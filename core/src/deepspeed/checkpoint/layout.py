@@ -58,7 +58,8 @@ _EXPERTS = re.compile(r"expert_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _EXPP = re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _MODULE = re.compile(r"layer_\d+(?:-[\w-]+)?-model_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
 _RANKS = re.compile(
-    r"(?:bf16_)?(?:(?:zero_pp|expert)_rank_(?P<dp>\d+)_|expp_rank_\d+_|layer_\d+_expert_\d+_)?mp_rank_(?P<mp>\d+)_"
+    r"(?:bf16_)?(?:(?:zero_pp|expert|rounding)_rank_(?P<dp>\d+)_|expp_rank_\d+_|layer_\d+_expert_\d+_)?"
+    r"mp_rank_(?P<mp>\d+)_"
 )
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
@@ -113,6 +114,16 @@ def is_module_file(name: str) -> bool:
 def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
     """Name of one rank's optimizer shard; `prefix` is `"bf16_"` when the model trains in bf16."""
     return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def rounding_file(dp_rank: int, mp_rank: int) -> str:
+    """Name of the file of what one rank has left to send, by rounding (`comm.compressed`)."""
+    return f"rounding_rank_{dp_rank}_mp_rank_{mp_rank:02d}_states.pt"
+
+
+def is_rounding_file(name: str) -> bool:
+    """Whether it is a name that `rounding_file` gives."""
+    return name.startswith("rounding_rank_")
 
 
 def is_partitioned(model_file: str) -> bool:

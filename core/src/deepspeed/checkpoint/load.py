@@ -238,6 +238,8 @@ class LoadedCheckpoint:
     """The optimizer's state in the files of `model_ranks`, by the names of this run."""
     by_name: StatesByName | None = None
     """The master weights and the optimizer's state, to be read by range, in place of `shard_state`."""
+    rounding: Mapping[str, Any] | None = None
+    """The errors that the rank of this number had left to send; None where nothing was rounded. Mapped, too."""
 
     @property
     def has_masters(self) -> bool:

@@ -63,7 +63,17 @@ class Reader:
         """Return what `Checkpointer.load` returns. Raises `CheckpointError`, on this rank only."""
         folder = find_folder(directory, tag)
         with as_damage(folder):
-            return self._read(folder, tag)
+            found = self._read(folder, tag)
+            return dataclasses.replace(found, rounding=self._rounding(folder)) if self.needs_states else found
+
+    def _rounding(self, folder: Path) -> Mapping[str, Any] | None:
+        """Return what the rank of this number had left to send."""
+        path = folder / layout.rounding_file(self.position.dp_rank, self.position.mp_rank)
+        if not path.exists():
+            return None
+        self._verifier(folder)(path)
+        state = self.store.load(path, self.map_location, mmap=True)
+        return state if isinstance(state, Mapping) else None
 
     def _read(self, folder: Path, tag: str) -> LoadedCheckpoint:
         position = self.position

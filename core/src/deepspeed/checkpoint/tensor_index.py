@@ -52,7 +52,7 @@ def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
     rows: list[dict[str, Any]] = []
     by_rank: dict[int, list[tuple[int, FileEntry]]] = {}
     for number, entry in enumerate(entries):
-        if entry.name not in beside:
+        if entry.name not in beside and not layout.is_rounding_file(entry.name):
             by_rank.setdefault(layout.ranks_of(entry.name)[1], []).append((number, entry))
     for mp_rank, its in by_rank.items():
         for row in _ModelRank(its, groups, beside).rows():
@@ -70,7 +70,8 @@ def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None
         content = TorchFile.read(file) if file is not None else None
         if content is None:
             return FileEntry(name, num_bytes, checksums)
-        has_names = layout.ranks_of(name)[0] == 0 and not layout.is_module_file(name)
+        is_other = layout.is_module_file(name) or layout.is_rounding_file(name)
+        has_names = layout.ranks_of(name)[0] == 0 and not is_other
         names = parameters_in(content.value) if has_names else None
         return FileEntry(name, num_bytes, checksums, content.tensors(), names)
     except Exception as error:  # noqa: BLE001 - the states are in the file, whatever this is

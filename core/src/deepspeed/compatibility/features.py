@@ -3,7 +3,6 @@
 from deepspeed.compatibility.records import Feature
 
 FEATURES = {
-    "1-bit optimizers": Feature("1-bit Adam and LAMB", "use the optimizer AdamW or Lamb"),
     "AutoTP's classes": Feature("a class for each part of AutoTP", "call deepspeed.tp_model_init(model, tp_size)"),
     "AutoEP's classes": Feature("a class for each part of AutoEP", 'set "expert_parallel": {"enabled": true}'),
     "AutoSP": Feature("AutoSP", "use deepspeed.sequence.layer.DistributedAttention or UlyssesSPAttentionHF"),
@@ -23,6 +22,10 @@ FEATURES = {
     ),
     "communication internals": Feature(
         "a part of DeepSpeed's communication layer", "call deepspeed.comm or torch.distributed"
+    ),
+    "compressed collectives": Feature(
+        "a class of DeepSpeed's compressed collectives",
+        "use the optimizer OneBitAdam, or deepspeed.comm.compressed.average",
     ),
     "compression": Feature("this part of compression", "call init_compression, for layers that ranks do not divide"),
     "data efficiency": Feature(

@@ -81,17 +81,6 @@ MODULES = {
     "runtime.domino": _absent("Domino"),
     "runtime.domino.transformer": _absent("Domino", "DominoTransformerLayer DominoTransformer"),
     "runtime.eigenvalue": _absent("eigenvalue", "Eigenvalue"),
-    "runtime.fp16.onebit": _absent(
-        "1-bit optimizers",
-        forwards={
-            "runtime.fp16.onebit.adam": "OnebitAdam",
-            "runtime.fp16.onebit.lamb": "OnebitLamb",
-            "runtime.fp16.onebit.zoadam": "ZeroOneAdam",
-        },
-    ),
-    "runtime.fp16.onebit.adam": _absent("1-bit optimizers", "OnebitAdam"),
-    "runtime.fp16.onebit.lamb": _absent("1-bit optimizers", "OnebitLamb"),
-    "runtime.fp16.onebit.zoadam": _absent("1-bit optimizers", "ZeroOneAdam"),
     "runtime.quantize": _absent("weight quantization", "Quantizer"),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
     "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),

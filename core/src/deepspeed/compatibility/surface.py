@@ -227,7 +227,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", W, "Kernels come from ds-ext-cpu, else torch."),
         ("deepspeed.ops.lion.FusedLion", W, "`DeepSpeedCPULion` too."),
         ("deepspeed.ops.lamb.FusedLamb", W, "Kernels come from the extension, else torch."),
-        ("deepspeed.runtime.fp16.onebit.OnebitAdam", N, "`OnebitLamb` and `ZeroOneAdam` neither."),
+        (
+            "deepspeed.runtime.fp16.onebit.OnebitAdam",
+            D,
+            "And `OnebitLamb`, `ZeroOneAdam`, at stage 0. Any library of collectives serves, whatever "
+            "`comm_backend_name` says; every parameter has a scale of its own; `bias_correction` acts; elements "
+            "without a second moment stay; a checkpoint has the rounding errors, for as many ranks.",
+        ),
         ("deepspeed.runtime.lr_schedules.LRRangeTest", W, "As documented."),
         ("deepspeed.runtime.lr_schedules.OneCycle", W, "As documented."),
         ("deepspeed.runtime.lr_schedules.WarmupLR", W, "As documented."),
@@ -464,7 +470,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.utils.comms_logging", N, "The logger is `deepspeed.comm.comm.CommsLogger`."),
         ("deepspeed.comm.comm.CommsLogger().comms_dict", W, "It has DeepSpeed's shape."),
         ("deepspeed.comm.initialize_mesh_device", W, "A mesh of data and sequence parallel ranks."),
-        ("compressed collectives", N, "1-bit and quantized collectives."),
+        ("compressed collectives", D, "`deepspeed.comm.compressed.average`; not the classes of `runtime.comm`."),
     ],
     "Accelerator and builders": [
         ("deepspeed.accelerator.get_accelerator", W, "Devices come from extensions; `DS_ACCELERATOR` names one."),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet, refused, warned
 
-_NOT_HERE = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
+_NOT_HERE = ("muadam", "muadamw", "musgd")
 
 
 class OptimizerConfig(Section):
@@ -15,7 +15,8 @@ class OptimizerConfig(Section):
 
     type: Text = key(
         ...,
-        "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any class of torch.optim. Not yet: 1-bit and mu-optimizers.",
+        "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or any class of "
+        "torch.optim. Not yet: mu-optimizers.",
     )
     params: Free = key(dict, "Arguments of the optimizer: lr, betas, eps, weight_decay, ...")
     legacy_fusion: Flag = key(False, "The first fused implementation.", support=quiet("there is one implementation"))

@@ -473,7 +473,7 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
     if optimizer is None:  # at stage 3 libraries find the hooks on the module here
         sharding: Any = training.sharding
         return sharding.gathering.hooks if sharding.stage == 3 else None
-    if training.sharding.stage == 0 and is_plain:
+    if training.sharding.options.stage.shows_gradients and is_plain:
         training.reduce_before_steps_of(optimizer)
         return optimizer
     return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)

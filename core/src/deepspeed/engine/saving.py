@@ -197,13 +197,16 @@ class Saving:
         frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what, among=among)
         if model_state is not None:
             model_state["frozen_param_fragments"] = frozen
-        model_state, shard_state = checkpointer.together(lambda: self._in_form(model_state, shard_state), what)
+        model_state, shard_state, rounding = checkpointer.together(
+            lambda: (*self._in_form(model_state, shard_state), state.rounding()), what
+        )
         validate_tag(name, self._tag_validation, self._gather)
         checkpointer.save(
             save_dir,
             name,
             model_state=model_state,
             shard_state=shard_state,
+            rounding=rounding,
             client_state=client_state,
             save_latest=save_latest,
         )
@@ -329,6 +332,7 @@ class Saving:
                 state.restore_optimizer(loaded, with_states=with_states)
             else:
                 sharding.masters_from_weights()
+            state.restore_rounding(loaded if with_states else None)
 
         def restore_progress() -> None:
             if not module_only:

@@ -14,7 +14,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
-from deepspeed.optim import is_elementwise, is_tested_with_zero
+from deepspeed.optim import averages_in_step, is_elementwise, is_tested_with_zero
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
@@ -23,7 +23,7 @@ from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.stages import STAGES
+from deepspeed.zero.stages import STAGES, ZeroStage
 from deepspeed.zero.unit_groups import ReplicationMode, UnitGroups
 from deepspeed.zero.units import ShardingOptions
 
@@ -119,7 +119,7 @@ def create_sharding(
         )
     wire = config.communication_data_type
     options = ShardingOptions(
-        stage=STAGES[0 if optimizer is None and zero.stage < 3 else zero.stage],
+        stage=_choose_stage(zero.stage, optimizer, mesh, units),
         model_dtype=precision.model_dtype,
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
@@ -148,6 +148,14 @@ def create_sharding(
         )
     of_plugin: Callable[..., Sharding] | None = plugin_manager().hook.ds_sharding(name=str(zero.stage))
     return (of_plugin or Sharding)(options, ranks, group)
+
+
+def _choose_stage(stage: int, optimizer: Optimizer | None, mesh: Mesh, units: UnitGroups) -> ZeroStage:
+    if optimizer is not None and averages_in_step(optimizer):
+        from deepspeed.zero.local_gradients import stage_of  # late: few runs ask for it
+
+        return stage_of(optimizer, stage, mesh, units)
+    return STAGES[0 if optimizer is None and stage < 3 else stage]
 
 
 def create_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:

@@ -168,6 +168,17 @@ class TrainingState:
             "ds_version": __version__,
         }
 
+    def rounding(self) -> dict[str, Any] | None:
+        """Return what this rank has left to send, by rounding; None where nothing is rounded."""
+        return self.sharding.options.stage.rounding(self.sharding.units)
+
+    def restore_rounding(self, loaded: LoadedCheckpoint | None) -> None:
+        """Take what this rank had left to send, if the save had as many ranks; None: begin without."""
+        saved = None
+        if loaded is not None and loaded.model_state.get("dp_world_size") == self.sharding.world_size:
+            saved = loaded.rounding
+        self.sharding.options.stage.restore_rounding(self.sharding.units, saved)
+
     @property
     def loadable_stages(self) -> tuple[int, ...]:
         """Stages whose shards this run can take: 1 and 2 hold the same."""

@@ -7,6 +7,7 @@ from deepspeed._forward import forward
 
 _NAMES = {
     "arguments_of_step": "deepspeed.optim.traits:arguments_of_step",
+    "averages_in_step": "deepspeed.optim.traits:averages_in_step",
     "create_optimizer": "deepspeed.optim.factory:create_optimizer",
     "create_scheduler": "deepspeed.optim.factory:create_scheduler",
     "is_elementwise": "deepspeed.optim.traits:is_elementwise",

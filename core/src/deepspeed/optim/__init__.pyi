@@ -2,6 +2,7 @@
 from deepspeed.optim.factory import create_optimizer as create_optimizer
 from deepspeed.optim.factory import create_scheduler as create_scheduler
 from deepspeed.optim.traits import arguments_of_step as arguments_of_step
+from deepspeed.optim.traits import averages_in_step as averages_in_step
 from deepspeed.optim.traits import is_elementwise as is_elementwise
 from deepspeed.optim.traits import is_host_front as is_host_front
 from deepspeed.optim.traits import is_tested_with_zero as is_tested_with_zero

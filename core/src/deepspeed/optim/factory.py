@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.compatibility import differences
 from deepspeed.config.base import AUTO
 from deepspeed.config.training import OptimizerConfig
 from deepspeed.errors import ConfigError
@@ -106,6 +107,14 @@ def _front(op: str, name: str) -> type:
     return getattr(importlib.import_module(f"deepspeed.ops.{op}"), name)  # type: ignore[no-any-return]
 
 
+def _one_bit(arguments: dict[str, Any], module: str, old: str, name: str) -> type:
+    """An optimizer whose ranks average in one bit per element. Arguments of DeepSpeed's that choose its library of
+    collectives are taken out: any serves."""
+    for key in differences()[f"runtime.fp16.onebit.{old}:{name}.__init__"][0]:
+        arguments.pop(key, None)
+    return getattr(importlib.import_module(f"deepspeed.optim.{module}"), name)  # type: ignore[no-any-return]
+
+
 _Choose = Callable[[dict[str, Any], bool], type]
 # documented name -> which class, given the arguments (it takes out those meant for the choice) and `offload`
 _CHOICES: dict[str, _Choose] = {
@@ -115,6 +124,9 @@ _CHOICES: dict[str, _Choose] = {
     "Lion": lambda arguments, offload: _front("lion", "DeepSpeedCPULion" if offload else "FusedLion"),
     "Lamb": lambda arguments, offload: _front("lamb", "FusedLamb"),
     "Muon": lambda arguments, offload: _front("muon", "Muon"),
+    "OneBitAdam": lambda arguments, offload: _one_bit(arguments, "one_bit", "adam", "OnebitAdam"),
+    "OneBitLamb": lambda arguments, offload: _one_bit(arguments, "one_bit_lamb", "lamb", "OnebitLamb"),
+    "ZeroOneAdam": lambda arguments, offload: _one_bit(arguments, "zero_one_adam", "zoadam", "ZeroOneAdam"),
 }
 _NATIVE = {name.lower(): choose for name, choose in _CHOICES.items()}
 _NATIVE_NAMES = list(_CHOICES)

@@ -41,14 +41,22 @@ class Kind:
         return known and self.options <= options
 
 
+_ONE_BIT = (("deepspeed.optim.one_bit", ("OnebitAdam",)), ("deepspeed.optim.zero_one_adam", ("ZeroOneAdam",)))
 _KINDS = (
     Kind("NAdam", (torch.optim.NAdam,), states=_names("exp_avg exp_avg_sq mu_product"), options=_names("betas")),
     Kind(
         "Adam",
         (torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam),
-        (("deepspeed.ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")), ("deepspeed.ops.lamb", ("FusedLamb",))),
+        (("deepspeed.ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")), ("deepspeed.ops.lamb", ("FusedLamb",)), *_ONE_BIT),
         states=_names("exp_avg exp_avg_sq"),
         optional=_names("max_exp_avg_sq"),
+        options=_names("betas eps"),
+    ),
+    Kind(
+        "1-bit LAMB",
+        ours=(("deepspeed.optim.one_bit_lamb", ("OnebitLamb",)),),
+        states=_names("exp_avg exp_avg_sq"),
+        optional=_names("exp_avg_sq_fresh lamb_coeff_freeze last_factor"),
         options=_names("betas eps"),
     ),
     Kind("Adamax", (torch.optim.Adamax,), states=_names("exp_avg exp_inf"), options=_names("betas eps")),

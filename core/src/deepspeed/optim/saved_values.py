@@ -21,10 +21,15 @@ from deepspeed.optim.traits import _unwrapped
 _MOMENTS = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
-        *("acc_delta", "sum"),
+        *("acc_delta", "sum", "exp_avg_sq_fresh"),
     }
 )
-_NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
+_NOT_NEGATIVE = frozenset(
+    {
+        *("exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_fresh", "exp_inf", "square_avg", "acc_delta"),
+        "sum",
+    }
+)
 _NUMBERS = frozenset({"step", "mu_product"})
 #: options that are at least 0, and those that are also below 1
 _AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})

@@ -19,6 +19,7 @@ _HOST_FRONTS = (
 )
 _MUON = (("deepspeed.ops.muon", ("Muon",)),)
 _WHOLE_FRONTS = (("deepspeed.ops.lamb", ("FusedLamb",)), *_MUON)
+_AVERAGING = (("deepspeed.optim.one_bit", ("OneBitOptimizer",)),)
 _WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 _ELEMENTWISE = (
     torch.optim.Adam,
@@ -68,6 +69,11 @@ def is_tested_with_zero(optimizer: Any) -> bool:
     """
     known = (*_TESTED_WITH_ZERO, *_loaded(_OURS), *_loaded(_MUON))
     return any(_is_a(_unwrapped(optimizer), each) for each in known)
+
+
+def averages_in_step(optimizer: Any) -> bool:
+    """Whether the optimizer's ranks average more than gradients in its step (`deepspeed.optim.one_bit`)."""
+    return isinstance(_unwrapped(optimizer), tuple(_loaded(_AVERAGING)))
 
 
 def takes_only_sparse(optimizer: Any) -> bool:

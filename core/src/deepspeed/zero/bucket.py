@@ -101,7 +101,8 @@ class Bucket:
         self._late: list[dict[int, Tensor]] = []  # gradients that wait for the reduction in flight
         self._factor = 1.0  # by which they are multiplied
         self._allocate, self._pool = memory, pool
-        self._result, self._kept = slice(*result), kept
+        self._result = slice(*result)
+        self.kept = kept  # may be another range from one backward to the next
         self._wire_dtype = wire_dtype
         self._keep = keep
         self._memory: Tensor | None = None
@@ -261,8 +262,8 @@ class Bucket:
         if self._memory is None:
             self._take_memory()
         elif self.state is BucketState.REDUCED:  # [Note: a second reduction in a step]
-            self._memory[: self._kept[0]].zero_()
-            self._memory[self._kept[1] :].zero_()
+            self._memory[: self.kept[0]].zero_()
+            self._memory[self.kept[1] :].zero_()
             self._held = set(range(len(self._views)))
 
     def _take_memory(self) -> None:

@@ -149,7 +149,7 @@ _INSTEAD = {
 
 
 def hint_at_clipping() -> None:
-    """Called when an engine of stages 1 to 3 is built. Idempotent."""
+    """Called when an engine is built whose gradients are not shown. Idempotent."""
     for name, (called, instead) in _INSTEAD.items():
         closure: tuple[CellType, ...] = getattr(getattr(clip_grad, name, None), "__closure__", None) or ()
         if len(closure) == 1 and callable(former := closure[0].cell_contents) and not hasattr(former, "_is_of_zero"):
@@ -174,10 +174,11 @@ def _are_hidden(params: list[Tensor], called: str, instead: str) -> bool:
     if any(param.grad is not None for param in params):
         return False
     manager = next((found for param in params if (found := manager_of(param)) is not None), None)
-    if manager is None or manager.stage == 0 or manager.optimizer is None:
+    if manager is None or manager.options.stage.shows_gradients or manager.optimizer is None:
         return False
+    stage, name = manager.stage, type(manager.optimizer).__name__
+    where = f"at zero_optimization.stage {stage}" if stage > 0 else f"with {name}"
     warn_once(
-        f"{called}: clips nothing, since at zero_optimization.stage {manager.stage} the engine holds the gradients and "
-        f"param.grad is None; {instead}"
+        f"{called}: clips nothing, since {where} the engine holds the gradients and param.grad is None; {instead}"
     )
     return True

@@ -113,7 +113,7 @@ class GradientReduction:
         Args:
             reduces: whether its gradients are needed after it.
             factor: multiplies its gradients as they are written to their bucket; it contains the division by the number
-                of ranks (`Gradients._before_sum`), so that the sum over the ranks is an average.
+                of ranks (`ZeroStage.begin_backward`), so that the sum over the ranks is an average.
             refusal: raised when a gradient is taken.
         """
         self._reduces = reduces
@@ -122,6 +122,7 @@ class GradientReduction:
         self._launched = 0
         self.is_launched = False
         for bucket in self._buckets:
+            bucket.kept = self._stage.contributed(self._units[bucket.index])
             bucket.begin_backward(factor)
 
     def arrived(self, index: int, place: int) -> None:

@@ -94,9 +94,8 @@ class Gradients:
         self.rows: TouchedRows | None = None
         self.reduction = self._create_reduction()  # of nothing yet
         self.gathering = self._create_gathering(Module())
-        average = options.predivide_factor or float(backend.world_size)
-        self._before_sum = 1.0 / average
-        self.average_factor = average / backend.world_size
+        self._average = options.predivide_factor or float(backend.world_size)  # by this before the sum
+        self.average_factor = self._average / backend.world_size
         self._plan: Callable[[bool], BackwardPlan]  # these two are given to `attach`
         self._dropped: Callable[[], None]
         self._others: list[tuple[str, Parameter]] = []  # parameters of the module that are not attached
@@ -170,7 +169,7 @@ class Gradients:
         self._norm = None
         self.reduction.begin(
             reduces=plan.reduces or (self._stage.divides_gradients and not plan.postpones),
-            factor=plan.factor * self._before_sum,
+            factor=plan.factor * self._stage.begin_backward(self._average, self._backend.world_size),
             refusal=plan.refusal,
         )
         if self.gathering is not None:
@@ -278,7 +277,7 @@ class Gradients:
     @abandons_on_error
     def _agree_on_norm(self, squares: Scalar) -> None:
         self._norm = self._facts.root_over_model(squares) * self.average_factor
-        if not self._stage.divides_states and self.average_factor == 1.0:
+        if self._stage.shows_gradients and self.average_factor == 1.0:
             self._show()
 
     def _show(self) -> None:

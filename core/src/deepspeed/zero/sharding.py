@@ -131,7 +131,7 @@ class Sharding:
         with freed_memory_returned() if self.units.modules is not None else nullcontext():
             self.units.attach(module, optimizer, is_elementwise=is_elementwise)
             self._connect()
-        if optimizer is not None and self.stage > 0:
+        if optimizer is not None and not self.options.stage.shows_gradients:
             hint_at_clipping()
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
             own = weakref.ref(self)  # the user's optimizer does not keep the engine alive

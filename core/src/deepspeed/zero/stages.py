@@ -15,8 +15,9 @@ backward gives. They ask the `ZeroStage` where this table makes a difference.
 Legend: N padded numel of a unit, S numel of a shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +28,9 @@ from deepspeed.optim import looks_at_whole
 from deepspeed.zero import quantized
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from deepspeed.zero.units import Units
 
 #: buckets in flight at the same time, and buffers that wait for reuse, where gradients are divided. A bound for what
 #: this rank starts: a hook waits for no peer, so it is exceeded where peers are late
@@ -96,7 +100,20 @@ class ZeroStage:
             f"{name} is_elementwise = True; else use stage 1 or 2"
         )
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether `param.grad` shows the average over the ranks when a backward is over; else nobody reads it there."""
+        return not self.divides_states
+
     # ---- the step of a unit -------------------------------------------------------------------------------------
+
+    def begin_backward(self, average: float, world_size: int) -> float:
+        """Return by what the gradients of the backward that begins are multiplied before their sum over the ranks.
+
+        Args:
+            average: what they are divided by before the sum; the update divides by the rest of `world_size`.
+        """
+        return 1.0 / average
 
     def reduce(self, unit: Unit, wire_N: Tensor, *, quantizes: bool) -> Work:
         """Start to sum a bucket over the ranks that share its unit, into the `result` part of `wire_N`.
@@ -127,6 +144,15 @@ class ZeroStage:
         """Whether this rank, among those that have the same gradients of a unit, adds them to the norm."""
         is_first = unit.ranks.replicate_group is None or unit.ranks.replicate_group.rank == 0
         return is_first and (self.divides_states or unit.ranks.rank == 0)
+
+    # ---- what rounding has left to send -------------------------------------------------------------------------
+
+    def rounding(self, units: "Units") -> dict[str, Any] | None:
+        """Return what this rank has left to send, for a checkpoint; None where nothing is rounded."""
+        return None
+
+    def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
+        """Take what `rounding` gave on this rank; None: nothing is left, as other weights or states were loaded."""
 
 
 #: by `zero_optimization.stage`

@@ -370,6 +370,7 @@ def load(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bo
     check(sharding, saved, with_states=True)
     restore(sharding, saved, load_optimizer_states=load_optimizer_states)
     sharding.weights_from_masters()
+    sharding.options.stage.restore_rounding(sharding.units, None)
 
 
 def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -245,9 +245,9 @@ REFUSED = {
         {**HF_AUTO, "zero_optimization": HF_ZERO2},
         "train_batch_size: found 'auto', which only Hugging Face's Trainer",
     ),
-    "1-bit Adam": (
-        {**SIZES, "optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 400}}},
-        "optimizer.type: found 'OneBitAdam', but it is not in this version",
+    "a mu-optimizer": (
+        {**SIZES, "optimizer": {"type": "MuAdam", "params": {"lr": 2e-4}}},
+        "optimizer.type: found 'MuAdam', but it is not in this version",
     ),
     "an elastic job with a batch of its own": (
         {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}, **SIZES},

@@ -1,0 +1,254 @@
+"""Optimizers that send one bit per element: what they share (`OneBitOptimizer`), and 1-bit Adam (`OnebitAdam`).
+
+Adam's second moment hardly changes after a while, and without it what is left is linear: ranks may then average their
+momentum in place of their gradients, and error feedback makes up for rounding it to signs
+(`deepspeed.comm.compressed`). So training has two phases:
+
+    1. `freeze_step` updates by averaged gradients, as Adam makes them
+    2. the second moment stays; each rank adds its own gradient to the momentum, and the ranks average that
+
+Who runs the backwards asks `begin_phase` before each of them which kind of gradients the step needs, and gives the
+ranks by `join`: the engine does (`deepspeed.zero.local_gradients`). Without it an optimizer here has one rank.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed._absent_members import absent_members
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.compressed import RoundingErrors, average
+from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+from deepspeed.ops.optimizer import ReferenceOptimizer, check_not_sparse, check_options, new_step_count
+
+
+class OneBitOptimizer(ReferenceOptimizer):
+    """An optimizer whose ranks average more than gradients in its step.
+
+    A subclass writes `begin_phase`, and calls `average` for what is sent in one bit.
+    """
+
+    #: one scale is that of a whole parameter
+    is_elementwise = False
+    #: whether the gradients of the next update are this rank's own, and not the average over ranks
+    keeps_gradients = False
+    #: those that train together; None: this process alone
+    ranks: GroupBackend | None = None
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        #: what is left to send, by parameter
+        self.rounding: dict[Tensor, RoundingErrors] = {}
+
+    def join(self, ranks: GroupBackend) -> None:
+        """Train together with other ranks from now on; called by an engine, on all of them."""
+        self.ranks = ranks
+        self.rounding = {}
+
+    def begin_phase(self) -> None:
+        """Set `keeps_gradients`, on all ranks alike. Called when a backward begins."""
+        raise NotImplementedError(f"{type(self).__name__} must write begin_phase")
+
+    def before_update(self) -> None:
+        if self.ranks is None:  # nobody else asks
+            self.begin_phase()
+
+    def restore_rounding(self, saved: Mapping[Tensor, Sequence[Tensor] | None]) -> None:
+        """Go on with what was left to send, by parameter: the errors of this rank and of its part. Called when weights
+        or states were loaded."""
+        self.rounding = {}
+        world_size = 1 if self.ranks is None else self.ranks.world_size
+        for param, errors in saved.items():
+            if errors is not None:
+                own = self.rounding[param] = RoundingErrors.zero(param, world_size)
+                own.worker.copy_(errors[0])
+                own.server.copy_(errors[1])
+        self.begin_phase()
+        if world_size > 1 and self.keeps_gradients and not self.rounding:
+            warn_once(
+                f"{type(self).__name__}: found no rounding errors of {world_size} ranks in what was loaded; they begin "
+                "at zero, and the next steps are less exact. A checkpoint of as many ranks has them"
+            )
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, of the parameter that has the most."""
+        return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+
+    def average(self, params: list[Tensor], values: list[Tensor]) -> None:
+        """Replace `values`, one for each parameter, by their average over the ranks, in one bit per element. A
+        collective."""
+        if self.ranks is None or self.ranks.world_size == 1:
+            return
+        for param, value in zip(params, values, strict=True):
+            if param not in self.rounding:
+                self.rounding[param] = RoundingErrors.zero(value, self.ranks.world_size)
+        average(self.ranks, values, [self.rounding[param] for param in params], tag="1-bit average")
+
+
+@absent_members("runtime.fp16.onebit.adam:OnebitAdam")
+class OnebitAdam(OneBitOptimizer):
+    """1-bit Adam (H. Tang et al., arXiv 2102.02888, algorithm 1), with Adam's bias correction and AdamW's decay.
+
+    Of update t, with g the gradient, T = `freeze_step`, and A(x) the average over ranks in one bit:
+
+        t <= T    m <- b1 * m + (1 - b1) * g        g the average over ranks
+                  v <- b2 * v + (1 - b2) * g^2
+        t > T     m <- A(b1 * m + (1 - b1) * g)     g this rank's own; v stays
+        p <- p * (1 - lr * wd) - lr * (m / c1) / (sqrt(v / c2) + eps)
+        c1 = 1 - b1^t, c2 = 1 - b2^min(t, T)        1 and 1 with bias_correction=False
+
+    Made by the factory for "OneBitAdam", or by users. An element that had no gradient in the first phase has v = 0 and
+    no scale for its update: it stays as it is in the second, and its momentum is zero.
+
+    Args:
+        params: parameters, or param groups. A group may have `exp_avg_mask`, a tensor of 0 and 1 in the shape of its
+            parameters: where it is 0 the momentum is zero, as for parameters that never have a gradient.
+        deepspeed: accepted as in DeepSpeed, and without effect: an engine joins by itself.
+        freeze_step: updates of the first phase. With fewer than the learning rate needs to warm up v is too small.
+        bias_correction: False takes m and v for m / c1 and v / c2.
+        eps_inside_sqrt: sqrt(v / c2 + eps) in place of sqrt(v / c2) + eps.
+        weight_decay: decoupled.
+
+    Raises ConfigError for a value out of range, for `amsgrad=True`, which 1-bit Adam has not, and for `max_grad_norm`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        deepspeed: Any = None,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+    ) -> None:
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
+        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
+        self.freeze_step = checked_count("freeze_step", freeze_step)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def begin_phase(self) -> None:
+        self.keeps_gradients = self.num_updates >= self.freeze_step
+
+    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = moments_of(self, params)
+        beta1, beta2 = group["betas"]
+        grads = dense_gradients(params, type(self).__name__)
+        firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(firsts, grads, 1 - beta1)
+        if self.keeps_gradients:
+            self.average(params, firsts)
+            mask_momentum(firsts, seconds, group)
+        else:
+            torch._foreach_mul_(seconds, beta2)
+            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+        counts = [int(state["step"]) for state in states]
+        step_by_moments(params, firsts, seconds, counts, [min(count, self.freeze_step) for count in counts], group)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
+    """The states of parameters that are about to be updated: their moments, zero at first, and the count of updates
+    with this one."""
+    states = [optimizer.state[param] for param in params]
+    for param, state in zip(params, states, strict=True):
+        if not state:
+            state["step"] = new_step_count()
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["step"] += 1
+    return states
+
+
+def dense_gradients(params: list[Tensor], name: str) -> list[Tensor]:
+    """The gradients of `params`, which all have one."""
+    grads = []
+    for param in params:
+        assert param.grad is not None
+        check_not_sparse(param.grad, name)
+        grads.append(param.grad)
+    return grads
+
+
+def mask_momentum(firsts: list[Tensor], seconds: list[Tensor], group: dict[str, Any]) -> None:
+    """Zero the momentum of elements that have never had a gradient, which signs cannot say, and where the group's
+    `exp_avg_mask` is 0."""
+    mask = group.get("exp_avg_mask")
+    for first, second in zip(firsts, seconds, strict=True):
+        first.mul_(second != 0)
+        if mask is not None:
+            first.mul_(mask.to(first))
+
+
+def step_by_moments(
+    params: list[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
+    first_counts: list[int],
+    second_counts: list[int],
+    group: dict[str, Any],
+) -> None:
+    """Update `params` by Adam's formula, as `OnebitAdam` states it.
+
+    Args:
+        first_counts, second_counts: updates that a moment of each has had, for the bias correction.
+    """
+    (beta1, _), lr, corrects = group["betas"], float(group["lr"]), group["bias_correction"]
+    steps = torch._foreach_div(firsts, adam_roots(seconds, second_counts, group))
+    torch._foreach_mul_(steps, [lr / (1 - beta1**count) if corrects else lr for count in first_counts])
+    if group["weight_decay"] != 0:
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+    torch._foreach_sub_(params, steps)
+
+
+def adam_roots(seconds: list[Tensor], counts: list[int], group: dict[str, Any]) -> list[Tensor]:
+    """Return what Adam divides by: sqrt(v / c2) + eps of each second moment that was updated so often."""
+    beta2, eps, corrects = group["betas"][1], group["eps"], group["bias_correction"]
+    roots = list(torch._foreach_div(seconds, [1 - beta2**count if corrects and count else 1.0 for count in counts]))
+    if group["eps_inside_sqrt"]:
+        torch._foreach_add_(roots, eps)
+    torch._foreach_sqrt_(roots)
+    if not group["eps_inside_sqrt"]:
+        torch._foreach_add_(roots, eps)
+    return roots
+
+
+def refuse_not_here(name: str, *, amsgrad: bool, max_grad_norm: float) -> None:
+    """Refuse two arguments that DeepSpeed's signatures have and no 1-bit optimizer knows.
+
+    Raises:
+        ConfigError: says what to do.
+    """
+    if amsgrad:
+        raise ConfigError(f"amsgrad: found True, but {name} has no AMSGrad; leave it out")
+    if max_grad_norm > 0:
+        raise ConfigError(
+            f"max_grad_norm: found {max_grad_norm!r}, but the engine clips, not {name}; remove it and set the "
+            "top-level key gradient_clipping"
+        )
+
+
+def checked_count(name: str, value: Any, least: int = 0) -> int:
+    """`value`, an integer of at least `least`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: found {value!r}, but it must be an integer of at least {least}")
+    return value

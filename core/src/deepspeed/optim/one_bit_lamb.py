@@ -1,0 +1,174 @@
+"""`OnebitLamb`: LAMB whose ranks average their momentum in one bit per element; see `one_bit.py` for the two phases."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed._absent_members import absent_members
+from deepspeed.errors import ConfigError
+from deepspeed.ops.optimizer import check_options
+from deepspeed.optim.one_bit import (
+    OneBitOptimizer,
+    adam_roots,
+    checked_count,
+    dense_gradients,
+    mask_momentum,
+    moments_of,
+    refuse_not_here,
+)
+
+
+@absent_members("runtime.fp16.onebit.lamb:OnebitLamb")
+class OnebitLamb(OneBitOptimizer):
+    """1-bit LAMB (C. Li et al., arXiv 2104.06069, algorithm 1).
+
+    LAMB's trust ratio needs a second moment of now, which the second phase has not: it takes the mean of the ratios of
+    the first phase, and scales it by how the second moment has changed since, as far as the averaged momentum says.
+    Of update t, with T = `freeze_step`, A(x) the average over ranks in one bit, c1 and c2 as in `OnebitAdam`:
+
+        t <= T    m, v as in Adam, of averaged gradients;  f <- v
+                  u = (m / c1) / (sqrt(v / c2) + eps) + wd * p
+                  c = clamp(|p| / |u|, min_coeff, max_coeff)           1 where |p| or |u| is 0
+                  k <- coeff_beta * k + (1 - coeff_beta) * c           0 at first
+                  p <- p - lr * c * u
+        t > T     m' = A(b1 * m + (1 - b1) * g)                        g this rank's own; v and k stay
+                  f <- b2 * f + (1 - b2) * ((m' - b1 * m) / (1 - b1))^2;   m <- m'
+                  r' = max over elements of (sqrt(v / c2) + eps) / (sqrt(f / (1 - b2^t)) + eps)
+                  r <- clamp r' to factor_min, factor_max, then to r * (1 -+ factor_threshold)     1 at first
+                  p <- p - lr * r * k * u
+
+    Every parameter has a scale of its own in what is sent, so momenta need no common size. State: `step`, `exp_avg`
+    (m), `exp_avg_sq` (v), `exp_avg_sq_fresh` (f, in the second phase), `lamb_coeff_freeze` (k), `last_factor` (r).
+
+    Args:
+        params, deepspeed, freeze_step, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask`
+            of a group.
+        max_coeff, min_coeff: bounds of the trust ratio.
+        coeff_beta: decay of its mean.
+        factor_max, factor_min: bounds of r.
+        factor_threshold: share by which r may change from one update to the next.
+
+    Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        deepspeed: Any = None,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
+        check_options(max_coeff=max_coeff, min_coeff=min_coeff)
+        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
+        _check_range("min_coeff", min_coeff, 0.0, "max_coeff", max_coeff)
+        _check_range("factor_min", factor_min, 0.0, "factor_max", factor_max)
+        _check_range("coeff_beta", coeff_beta, 0.0, "the number", 1.0)
+        _check_range("factor_threshold", factor_threshold, 0.0, "the number", 1.0)
+        self.freeze_step = checked_count("freeze_step", freeze_step)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        self.factor_max, self.factor_min = factor_max, factor_min
+        super().__init__(params, defaults)
+        self._coeffs: dict[Tensor, Tensor] = {}  # parameter -> what its last update was multiplied by, beside lr
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The trust ratio of the last update (r * k in the second phase) of each parameter that had one, in order of
+        the groups."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [float(self._coeffs[param]) for param in params if param in self._coeffs]
+
+    def begin_phase(self) -> None:
+        self.keeps_gradients = self.num_updates >= self.freeze_step
+
+    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = moments_of(self, params)
+        grads = dense_gradients(params, type(self).__name__)
+        beta1, beta2 = group["betas"]
+        firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        before = torch._foreach_mul(firsts, beta1) if self.keeps_gradients else []
+        torch._foreach_lerp_(firsts, grads, 1 - beta1)
+        if self.keeps_gradients:
+            self.average(params, firsts)
+            mask_momentum(firsts, seconds, group)
+            self._update_fresh(states, list(before), group)
+        else:
+            torch._foreach_mul_(seconds, beta2)
+            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+        counts = [int(state["step"]) for state in states]
+        roots = adam_roots(seconds, [min(count, self.freeze_step) for count in counts], group)
+        for param, state, root, count in zip(params, states, roots, counts, strict=True):
+            first = state["exp_avg"]
+            update = first / root
+            if group["bias_correction"]:
+                update.div_(1 - beta1**count)
+            update.add_(param, alpha=group["weight_decay"])
+            coeff = self._coeff(param, state, update, root, group)
+            self._coeffs[param] = coeff
+            param.sub_(update.mul_(coeff * float(group["lr"])))
+
+    @staticmethod
+    def _update_fresh(states: list[dict[str, Any]], before: list[Tensor], group: dict[str, Any]) -> None:
+        """Add the gradients that the averaged momenta say to the second moments of now; `before`: b1 * m."""
+        beta1, beta2 = group["betas"]
+        for state, kept in zip(states, before, strict=True):
+            if "exp_avg_sq_fresh" not in state:
+                state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+            grad = torch.sub(state["exp_avg"], kept, out=kept).div_(1 - beta1)
+            state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def _coeff(
+        self, param: Tensor, state: dict[str, Any], update: Tensor, root: Tensor, group: dict[str, Any]
+    ) -> Tensor:
+        """Return by what an update is multiplied, beside the learning rate; 0-D, decided on the device."""
+        if "lamb_coeff_freeze" not in state:
+            of_now = self.keeps_gradients  # another optimizer made the first phase
+            first = _trust_ratio(param, update, group) if of_now else 0.0
+            state["lamb_coeff_freeze"], state["last_factor"] = param.new_zeros(()) + first, param.new_ones(())
+        if not self.keeps_gradients:
+            coeff = _trust_ratio(param, update, group)
+            state["lamb_coeff_freeze"].lerp_(coeff.to(param.dtype), 1 - self.coeff_beta)
+            return coeff
+        (fresh,) = adam_roots([state["exp_avg_sq_fresh"]], [int(state["step"])], group)
+        last, share = state["last_factor"], self.factor_threshold
+        factor = (root / fresh).amax().clamp(self.factor_min, self.factor_max)
+        factor = factor.clamp(last * (1 - share), last * (1 + share))
+        state["last_factor"].copy_(factor)
+        return factor * state["lamb_coeff_freeze"]
+
+
+def _trust_ratio(param: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
+    param_norm, update_norm = (torch.linalg.vector_norm(each.float()) for each in (param, update))
+    ratio = (param_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where((param_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def _check_range(name: str, value: Any, low: float, bound: str, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name}: found {value!r}, but it must be in [{low:g}, {bound} {high!r}]")

@@ -1,0 +1,215 @@
+"""`ZeroOneAdam`: Adam whose second moment is updated ever more rarely, and whose ranks meet ever more rarely.
+
+What a step sends follows from its number alone, so all ranks agree, and so does a run that was resumed:
+
+    update t <= var_freeze_step    if the second moment is due: the gradients, averaged as they are; else the momentum
+                                   in one bit per element
+    update t > var_freeze_step     nothing, but for one bit per element of momentum at the end of an interval, which
+                                   grows from 1 to `local_step_clipper` updates
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed._absent_members import absent_members
+from deepspeed.ops.optimizer import check_options
+from deepspeed.optim.one_bit import (
+    OneBitOptimizer,
+    adam_roots,
+    checked_count,
+    dense_gradients,
+    mask_momentum,
+    moments_of,
+    refuse_not_here,
+    step_by_moments,
+)
+
+
+def is_variance_due(update: int, scaler: int) -> bool:
+    """Whether the second moment is updated in this update, counted from 1: `scaler` times after each update, as often
+    after every second, every fourth and so on.
+
+    >>> [update for update in range(1, 20) if is_variance_due(update, 4)]
+    [1, 2, 3, 4, 5, 7, 9, 11, 13, 17]
+    """
+    gap, since = _gap(update, scaler)
+    return since % gap == 0
+
+
+def num_variances(update: int, scaler: int) -> int:
+    """Updates of the second moment up to and with this update.
+
+    >>> [num_variances(update, 4) for update in (1, 5, 6, 7, 13, 17)]
+    [1, 5, 5, 6, 9, 10]
+    """
+    gap, since = _gap(update, scaler)
+    return scaler * (gap.bit_length() - 1) + since // gap + 1
+
+
+def is_sync_due(local: int, scaler: int, clipper: int) -> bool:
+    """Whether the ranks average at the end of this update, counted from 1 after the second moment was frozen.
+
+    >>> [update for update in range(1, 25) if is_sync_due(update, 6, 4)]
+    [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24]
+    """
+    return local % min(2 ** min((local - 1) // scaler, 62), clipper) == 0
+
+
+def _gap(update: int, scaler: int) -> tuple[int, int]:
+    """Return after how many updates the second moment is updated around this one, and the updates since that began."""
+    doublings = math.floor(math.log2((update - 1) / scaler + 1))
+    return 2**doublings, update - 1 - scaler * (2**doublings - 1)
+
+
+@dataclass(slots=True)
+class _LocalSteps:
+    """`_LocalSteps` keep what the updates of a parameter have done since the ranks averaged."""
+
+    start: Tensor  # its value then, decayed since
+    moved: Tensor  # momentum times learning rate, added up, decayed as well
+    weight: float = 0.0  # learning rates, added up alike
+
+
+@absent_members("runtime.fp16.onebit.zoadam:ZeroOneAdam")
+class ZeroOneAdam(OneBitOptimizer):
+    """0/1 Adam (Y. Lu et al., arXiv 2202.06009, algorithm 1), with Adam's bias correction and AdamW's decay.
+
+    Of update t, with V = `var_freeze_step`, A(x) the average over ranks in one bit, D = sqrt(v / c2) + eps and
+    l = lr / c1:
+
+        t <= V, v due       m <- b1 * m + (1 - b1) * g              g the average over ranks
+                            v <- b2 * v + (1 - b2) * g^2
+        t <= V otherwise    m <- A(b1 * m + (1 - b1) * g)           g this rank's own
+                            p <- p * (1 - lr * wd) - l * m / D      in both
+        t > V               m <- b1 * m + (1 - b1) * g              g this rank's own
+                            p <- p * (1 - lr * wd) - l * m / D      on each rank by itself
+                            s, u, L <- s, u, L * (1 - lr * wd);  u <- u + l * m;  L <- L + l
+          ranks meet        m <- A(u / L);  p <- s - L * m / D;  s <- p;  u, L <- 0
+
+    c1 and c2 as in Adam, of t and of the updates of v; 1 and 1 with bias_correction=False. Other than in the paper, v
+    is updated before the weights, as in Adam, and A is taken of momenta, not of momenta times learning rates, so that
+    what is left to send does not change its size with the learning rate.
+
+    Between two meetings of the ranks weights differ on them; what is saved then is those of the first.
+
+    Args:
+        params, deepspeed, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask` of a group.
+        var_freeze_step: updates of the first phase.
+        var_update_scaler: updates of v until the gap between them doubles.
+        local_step_scaler: updates of the second phase until the interval between meetings doubles.
+        local_step_clipper: the longest interval.
+
+    Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
+    """
+
+    #: the update that is being made, counted from 1
+    _update = 1
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        deepspeed: Any = None,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+    ) -> None:
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
+        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
+        self.var_freeze_step = checked_count("var_freeze_step", var_freeze_step)
+        self.var_update_scaler = checked_count("var_update_scaler", var_update_scaler, least=1)
+        self.local_step_scaler = checked_count("local_step_scaler", local_step_scaler, least=1)
+        self.local_step_clipper = checked_count("local_step_clipper", local_step_clipper, least=1)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self._local: dict[Tensor, _LocalSteps] = {}
+
+    def begin_phase(self) -> None:
+        self._update = self.num_updates + 1
+        self.keeps_gradients = not self._updates_variance
+
+    @property
+    def _updates_variance(self) -> bool:
+        return self._update <= self.var_freeze_step and is_variance_due(self._update, self.var_update_scaler)
+
+    def restore_rounding(self, saved: Mapping[Tensor, Sequence[Tensor] | None]) -> None:
+        self._local = {}
+        super().restore_rounding(saved)
+
+    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = moments_of(self, params)
+        grads = dense_gradients(params, type(self).__name__)
+        beta1, beta2 = group["betas"]
+        firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(firsts, grads, 1 - beta1)
+        if self._updates_variance:
+            torch._foreach_mul_(seconds, beta2)
+            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+        elif self._update <= self.var_freeze_step or self._meets_always:
+            self.average(params, firsts)
+            mask_momentum(firsts, seconds, group)
+        else:
+            self._step_locally(params, firsts, seconds, group)
+            return
+        counts = [int(state["step"]) for state in states]
+        step_by_moments(params, firsts, seconds, counts, [self._num_variances] * len(params), group)
+
+    @property
+    def _meets_always(self) -> bool:
+        """Whether the ranks average after each update around this one, and no parameter has moved without that."""
+        is_next = is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
+        return not self._local and is_next
+
+    @property
+    def _num_variances(self) -> int:
+        last = min(self._update, self.var_freeze_step)
+        return num_variances(last, self.var_update_scaler) if last > 0 else 0
+
+    def _step_locally(
+        self, params: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        """An update of the second phase, and the meeting of the ranks where it is due."""
+        (beta1, _), lr = group["betas"], float(group["lr"])
+        keeps = 1 - lr * group["weight_decay"]
+        mask_momentum(firsts, seconds, group)
+        roots = adam_roots(seconds, [self._num_variances] * len(params), group)
+        for param, first, root in zip(params, firsts, roots, strict=True):
+            if param not in self._local:
+                self._local[param] = _LocalSteps(param.clone(), torch.zeros_like(param))
+            own, step = self._local[param], int(self.state[param]["step"])
+            rate = lr / (1 - beta1**step) if group["bias_correction"] else lr
+            own.start.mul_(keeps)
+            own.moved.mul_(keeps).add_(first, alpha=rate)
+            own.weight = own.weight * keeps + rate
+            param.mul_(keeps).addcdiv_(first, root, value=-rate)
+        if not is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper):
+            return
+        moved = [self._local.pop(param) for param in params]
+        for first, own in zip(firsts, moved, strict=True):
+            if own.weight > 0:
+                first.copy_(own.moved).div_(own.weight)
+        self.average(params, firsts)
+        mask_momentum(firsts, seconds, group)
+        for param, first, root, own in zip(params, firsts, roots, moved, strict=True):
+            param.copy_(own.start).addcdiv_(first, root, value=-own.weight)
