@@ -13,6 +13,7 @@ ALIASES = {
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
     "runtime.compiler": "engine.compiler",
     "runtime.data_pipeline.data_sampling.indexed_dataset": "data.indexed_dataset",
+    "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": "data.variable_batch",
     "runtime.dataloader": "data.loader",
     "runtime.engine": "engine.engine",
     "runtime.hybrid_engine": "engine.hybrid",

@@ -263,6 +263,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "And `MMapIndexedDatasetBuilder`, `make_dataset`, `make_builder`. `lazy` and `cached` are not read.",
         ),
         (
+            "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr."
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+            D,
+            "And the section `data_efficiency.data_sampling.dynamic_batching`. The last sample is in a pack, which "
+            "DeepSpeed leaves out; `get_last_lr` answers the scaled rates.",
+        ),
+        (
             "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd",
             W,
             "And the section `data_efficiency.data_routing.random_ltd`. Not with tensor or sequence parallelism.",

@@ -132,11 +132,7 @@ class DynamicBatchingConfig(Section):
     """`data_efficiency.data_sampling.dynamic_batching`, which
     `get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed` reads."""
 
-    enabled: Flag = key(
-        False,
-        "Make batches of a number of tokens.",
-        support=refused("batches by tokens are not in this version; pass a batch sampler to torch's DataLoader"),
-    )
+    enabled: Flag = key(False, "Make batches of a number of tokens.")
     lr_scaling_method: str | None = key("linear", "Of the learning rate by the size of a batch: linear, sqrt, null.")
     max_tokens: Int | None = key(None, "Tokens of a pack.", ge=1)
     metrics_path: str | None = key(None, "A folder for the lengths of the samples.")

@@ -22,10 +22,6 @@ REFUSED = [
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),
     ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}}),
-    (
-        "data_efficiency.data_sampling.dynamic_batching.enabled",
-        {"data_efficiency": {**ON, "data_sampling": {**ON, "dynamic_batching": ON}}},
-    ),
     ("optimizer.type", {"optimizer": {"type": "MuAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("amp.enabled", {"amp": {"enabled": True, "opt_level": "O2"}}),
@@ -167,6 +163,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("autotuning.enabled", "curriculum_learning.enabled", "progressive_layer_drop.enabled"),
         *("data_efficiency.enabled",),
         *("data_efficiency.data_sampling.enabled", "data_efficiency.data_sampling.curriculum_learning.enabled"),
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
         *("data_efficiency.data_routing.enabled", "data_efficiency.data_routing.random_ltd.enabled"),
         "compression_training.layer_reduction.enabled",
         *(f"compression_training.{technique}.shared_parameters.enabled" for technique in TECHNIQUES),

@@ -1,7 +1,7 @@
 """The operators of random layer-wise token dropping, with their gradients, under DeepSpeed's names.
 
 Source: Yao, Wu, Li, Holmes, Zhang, Li, He, "Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training
-for Large-scale Transformers" (arXiv 2211.11586), section 3 and figure 1: a layer computes a random part of the tokens,
+for Large-scale Transformers" (arXiv 2211.11586), section 3: a layer computes a random part of the tokens,
 in their order; the others go past it.
 
 Shapes: B batch, S tokens, R of them kept, H hidden, L layers.

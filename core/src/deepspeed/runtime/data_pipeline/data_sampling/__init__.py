@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling import data_sampler as data_sampler
     from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset as indexed_dataset
     from deepspeed.runtime.data_pipeline.data_sampling import utils as utils
+    from deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_and_lr as variable_batch_size_and_lr
 
 _NAMES: dict[str, str] = {
     "data_analyzer": "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer",
     "data_sampler": "deepspeed.runtime.data_pipeline.data_sampling.data_sampler",
     "indexed_dataset": "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset",
     "utils": "deepspeed.runtime.data_pipeline.data_sampling.utils",
+    "variable_batch_size_and_lr": "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr",
 }
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "data_sampler",
     "indexed_dataset",
     "utils",
+    "variable_batch_size_and_lr",
 ]
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
