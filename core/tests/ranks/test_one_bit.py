@@ -9,6 +9,7 @@ import torch
 from deepspeed.comm.record import comms_logger
 from deepspeed.errors import ConfigError
 from deepspeed.optim.zero_one_adam import is_sync_due, is_variance_due, num_variances
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import tiny_gpt
@@ -436,6 +437,50 @@ def test_a_run_of_adam_goes_on_in_one_bit(source, target, tmp_path):
     for losses, moved in run_ranks(2, from_adam_job, str(tmp_path), source, target):
         assert moved
         assert losses[-1] < 3
+
+
+# ----- pipelines -----------------------------------------------------------------------------------------------------
+
+
+def tied_layers():
+    def logits(module, x):
+        return x @ module.weight.T
+
+    ends = [TiedLayerSpec("ends", nn.Embedding, 11, 8), TiedLayerSpec("ends", nn.Embedding, 11, 8, forward_fn=logits)]
+    return [ends[0], *[LayerSpec(nn.Linear, 8, 8) for _ in range(2)], ends[1]]
+
+
+def pipeline_job(num_stages):
+    net = PipelineModule(
+        tied_layers(),
+        num_stages=num_stages,
+        loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        seed_layers=True,
+        base_seed=7,
+        partition_method="uniform",
+    )
+    optimizer = {"type": "OneBitAdam", "params": {**PARAMS, "freeze_step": 3}}
+    engine = make_engine(net, 0, optimizer=optimizer, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    generator = torch.Generator().manual_seed(engine.mesh.rank("dp"))
+
+    def batches():
+        while True:
+            tokens = torch.randint(11, (4, 5), generator=generator)
+            yield tokens, tokens.roll(1, 1)
+
+    data = batches()
+    losses = [engine.train_batch(data).item() for _ in range(8)]
+    weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    engine.destroy()
+    return losses, weights
+
+
+def test_stages_of_a_pipeline_train_as_one():
+    (losses, whole), *_ = run_ranks(2, pipeline_job, 1)
+    for own_losses, own in run_ranks(4, pipeline_job, 2):
+        assert own_losses == pytest.approx(losses, rel=1e-4)
+        for name, param in own.items():
+            torch.testing.assert_close(param, whole[name], rtol=1e-3, atol=1e-5)
 
 
 # ----- refusals ------------------------------------------------------------------------------------------------------
