@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
+from deepspeed.pipe import PipelineModule
 from deepspeed.testing.distributed import run_ranks
 
 NUM_SAMPLES, BATCH = 36, 12
@@ -144,3 +145,31 @@ def test_ranks_analyze_together(metrics, tmp_path):
             path = f"remainder/remainder_{name}{end}"
             with open(f"{metrics}/{path}", "rb") as alone, open(f"{tmp_path}/{path}", "rb") as together:
                 assert alone.read() == together.read(), path
+
+
+def pipeline_job(section):
+    layers = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam"},
+        "data_efficiency": section,
+    }
+    data = [(torch.tensor([float(number)]), torch.tensor([float(number)])) for number in range(NUM_SAMPLES)]
+    engine = deepspeed.initialize(model=model, config=config, training_data=data)[0]
+    seen = []
+    engine.set_batch_fn(lambda batch: seen.append(batch[0].flatten().tolist()) or batch)
+    for _ in range(3):
+        engine.train_batch()
+    state = engine.training_dataloader.state_dict()
+    engine.destroy()
+    return seen, state
+
+
+def test_both_ends_of_a_pipeline_draw_the_same(metrics):
+    (first, state), (last, other) = run_ranks(2, pipeline_job, curriculum(metrics))
+    unbroken = run_ranks(1, resume_or_whole, None, 0, curriculum(metrics), 3)[0]
+    assert first == last
+    assert sum(first, []) == sum(unbroken, [])
+    assert state == other

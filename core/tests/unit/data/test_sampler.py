@@ -7,8 +7,10 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+from deepspeed.config.intake import parse_section
+from deepspeed.config.training import DataEfficiencyConfig
 from deepspeed.data.analyzer import DataAnalyzer
-from deepspeed.data.sampler import CurriculumLoader, DeepSpeedDataSampler
+from deepspeed.data.sampler import Curriculum, CurriculumLoader, DeepSpeedDataSampler
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import warn_once
 
@@ -494,3 +496,13 @@ def test_without_a_curriculum(make_engine, lines):
     assert [text for level, text in lines if level == "WARNING"] == [
         "set_data_post_process_func: found no curriculum over training data, so that nothing calls it"
     ]
+
+
+def test_a_stage_that_loads_nothing_saves_what_the_others_drew(folder):
+    """Another run may have that stage load."""
+    written = parse_section(DataEfficiencyConfig, section(length=metric(folder)), "data_efficiency")
+    idle = Curriculum(written, micro_batch_size=6, num_steps=2, rank=0, num_replicas=1, num_behind=lambda: 36)
+    idle.loader(Samples())
+    (sampler,) = samplers(section(length=metric(folder)))
+    global_batches([sampler], 3)
+    assert idle.state_dict() == idle.state_dict() == sampler.state_dict()
