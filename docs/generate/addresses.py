@@ -8,6 +8,8 @@ Modules of features that are not here yet are in `deepspeed/compatibility/module
 ALIASES = {
     "accelerator.real_accelerator": "accelerator.current",
     "compression.utils": "compression.quantizers",
+    "runtime.eigenvalue": "compression.eigenvalue",
+    "runtime.quantize": "compression.moq",
     "inference.quantization.layers": "ops.quantizer.layers",
     "profiling.flops_profiler.profiler": "profiling.flops",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",

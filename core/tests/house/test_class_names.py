@@ -14,6 +14,7 @@ SEVERAL = {
     "Mesh": "the planner's, on paper (deepspeed.planning), and the one of ranks",
     "QuantizationConfig": "DeepSpeed's of inference and of deepspeed.linear",
     "QuantizedLinear": "DeepSpeed's of deepspeed.linear, and the packed layer of inference",
+    "Quantizer": "DeepSpeed's of deepspeed.runtime.quantize and of deepspeed.ops.fp_quantizer",
     "Training": "the planner's, on paper (deepspeed.planning), and the engine's",
     "CheckpointError": "zero_to_fp32.py runs without this package",
     "JoinedTensor": "zero_to_fp32.py runs without this package",

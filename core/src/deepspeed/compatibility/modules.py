@@ -80,8 +80,6 @@ MODULES = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": _absent("checkpoint engines", "TorchCheckpointEngine"),
     "runtime.domino": _absent("Domino"),
     "runtime.domino.transformer": _absent("Domino", "DominoTransformerLayer DominoTransformer"),
-    "runtime.eigenvalue": _absent("eigenvalue", "Eigenvalue"),
-    "runtime.quantize": _absent("weight quantization", "Quantizer"),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
     "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),
     "runtime.swap_tensor": _absent("nvme"),

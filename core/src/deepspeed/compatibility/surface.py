@@ -529,6 +529,17 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "The engine's moves before each forward to the steps that it counts, which a checkpoint has.",
         ),
         ("deepspeed.compression.basic_layer.LinearLayer_Compress", W, "And three more."),
+        (
+            "deepspeed.runtime.quantize.Quantizer",
+            D,
+            "Mixture of Quantization in a loop of one's own. 0 stands for symmetric and nearest. The engine's "
+            "section `quantize_training` is refused: `compression_training.weight_quantization` lowers bits by step.",
+        ),
+        (
+            "deepspeed.runtime.eigenvalue.Eigenvalue",
+            D,
+            "A value that is not finite counts as the largest. The engine refuses `eigenvalue.enabled`.",
+        ),
     ],
     "Parallelism and inference": [
         (

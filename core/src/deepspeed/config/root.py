@@ -84,6 +84,10 @@ _WRITTEN_BY_TRL = {
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
 }
+_QUANTIZE = (
+    "it is the older form; write compression_training.weight_quantization, whose bits fall by step too, or call "
+    "deepspeed.runtime.quantize.Quantizer in a loop without an engine"
+)
 
 
 @absent_members("runtime.config:DeepSpeedConfig")
@@ -200,7 +204,7 @@ class DeepSpeedConfig(Section):
     data_efficiency: DataEfficiencyConfig = key(DataEfficiencyConfig, "Data efficiency.")
     curriculum_learning: CurriculumConfig = key(CurriculumConfig, "Curriculum, the older form.")
     compression_training: CompressionConfig = key(CompressionConfig, "Compression.")
-    quantize_training: Free = key(dict, "Quantized training.", support=refused("quantization is not in this version"))
+    quantize_training: Free = key(dict, "Quantized training, the older form.", support=refused(_QUANTIZE))
     weight_quantization: WeightQuantizationConfig = key(WeightQuantizationConfig, "Weights in few bits, for inference.")
     sparse_attention: Free = key(
         dict,

@@ -9,6 +9,10 @@ from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, qu
 
 _NOT_HERE = ("muadam", "muadamw", "musgd")
 
+_BY_LOOP = (
+    "the engine estimates none; leave it out, or call deepspeed.runtime.eigenvalue.Eigenvalue in a loop without one"
+)
+
 
 class OptimizerConfig(Section):
     """`optimizer`."""
@@ -50,7 +54,7 @@ class ProgressiveLayerDropConfig(Section):
 class EigenvalueConfig(Section):
     """`eigenvalue`: curvature estimates which steer quantized training."""
 
-    enabled: Flag = key(False, "Estimate eigenvalues.", support=refused("eigenvalues are not in this version"))
+    enabled: Flag = key(False, "Estimate eigenvalues.", support=refused(_BY_LOOP))
     verbose: Flag = key(False, "Print them.", support=quiet("see enabled"))
     max_iter: int = key(100, "Power iterations, at most.", support=quiet("see enabled"))
     tol: float = key(0.01, "Relative tolerance.", support=quiet("see enabled"))

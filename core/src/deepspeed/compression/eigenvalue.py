@@ -1,0 +1,148 @@
+"""`Eigenvalue` estimates how sharply the loss bends along the weights of each layer: the layer's largest eigenvalue.
+
+Mixture of Quantization lowers the bits of sharper layers later. Source: Shen et al., "Q-BERT" (arXiv 1909.05840),
+section 3.1: the power iteration v <- Hv / |Hv| converges to the eigenvector whose eigenvalue is largest in size. Hv
+comes by a second backward (Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994, section 3).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import log
+from deepspeed._absent import complete
+from deepspeed.errors import ConfigError
+
+__all__ = ["Eigenvalue"]
+
+
+class Eigenvalue:
+    """Estimates the largest eigenvalue of each layer's block of the Hessian.
+
+    Args:
+        verbose: log each estimate.
+        max_iter: iterations, at most.
+        tol: an estimate is done when it changes by less than this share of itself.
+        stability: added to the norm that a vector is divided by.
+        gas_boundary_resolution: steps between estimates; for the caller.
+        layer_name: of the list of layers in the module.
+        layer_num: how many of them; 0: all.
+    """
+
+    def __init__(
+        self,
+        verbose: bool = False,
+        max_iter: int = 100,
+        tol: float = 0.01,
+        stability: float = 0,
+        gas_boundary_resolution: int = 1,
+        layer_name: str = "",
+        layer_num: int = 0,
+    ) -> None:
+        self.verbose = verbose
+        self.max_iter = max_iter
+        self.tol = tol
+        self.stability = stability
+        self.gas_boundary_resolution = gas_boundary_resolution
+        self.layer_name = layer_name
+        self.layer_num = layer_num
+
+    def get_layers(self, module: nn.Module) -> list[nn.Module]:
+        """Return the layers. Raises ConfigError where the name is of no list, or the list is shorter."""
+        inner = getattr(module, "module", module)
+        try:
+            found = inner.get_submodule(self.layer_name)
+        except AttributeError:
+            raise ConfigError(
+                f"eigenvalue.layer_name: found {self.layer_name!r}, which the model does not have; see "
+                "model.named_modules() for names"
+            ) from None
+        layers = list(found.children())
+        if len(layers) < max(self.layer_num, 1):
+            raise ConfigError(
+                f"eigenvalue.layer_num: found {self.layer_num} for {len(layers)} layers in {self.layer_name!r}; name "
+                "the list that has them"
+            )
+        return layers[: self.layer_num] if self.layer_num else layers
+
+    def compute_eigenvalue(
+        self, module: nn.Module, device: torch.device | str | None = None, scale: float = 1.0
+    ) -> dict[int, tuple[float, int]]:
+        """Estimate every layer, after `loss.backward(create_graph=True)` has given its parameters their gradients.
+
+        Args:
+            module: the model, or an engine around it.
+            device: of the random vectors; default: of the parameters.
+            scale: what the loss was multiplied by.
+
+        Returns:
+            id of each weight (2-D and more) of a layer -> its layer's eigenvalue as `post_process` has it, and the
+            number of the layer. Empty, with a warning, if no gradient has a graph.
+        """
+        layers = self.get_layers(module)
+        params = [[param for param in layer.parameters() if _has_graph(param)] for layer in layers]
+        if not any(params):
+            log.logger.warning("eigenvalue: found no gradient with a graph; call backward(create_graph=True) first")
+            return {}
+        values = []
+        for number, each in enumerate(params):
+            grads = [param.grad for param in each if param.grad is not None]
+            values.append(self.largest(grads, each, device) / scale if each else 0.0)
+            if self.verbose:
+                log.report(f"eigenvalue of layer {number}: {values[-1]:.6g}")
+        processed = self.post_process(values)
+        return {
+            id(param): (processed[number], number)
+            for number, layer in enumerate(layers)
+            for param in layer.parameters()
+            if param.dim() > 1
+        }
+
+    def largest(
+        self, grads: Sequence[Tensor], params: Sequence[Tensor], device: torch.device | str | None = None
+    ) -> float:
+        """Estimate the eigenvalue of the Hessian of `params` that is largest in size.
+
+        Args:
+            grads: of the loss with respect to `params`, with their graph.
+        """
+        vector = self.normalize([torch.randn_like(param, device=device or param.device) for param in params])
+        previous = 0.0
+        for _ in range(self.max_iter):
+            product = torch.autograd.grad(grads, params, grad_outputs=vector, retain_graph=True, allow_unused=True)
+            filled = [torch.zeros_like(p) if hv is None else hv for hv, p in zip(product, params, strict=True)]
+            value = float(self.inner_product(filled, vector))
+            vector = self.normalize(self.nan_to_num(filled))
+            if abs(value - previous) < self.tol * abs(value) or value == 0.0:
+                return value
+            previous = value
+        return previous
+
+    def nan_to_num(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors with 0 in place of what is not finite."""
+        return [torch.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in x]
+
+    def normalize(self, v: Sequence[Tensor]) -> list[Tensor]:
+        """Return the vector at length 1; one of zeros stays."""
+        norm = self.inner_product(v, v).sqrt() + self.stability
+        return [torch.where(norm > 0, each / norm, each).detach() for each in v]
+
+    def inner_product(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the products of all elements."""
+        return torch.stack([(x * y).sum() for x, y in zip(xs, ys, strict=True)]).sum()
+
+    def post_process(self, value_list: Sequence[float]) -> list[float]:
+        """Return sizes as shares of the largest; what is not finite is 1, and so are all where none is."""
+        sizes = torch.tensor(value_list, dtype=torch.float64).abs()
+        highest = sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
+        if highest == 0.0:
+            return [1.0] * len(value_list)
+        return [size / highest if size < float("inf") else 1.0 for size in sizes.tolist()]
+
+
+def _has_graph(param: Tensor) -> bool:
+    return param.grad is not None and param.grad.grad_fn is not None
+
+
+complete(__name__)
