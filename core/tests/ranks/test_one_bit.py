@@ -16,7 +16,7 @@ from deepspeed.testing.models import tiny_gpt
 from torch import nn
 
 LR, DECAY, BETA1, BETA2, EPS = 0.02, 0.1, 0.9, 0.99, 1e-6
-PARAMS = {"lr": LR, "weight_decay": DECAY, "betas": [BETA1, BETA2], "eps": EPS}
+PARAMS = {"lr": LR, "weight_decay": DECAY, "betas": [BETA1, BETA2], "eps": EPS, "bias_correction": True}
 FREEZE = 8
 KEYS = {
     "OneBitAdam": {"freeze_step": FREEZE},

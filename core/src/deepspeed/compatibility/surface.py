@@ -231,8 +231,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.runtime.fp16.onebit.OnebitAdam",
             D,
             "And `OnebitLamb`, `ZeroOneAdam`, at stage 0. Any library of collectives serves, whatever "
-            "`comm_backend_name` says; every parameter has a scale of its own; `bias_correction` acts; elements "
-            "without a second moment stay; a checkpoint has the rounding errors, for as many ranks.",
+            "`comm_backend_name` says; every parameter has a scale of its own; `bias_correction` acts where it is "
+            "given; elements without a second moment stay; a checkpoint has the rounding errors, for as many ranks.",
         ),
         ("deepspeed.runtime.lr_schedules.LRRangeTest", W, "As documented."),
         ("deepspeed.runtime.lr_schedules.OneCycle", W, "As documented."),

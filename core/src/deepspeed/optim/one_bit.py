@@ -99,7 +99,7 @@ class OnebitAdam(OneBitOptimizer):
                   v <- b2 * v + (1 - b2) * g^2
         t > T     m <- A(b1 * m + (1 - b1) * g)     g this rank's own; v stays
         p <- p * (1 - lr * wd) - lr * (m / c1) / (sqrt(v / c2) + eps)
-        c1 = 1 - b1^t, c2 = 1 - b2^min(t, T)        1 and 1 with bias_correction=False
+        c1 = c2 = 1; with bias_correction 1 - b1^t and 1 - b2^min(t, T)
 
     Made by the factory for "OneBitAdam", or by users. An element that had no gradient in the first phase has v = 0 and
     no scale for its update: it stays as it is in the second, and its momentum is zero.
@@ -109,7 +109,7 @@ class OnebitAdam(OneBitOptimizer):
             parameters: where it is 0 the momentum is zero, as for parameters that never have a gradient.
         deepspeed: accepted as in DeepSpeed, and without effect: an engine joins by itself.
         freeze_step: updates of the first phase. With fewer than the learning rate needs to warm up v is too small.
-        bias_correction: False takes m and v for m / c1 and v / c2.
+        bias_correction: Adam's. DeepSpeed has it in the signature, as true, and makes none; that is the default here.
         eps_inside_sqrt: sqrt(v / c2 + eps) in place of sqrt(v / c2) + eps.
         weight_decay: decoupled.
 
@@ -122,7 +122,7 @@ class OnebitAdam(OneBitOptimizer):
         deepspeed: Any = None,
         lr: float | Tensor = 1e-3,
         freeze_step: int = 100000,
-        bias_correction: bool = True,
+        bias_correction: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,

@@ -59,7 +59,7 @@ class OnebitLamb(OneBitOptimizer):
         deepspeed: Any = None,
         lr: float | Tensor = 1e-3,
         freeze_step: int = 100000,
-        bias_correction: bool = True,
+        bias_correction: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,

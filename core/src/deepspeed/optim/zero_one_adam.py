@@ -91,7 +91,7 @@ class ZeroOneAdam(OneBitOptimizer):
                             s, u, L <- s, u, L * (1 - lr * wd);  u <- u + l * m;  L <- L + l
           ranks meet        m <- A(u / L);  p <- s - L * m / D;  s <- p;  u, L <- 0
 
-    c1 and c2 as in Adam, of t and of the updates of v; 1 and 1 with bias_correction=False. Other than in the paper, v
+    c1 = c2 = 1, or with bias_correction as in Adam, of t and of the updates of v. Other than in the paper, v
     is updated before the weights, as in Adam, and A is taken of momenta, not of momenta times learning rates, so that
     what is left to send does not change its size with the learning rate.
 
@@ -115,7 +115,7 @@ class ZeroOneAdam(OneBitOptimizer):
         params: Iterable[Any],
         deepspeed: Any = None,
         lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
+        bias_correction: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,

@@ -7,7 +7,7 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.optim import create_optimizer
-from deepspeed.optim.one_bit import OnebitAdam
+from deepspeed.optim.one_bit import OnebitAdam, OneBitOptimizer
 from deepspeed.optim.one_bit_lamb import OnebitLamb
 from deepspeed.optim.zero_one_adam import ZeroOneAdam, is_sync_due, is_variance_due, num_variances
 
@@ -28,6 +28,8 @@ def step(optimizer, params, number):
 
 def trained(optimizer_class, num_steps, params=None, **options):
     params = params or parameters()
+    if issubclass(optimizer_class, OneBitOptimizer):
+        options = {"bias_correction": True, **options}
     optimizer = optimizer_class(params, lr=0.05, **options)
     for number in range(num_steps):
         step(optimizer, params, number)
@@ -175,3 +177,9 @@ def test_a_configuration_of_deepspeeds_pages_is_taken(kind):
     optimizer = create_optimizer(kind, params, parameters())
     assert isinstance(optimizer, CLASSES)
     assert optimizer.defaults["bias_correction"] is False
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_bias_is_not_corrected_by_default(cls):
+    """As in DeepSpeed 0.19.6, whose argument has no effect."""
+    assert cls(parameters()).defaults["bias_correction"] is False
