@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from deepspeed.ops import registry
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
-from deepspeed.ops.quantizer.groups import dequantize_reference, quantize_reference
+from deepspeed.ops.quantizer.groups import dequantize_reference, fake_quantize_reference, quantize_reference
 from deepspeed.ops.transformer.rotary import apply_rotary_reference, rotary_table
 from torch import Tensor
 

@@ -126,7 +126,7 @@ COLLECTIONS = {
     "ops.adam.fused_adam": {"FusedAdam": "ops.adam.adam:FusedAdam"},
     "ops.lion.cpu_lion": {"DeepSpeedCPULion": "ops.lion.lion:DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"FusedLion": "ops.lion.lion:FusedLion"},
-    "ops.quantizer.quantizer": {"ds_quantizer": "ops.quantizer.fake:ds_quantizer"},
+    "ops.quantizer.quantizer": {"ds_quantizer": "ops.quantizer.groups:ds_quantizer"},
     "profiling.config": {
         "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",
     },

@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops import registry
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, ds_quantizer, fake_quantize, quantize
 from deepspeed.ops.quantizer import groups as reference
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
+from deepspeed.ops.quantizer.groups import fake_quantize_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]

@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops import operators
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, fake_quantize, quantize
 from deepspeed.ops.quantizer import groups as reference
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
+from deepspeed.ops.quantizer.groups import fake_quantize_reference
 from ds_ext_cuda.op_builder.quantizer import QuantizerBuilder
 
 FORMS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]

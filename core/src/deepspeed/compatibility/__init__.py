@@ -5,8 +5,7 @@ by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feat
 generated modules with them. May import nothing of the project. Read `records.py` first.
 """
 
-from deepspeed.compatibility.engine_methods import ENGINE_METHODS
-from deepspeed.compatibility.features import FEATURES
+from deepspeed.compatibility.features import ENGINE_METHODS, FEATURES
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS

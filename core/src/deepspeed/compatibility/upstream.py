@@ -91,7 +91,7 @@ def differences() -> Mapping[str, tuple[tuple[str, ...], str]]:
     """Members of classes and arguments of functions that are not here, and why.
 
     "module:Class", "module:Class.method" or "module:function", below `deepspeed` -> (names, reason). Methods of the
-    engine that are not here are in `engine_methods.py`.
+    engine that are not here are in `features.py`.
     """
     table = json.loads(Path(__file__).with_name("members.json").read_text(encoding="utf-8"))
     return {where: (tuple(names), reason) for where, (names, reason) in table.items()}

@@ -17,7 +17,7 @@ from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.compression.quantizers import BinaryQuantizer, TernaryQuantizer
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.fake import fake_quantize
+from deepspeed.ops.quantizer.groups import fake_quantize
 
 __all__ = ["Quantizer"]
 

@@ -2,7 +2,7 @@
 
 A gradient with respect to what was rounded is taken for one with respect to the value before it: the straight-through
 estimator (Bengio, Leonard, Courville, arXiv 1308.3432, section 5). The roundings themselves are those of
-`ops/quantizer/fake.py` and, with a range from outside, of `torch.fake_quantize_per_tensor_affine`.
+`ops/quantizer/groups.py` and, with a range from outside, of `torch.fake_quantize_per_tensor_affine`.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.fake import fake_quantize
+from deepspeed.ops.quantizer.groups import fake_quantize
 
 _TERNARY_THRESHOLD = 0.7
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.fake import fake_quantize
+from deepspeed.ops.quantizer.groups import fake_quantize
 from deepspeed.runtime.eigenvalue import Eigenvalue
 from deepspeed.runtime.quantize import Quantizer
 from torch import nn

@@ -10,7 +10,6 @@ WITH_EXAMPLES = [
     "muon.muon",
     "op_builder.kernel_path",
     "fp_quantizer.quantize",
-    "quantizer.fake",
     "quantizer.floats",
     "quantizer.groups",
     "quantizer.packed",

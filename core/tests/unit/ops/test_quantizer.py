@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, ds_quantizer, fake_quantize, quantize
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
+from deepspeed.ops.quantizer.groups import fake_quantize_reference
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.ops.quantizer import groups as reference
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
+from deepspeed.ops.quantizer.groups import fake_quantize_reference
 
 FORMS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,13 +3,11 @@
     q, params = quantize(x, num_groups=x.numel() // 128, num_bits=4)
     y = dequantize(q, params, num_bits=4, shape=x.shape, dtype=x.dtype)     # |x - y| <= scale / 2
 
-May import `errors` and `ops.operators`. Read `groups.py` first (formulas and layout), then `packed.py` and
-`fake.py`.
+May import `errors` and `ops.operators`. Read `groups.py` first (formulas and layout), then `packed.py`.
 """
 
 from deepspeed._absent import complete
-from deepspeed.ops.quantizer.fake import ds_quantizer, fake_quantize
-from deepspeed.ops.quantizer.groups import dequantize, dequantize_reduce, quantize
+from deepspeed.ops.quantizer.groups import dequantize, dequantize_reduce, ds_quantizer, fake_quantize, quantize
 from deepspeed.ops.quantizer.packed import (
     PackedWeight,
     pack_weight,

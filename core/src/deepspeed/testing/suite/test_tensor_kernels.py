@@ -13,10 +13,10 @@ from torch import Tensor
 
 from deepspeed.ops import transformer
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, fake_quantize, quantize
-from deepspeed.ops.quantizer.fake import fake_quantize_reference
 from deepspeed.ops.quantizer.groups import (
     dequantize_reduce_reference,
     dequantize_reference,
+    fake_quantize_reference,
     quantize_reference,
 )
 from deepspeed.ops.transformer.activations import bias_gelu_reference, gelu_reference
