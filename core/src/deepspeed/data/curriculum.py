@@ -1,12 +1,16 @@
 """`CurriculumScheduler`: the difficulty of each step, of the older section `curriculum_learning` and of each metric of
-the newer one, in `data_efficiency`. It has DeepSpeed's name.
+the newer one, in `data_efficiency`. It has DeepSpeed's name. `Metric` is one of the newer section's.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from deepspeed._absent_members import absent_members
+from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.errors import ConfigError
 
 _KEYS = ("min_difficulty", "max_difficulty", "schedule_type")
@@ -143,3 +147,58 @@ def _check_numbers(where: str, kind: str, options: Mapping[str, Any]) -> None:
                 f"{where}.max_step: found {ends} for difficulty {levels}; give rising steps, one for each difficulty "
                 "but the last"
             )
+
+
+@dataclass
+class Metric:
+    """One of `curriculum_metrics`: its schedule, and which samples have which value.
+
+    Args:
+        values: the distinct values, rising; None for a metric that chooses no samples (`single_cluster`).
+        samples: for each of them the numbers of the samples that have it.
+    """
+
+    scheduler: CurriculumScheduler
+    is_percentile: bool
+    values: np.ndarray | None = None
+    samples: MMapIndexedDataset | None = None
+
+    def up_to(self, difficulty: float) -> np.ndarray | None:
+        """Return the numbers of the samples up to a difficulty, easy ones first; None for all of them."""
+        if self.values is None or self.samples is None:
+            return None
+        end = len(self.samples) if self.is_percentile else int(np.searchsorted(self.values, difficulty, side="right"))
+        chosen = [self.samples[number] for number in range(end)]
+        found = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        return found[: _count(difficulty, len(found))] if self.is_percentile else found
+
+
+def _count(percentile: float, num_samples: int) -> int:
+    """Return how many samples a percentile is: whole hundredths, as in DeepSpeed; of fewer than 100 the share."""
+    if percentile >= 100:
+        return num_samples
+    return int(num_samples // 100 * percentile if num_samples >= 100 else num_samples * percentile // 100)
+
+
+def read_metric(where: str, written: Any) -> Metric:
+    """Make a metric from its section, which stands at the dotted key `where`."""
+    if not isinstance(written, Mapping):
+        raise ConfigError(f"{where}: found {written!r}; give an object with min_difficulty, max_difficulty, ...")
+    choices = {"difficulty_type": ("value", "percentile"), "clustering_type": ("schedule_based", "single_cluster")}
+    for key, allowed in choices.items():
+        if written.get(key) not in allowed:
+            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; choose {' or '.join(map(repr, allowed))}")
+    metric = Metric(CurriculumScheduler(written, where), written["difficulty_type"] == "percentile")
+    if written["clustering_type"] == "single_cluster":
+        return metric
+    for key in ("index_to_sample_path", "index_to_metric_path"):
+        if not isinstance(written.get(key), str):
+            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; give the path of files of the data analyzer")
+    metric.samples = MMapIndexedDataset(written["index_to_sample_path"])
+    metric.values = np.array([value[0] for value in MMapIndexedDataset(written["index_to_metric_path"])])
+    if not metric.is_percentile and len(metric.values) != len(metric.samples):
+        raise ConfigError(
+            f"{where}.index_to_sample_path: found {len(metric.samples)} groups of samples for {len(metric.values)} "
+            "values; with difficulty_type 'value' give the index that is not merged into percentiles"
+        )
+    return metric

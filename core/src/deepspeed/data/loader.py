@@ -30,15 +30,22 @@ class RepeatingLoader:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._epoch = max(self._epoch, getattr(self.loader, "epoch", 0)) + 1
-            sampler = getattr(self.loader, "sampler", None) or getattr(self.loader, "data_sampler", None)
-            if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
+            self._next_epoch()
             self._iterator = iter(self.loader)
             try:
                 return next(self._iterator)
             except StopIteration:
                 raise ValueError("RepeatingLoader: found a loader without a single batch") from None
+
+    def _next_epoch(self) -> None:
+        loader = self.loader
+        if isinstance(loader, DeepSpeedDataLoader):  # it knows its epoch, which a state may have set back
+            loader.set_epoch(loader.epoch + 1)
+            return
+        self._epoch = max(self._epoch, getattr(loader, "epoch", 0)) + 1
+        sampler = getattr(loader, "sampler", None) or getattr(loader, "data_sampler", None)
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self._epoch)
 
 
 def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = False) -> None:
@@ -74,8 +81,8 @@ class DeepSpeedDataLoader:
         batch_size: samples per rank and micro-batch.
         num_replicas, rank: of the data-parallel group.
         data_sampler: used instead of the distributed one.
-        drop_last: drop the last batch if it is short. Samples that do not divide over the ranks are never dropped: some
-            are given twice.
+        drop_last: drop the last batch if it is short. Where the ranks cannot have equal shares, some samples are given
+            twice, and none is dropped.
         seed: of the shuffling, the same on all ranks.
     """
 
@@ -97,7 +104,8 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
+        self._has_own_sampler = data_sampler is None and not isinstance(dataset, IterableDataset)
+        if self._has_own_sampler:
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
                 raise ConfigError(
                     f"DeepSpeedDataLoader: the dataset is {type(dataset).__name__}, which has no length or no samples "
@@ -112,6 +120,7 @@ class DeepSpeedDataLoader:
         self._num_replicas = num_replicas
         self._first = 0  # of the samples of an epoch, in the order of all ranks, that the next iteration begins with
         self._num_given = 0  # samples of this epoch, of all ranks
+        self._num_moves = 0  # how often a place was set: an iteration that is under way goes on there
         self._options: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collate_fn,
@@ -132,9 +141,10 @@ class DeepSpeedDataLoader:
             num_samples: since the beginning, of all ranks and epochs.
 
         Raises:
-            ConfigError: the dataset is iterable, or its samples do not divide into whole batches of all ranks.
+            ConfigError: the dataset is iterable, or its samples do not divide into whole batches of all ranks, or the
+                sampler is the script's.
         """
-        self._refuse_iterable("resume")
+        self._require_place("resume")
         size, step = len(self.dataset), self.batch_size * self._num_replicas  # type: ignore[arg-type]
         if size % step or num_samples % step:
             raise ConfigError(
@@ -143,29 +153,32 @@ class DeepSpeedDataLoader:
                 "the global batch, or save loader.state_dict() and call loader.load_state_dict(...)"
             )
         epoch, offset = divmod(num_samples, size)
-        self.set_epoch(epoch)
-        self._first = self._num_given = offset
+        self._move(epoch, offset)
 
     def state_dict(self) -> dict[str, int]:
         """Return the place of the last batch that was given: what `load_state_dict` takes, at any number of ranks.
 
         All ranks have been given as many batches.
+
+        Raises:
+            ConfigError: the dataset is iterable, or the sampler is the script's.
         """
-        self._refuse_iterable("state_dict")
-        epoch = self.data_sampler.epoch if isinstance(self.data_sampler, DistributedSampler) else self.epoch
+        self._require_place("state_dict")
+        assert isinstance(self.data_sampler, DistributedSampler)
         size = len(self.dataset)  # type: ignore[arg-type]
-        return {"epoch": epoch, "num_samples": min(self._num_given, size), "size": size}
+        return {"epoch": self.data_sampler.epoch, "num_samples": min(self._num_given, size), "size": size}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Let the next iteration begin after the place of `state_dict`, with none of the samples lost or given twice.
+        """Go on after the place of `state_dict`, with none of the samples lost or given twice: in the next iteration,
+        or in one that is under way.
 
         A run of another number of ranks, or with another batch size, goes on in the same order of samples. After the
         end of an epoch the next one begins.
 
         Raises:
-            ConfigError: the dataset is iterable, or has another size.
+            ConfigError: the dataset is iterable, or has another size, or the sampler is the script's.
         """
-        self._refuse_iterable("load_state_dict")
+        self._require_place("load_state_dict")
         epoch, first, size = (int(state_dict[name]) for name in ("epoch", "num_samples", "size"))
         if size != len(self.dataset):  # type: ignore[arg-type]
             raise ConfigError(
@@ -174,12 +187,24 @@ class DeepSpeedDataLoader:
             )
         if first >= size:
             epoch, first = epoch + 1, 0
+        self._move(epoch, first)
+
+    def _move(self, epoch: int, first: int) -> None:
         self.set_epoch(epoch)
         self._first = self._num_given = first
+        self._num_moves += 1
 
-    def _refuse_iterable(self, asked: str) -> None:
+    def _require_place(self, asked: str) -> None:
         if self.data_sampler is None:
-            raise ConfigError(f"{asked}: an iterable dataset decides by itself where it begins; have it leave them out")
+            raise ConfigError(
+                f"{asked}: an iterable dataset decides by itself where it begins; let the dataset leave out what was "
+                "trained on"
+            )
+        if not self._has_own_sampler:
+            raise ConfigError(
+                f"{asked}: found a {type(self.data_sampler).__name__} of the script's, which decides by itself which "
+                "sample is next; let it go on from a place of its own, or leave data_sampler out"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently in each epoch."""
@@ -193,28 +218,37 @@ class DeepSpeedDataLoader:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
+        num_moves = None
+        while num_moves != self._num_moves:  # what workers have loaded for the former place is left
+            num_moves = self._num_moves
+            for batch in self._from_place():
+                yield batch
+                if num_moves != self._num_moves:
+                    break
+
+    def _from_place(self) -> Iterator[Any]:
         loader, self._num_given = self.dataloader, self._first
         if self._first:
-            assert self.data_sampler is not None
-            rest, self._first = _rest(self.data_sampler, self._first, self._num_replicas), 0
+            assert isinstance(self.data_sampler, DistributedSampler)
+            rest, self._first = _rest(self.data_sampler, self._first), 0
             loader = DataLoader(self.dataset, sampler=rest, **self._options)
         for batch in loader:
             self._num_given += self.batch_size * self._num_replicas
             yield batch
+        if self._has_own_sampler:
+            self._num_given = len(self.dataset)  # type: ignore[arg-type]  # a short batch that is dropped counts
 
 
-def _rest(sampler: Sampler[Any], num_left_out: int, num_replicas: int) -> list[Any]:
+def _rest(sampler: DistributedSampler[Any], num_left_out: int) -> list[Any]:
     """Return this rank's samples of an epoch without so many of all ranks, from its beginning.
 
     Ranks take turns: one of `DistributedSampler` has every so many-th of an order that all ranks have, from whatever
     place on. The end is filled up with samples of the beginning, as torch does.
     """
-    if not isinstance(sampler, DistributedSampler):
-        return list(islice(iter(sampler), num_left_out // num_replicas, None))
     dataset, shuffle, seed = sampler.dataset, sampler.shuffle, sampler.seed
     whole: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
     whole.set_epoch(sampler.epoch)
     order = list(whole)
     rest = order[num_left_out:]
-    rest += list(islice(cycle(order), -len(rest) % num_replicas))
-    return rest[sampler.rank :: num_replicas]
+    rest += list(islice(cycle(order), -len(rest) % sampler.num_replicas))
+    return rest[sampler.rank :: sampler.num_replicas]

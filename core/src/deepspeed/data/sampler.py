@@ -15,37 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from deepspeed._absent_members import absent_members
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
-from deepspeed.data.curriculum import CurriculumScheduler
-from deepspeed.data.indexed_dataset import MMapIndexedDataset, find_fit_int_dtype
+from deepspeed.data.curriculum import read_metric
+from deepspeed.data.indexed_dataset import find_fit_int_dtype
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import warn_once
 
 _SECTION = "data_efficiency.data_sampling.curriculum_learning"
-
-
-@dataclass
-class _Metric:
-    """One of `curriculum_metrics`: its schedule, and which samples have which value.
-
-    Args:
-        values: the distinct values, rising; None for a metric that chooses no samples (`single_cluster`).
-        samples: for each of them the numbers of the samples that have it.
-    """
-
-    scheduler: CurriculumScheduler
-    is_percentile: bool
-    values: np.ndarray | None = None
-    samples: MMapIndexedDataset | None = None
-
-    def up_to(self, difficulty: float) -> np.ndarray | None:
-        """Return the numbers of the samples up to a difficulty, easy ones first; None for all of them."""
-        if self.values is None or self.samples is None:
-            return None
-        end = len(self.samples) if self.is_percentile else int(np.searchsorted(self.values, difficulty, side="right"))
-        chosen = [self.samples[number] for number in range(end)]
-        found = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-        return found[: _count(difficulty, len(found))] if self.is_percentile else found
 
 
 @dataclass
@@ -139,7 +115,7 @@ class DeepSpeedDataSampler:
         self.curriculum_step = 0
         self.current_difficulties: dict[str, float] = {}
         self._metrics = {
-            name: _read_metric(f"{_SECTION}.curriculum_metrics.{name}", written)
+            name: read_metric(f"{_SECTION}.curriculum_metrics.{name}", written)
             for name, written in sampling.curriculum_learning.curriculum_metrics.items()
         }
         if not self._metrics:
@@ -148,6 +124,7 @@ class DeepSpeedDataSampler:
         self._num_yielded = 0  # micro-batches
         self._num_delivered: int | None = None
         self._drawn: deque[_Drawn] = deque()
+        self.num_loads = 0  # of states; a loader begins its iteration again
 
     def __len__(self) -> int:
         return self.total_samples
@@ -207,6 +184,12 @@ class DeepSpeedDataSampler:
         for name, metric in self._metrics.items():
             own = metric.up_to(difficulties[name])
             if own is not None:
+                if len(own) and not 0 <= own.min() <= own.max() < self.one_epoch_total_samples:
+                    wrong = own.min() if own.min() < 0 else own.max()
+                    raise ConfigError(
+                        f"{_SECTION}.curriculum_metrics.{name}.index_to_sample_path: found sample {wrong} of a data "
+                        f"set of {self.one_epoch_total_samples} samples; give the index of this data set"
+                    )
                 found = own if found is None else np.intersect1d(found, own, assume_unique=True)
         if found is None:
             found = np.arange(self.one_epoch_total_samples)
@@ -242,8 +225,8 @@ class DeepSpeedDataSampler:
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def begin_delivery(self) -> None:
-        """Begin to count what is given to the script: workers of a loader take more from here in advance. What they
-        took for an iteration that was left is drawn again."""
+        """Begin to count the micro-batches that a loader gives to the script: its workers draw more of them in advance.
+        If an iteration was left before its end, what its workers drew for it is drawn again."""
         if self._num_delivered not in (None, self._num_yielded):
             self.load_state_dict(self.state_dict())
         self._num_delivered = self._num_yielded
@@ -310,8 +293,7 @@ class DeepSpeedDataSampler:
         self.curriculum_step = int(state_dict["curriculum_step"])
         self.current_difficulties = dict(metrics)
         for name, metric in self._metrics.items():
-            if name in metrics:
-                metric.scheduler.set_current_difficulty(metrics[name])
+            metric.scheduler.set_current_difficulty(metrics.get(name, metric.scheduler.state["min_difficulty"]))
         if "clusters" in state_dict:
             self.np_rng.bit_generator.state = state_dict["np_rng_state"]
         else:
@@ -322,6 +304,9 @@ class DeepSpeedDataSampler:
         self._num_yielded = 0
         self._num_delivered = None if self._num_delivered is None else 0
         self._drawn.clear()
+        if self.batch:  # it is given from here on, whatever workers draw in advance
+            self._drawn.append(_Drawn(0, self.batch, self._state()))
+        self.num_loads += 1
 
     def _restored_clusters(self, state_dict: Mapping[str, Any]) -> list[_Cluster]:
         """Make the clusters of a checkpoint from the index files, and repeat their shuffles."""
@@ -340,37 +325,6 @@ class DeepSpeedDataSampler:
             shuffles = [dict(state) for state in saved["shuffles"]]
             clusters.append(_Cluster(dict(saved["difficulties"]), samples, shuffles, int(saved["position"])))
         return clusters
-
-
-def _count(percentile: float, num_samples: int) -> int:
-    """Return how many samples a percentile is: whole hundredths, as in DeepSpeed; of fewer than 100 the share."""
-    if percentile >= 100:
-        return num_samples
-    return int(num_samples // 100 * percentile if num_samples >= 100 else num_samples * percentile // 100)
-
-
-def _read_metric(where: str, written: Any) -> _Metric:
-    """Make a metric from its section, which stands at the dotted key `where`."""
-    if not isinstance(written, Mapping):
-        raise ConfigError(f"{where}: found {written!r}; give an object with min_difficulty, max_difficulty, ...")
-    choices = {"difficulty_type": ("value", "percentile"), "clustering_type": ("schedule_based", "single_cluster")}
-    for key, allowed in choices.items():
-        if written.get(key) not in allowed:
-            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; choose {' or '.join(map(repr, allowed))}")
-    metric = _Metric(CurriculumScheduler(written, where), written["difficulty_type"] == "percentile")
-    if written["clustering_type"] == "single_cluster":
-        return metric
-    for key in ("index_to_sample_path", "index_to_metric_path"):
-        if not isinstance(written.get(key), str):
-            raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; give the path of files of the data analyzer")
-    metric.samples = MMapIndexedDataset(written["index_to_sample_path"])
-    metric.values = np.array([value[0] for value in MMapIndexedDataset(written["index_to_metric_path"])])
-    if not metric.is_percentile and len(metric.values) != len(metric.samples):
-        raise ConfigError(
-            f"{where}.index_to_sample_path: found {len(metric.samples)} groups of samples for {len(metric.values)} "
-            "values; with difficulty_type 'value' give the index that is not merged into percentiles"
-        )
-    return metric
 
 
 class CurriculumLoader(DeepSpeedDataLoader):
@@ -408,14 +362,17 @@ class CurriculumLoader(DeepSpeedDataLoader):
         return len(self.data_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.data_sampler.begin_delivery()
-        for batch in self.dataloader:
-            self.data_sampler.delivered()
-            yield (
-                batch
-                if self.post_process_func is None
-                else self.post_process_func(batch, self.data_sampler.state_dict())
-            )
+        sampler = self.data_sampler
+        sampler.begin_delivery()
+        num_loads = None
+        while num_loads != sampler.num_loads:  # what workers have loaded for the former state is left
+            num_loads = sampler.num_loads
+            for batch in self.dataloader:
+                sampler.delivered()
+                process = self.post_process_func
+                yield batch if process is None else process(batch, sampler.state_dict())
+                if num_loads != sampler.num_loads:
+                    break
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sampler."""
@@ -453,20 +410,41 @@ class Curriculum:
         self._section = section
         self._sizes = micro_batch_size, rank, num_replicas, None, num_steps, rank
         self._num_behind = num_behind
+        self._dataset: Dataset[Any] | None = None
+        self._pending: Mapping[str, Any] | None = None  # a state that was loaded before there was a sampler
         self.sampler: DeepSpeedDataSampler | None = None
 
-    def loader(self, dataset: Dataset[Any], **options: Any) -> CurriculumLoader:
-        """Return the loader of the training data; `options` are the arguments of `CurriculumLoader`.
+    def draws(self, dataset: Dataset[Any]) -> bool:
+        """Whether the samples of the dataset are drawn here: it is the training data, the first that was given."""
+        return self._dataset is None or self._dataset is dataset
+
+    def loader(self, dataset: Dataset[Any], batch_size: int | None = None, **options: Any) -> CurriculumLoader:
+        """Return a loader of the training data. All of them have one sampler: each goes on where another ended.
+
+        Args:
+            batch_size: None, or what the configuration says.
+            options: further arguments of `CurriculumLoader`.
 
         Raises:
-            ConfigError: samples of the dataset have no numbers.
+            ConfigError: samples of the dataset have no numbers, or `batch_size` is another one.
+            CheckpointError: a state was loaded before, and this dataset does not go with it.
         """
+        assert self.draws(dataset)
+        if batch_size not in (None, self._sizes[0]):
+            raise ConfigError(
+                f"deepspeed_io: batch_size: asked for {batch_size}, and the curriculum draws micro-batches of "
+                f"{self._sizes[0]}; leave it out, or set train_micro_batch_size_per_gpu"
+            )
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"{_SECTION}: found a dataset of type {type(dataset).__name__}, whose samples have no numbers; give "
                 "one with __len__ and __getitem__, as the data analyzer had it"
             )
-        self.sampler = DeepSpeedDataSampler(self._section, len(dataset), *self._sizes)
+        if self.sampler is None:
+            sampler = DeepSpeedDataSampler(self._section, len(dataset), *self._sizes)
+            if self._pending is not None:
+                sampler.load_state_dict(self._pending)
+            self.sampler, self._dataset, self._pending = sampler, dataset, None
         options["num_workers"] = options.get("num_workers") or self._section.data_sampling.num_workers
         return CurriculumLoader(dataset, self.sampler, **options)
 
@@ -480,10 +458,10 @@ class Curriculum:
         return self.sampler
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the sampler; None without training data."""
+        """Return the state of the sampler; without training data the one that was loaded, or None."""
         sampler = self.sampler
         if sampler is None:
-            return None
+            return None if self._pending is None else dict(self._pending)
         if self._num_behind is not None:  # another run may load on this stage
             draws, end = iter(sampler), self._num_behind()
             while sampler.consumed_samples < end:
@@ -496,6 +474,8 @@ class Curriculum:
             self.sampler.check_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the sampler."""
-        if self.sampler is not None:
+        """Go on from a state of the sampler: the present one, or that of the training data to come."""
+        if self.sampler is None:
+            self._pending = state
+        else:
             self.sampler.load_state_dict(state)

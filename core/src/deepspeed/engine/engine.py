@@ -404,18 +404,24 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """A loader that gives this rank its share of `dataset` in micro-batches.
 
         Args:
-            route: "train" shuffles, or follows the curriculum of `data_efficiency`; "eval" and "predict" keep
-                the order.
+            batch_size: samples of a micro-batch; default: `train_micro_batch_size_per_gpu`, which a curriculum needs.
+            route: "train" shuffles; the first dataset of that route follows the curriculum of `data_efficiency`, if
+                there is one. "eval" and "predict" keep the order.
 
         Raises:
-            ConfigError: for what is no dataset.
+            ConfigError: for what is no dataset, and for another `batch_size` than the curriculum draws.
         """
         collate_fn = collate_fn or self.collate_fn
         check_data("deepspeed_io: dataset", dataset, collate_fn, is_sampled=data_sampler is not None)
         pin_memory = pin_memory and self.device.type != "cpu"
         if self._curriculum is not None and route == "train" and data_sampler is None:
-            return self._curriculum.loader(
-                dataset, pin_memory=pin_memory, collate_fn=collate_fn, num_workers=num_local_io_workers
+            if self._curriculum.draws(dataset):
+                return self._curriculum.loader(
+                    dataset, batch_size, pin_memory=pin_memory, collate_fn=collate_fn, num_workers=num_local_io_workers
+                )
+            warn_once(
+                "deepspeed_io: found another data set than the first one, whose samples the curriculum draws; this one "
+                'is shuffled without it. Give route="eval" for its own order'
             )
         return DeepSpeedDataLoader(
             dataset,

@@ -15,6 +15,7 @@ from deepspeed.config import redacted
 from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
+from deepspeed.log import warn_once
 from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import check_numbers, check_options, check_schedule, check_state
 from deepspeed.zero import named_states
@@ -281,6 +282,11 @@ class TrainingState:
         for name, part in self.parts.items():
             if state.get(name) is not None:
                 part.load_state_dict(state[name])
+            else:
+                warn_once(
+                    f"load_checkpoint: found no {name} in the checkpoint, which this run's configuration asks for; it "
+                    "goes on as it is"
+                )
 
 
 def _states_of(names: Collection[str], optimizer: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -144,7 +144,7 @@ def test_an_epoch_goes_on_in_its_middle_with_other_ranks(before, after, drop_las
     rest = [samples(loader) for loader in later]
     assert len({len(share) for share in rest}) == 1
     num_twice = -(23 - len(seen)) % after  # that ranks have as many, as torch does it
-    assert sorted(seen + sum(rest, [])[: len(seen + sum(rest, []))]) == sorted([*range(23), *_first(num_twice)])
+    assert sorted(seen + sum(rest, [])) == sorted([*range(23), *_first(num_twice)])
     assert later[0].state_dict()["num_samples"] == 23
     following = ranks(after, 1)[0]
     following.load_state_dict(later[0].state_dict())
@@ -173,6 +173,50 @@ def test_a_state_in_the_order_of_a_repeating_loader():
     loader, batches = repeating()
     loader.load_state_dict(state)
     assert [next(batches).tolist() for _ in range(4)] == unbroken[4:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iteration_follows_a_state_loaded_within_it(num_workers):
+    loader = DeepSpeedDataLoader(Numbers(12), 2, num_replicas=1, rank=0, num_workers=num_workers)
+    batches = RepeatingLoader(loader)
+    given = [next(batches).tolist() for _ in range(7)]
+    state = loader.state_dict()
+    given += [next(batches).tolist() for _ in range(13)]
+    loader.load_state_dict(state)
+    assert [next(batches).tolist() for _ in range(13)] == given[7:]
+
+
+def test_the_epoch_after_one_that_was_gone_on_with_is_whole():
+    """A repeating loader ends the epoch of a state before its first batch."""
+    loader = DeepSpeedDataLoader(Numbers(6), 2, num_replicas=1, rank=0, drop_last=True)
+    batches = RepeatingLoader(loader)
+    for _ in range(3):
+        next(batches)
+    loader.load_state_dict({"epoch": 2, "num_samples": 5, "size": 6})  # one is left: no batch
+    assert sorted(int(sample) for _ in range(3) for sample in next(batches)) == list(range(6))
+    assert loader.state_dict() == {"epoch": 3, "num_samples": 6, "size": 6}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_without_its_short_batch_is_over(world_size):
+    loader = DeepSpeedDataLoader(Numbers(21), 4, num_replicas=world_size, rank=0, drop_last=True)
+    assert len(samples(loader)) == (20 if world_size == 1 else 8)
+    state = loader.state_dict()
+    assert state == {"epoch": 0, "num_samples": 21, "size": 21}
+    loader.load_state_dict(state)
+    assert loader.epoch == 1
+
+
+def test_a_sampler_of_the_users_has_no_place():
+    dataset = Numbers(4)
+    loader = DeepSpeedDataLoader(dataset, 2, num_replicas=2, rank=1, data_sampler=SequentialSampler(dataset))
+    message = "found a SequentialSampler of the script's, which decides by itself which sample is next"
+    with pytest.raises(ConfigError, match=f"state_dict: {message}"):
+        loader.state_dict()
+    with pytest.raises(ConfigError, match=f"load_state_dict: {message}"):
+        loader.load_state_dict({"epoch": 0, "num_samples": 2, "size": 4})
+    with pytest.raises(ConfigError, match=f"resume: {message}"):
+        loader.resume(4)
 
 
 def test_a_state_of_another_dataset_is_refused():

@@ -374,6 +374,21 @@ def test_a_state_of_another_run_is_refused(folder):
         former.load_state_dict({})
 
 
+def test_a_state_of_the_beginning_goes_back_to_the_least_difficulty(folder):
+    (sampler,) = samplers(section(length=metric(folder)))
+    first = sampler.state_dict()
+    unbroken = global_batches([sampler], 6)
+    assert sampler.current_difficulties == {"length": 20}
+    sampler.load_state_dict(first)
+    assert global_batches([sampler], 6) == unbroken
+
+
+def test_an_index_of_a_larger_data_set_is_refused(folder):
+    short = DeepSpeedDataSampler(section(length=metric(folder)), 20, 6, 0, 1, None, 2, 0)
+    with pytest.raises(ConfigError, match=r"length\.index_to_sample_path: found sample \d\d of a data set of 20 s"):
+        global_batches([short], 6)
+
+
 def test_deepspeeds_state_goes_on_with_its_step(folder):
     (sampler,) = samplers(section(length=metric(folder)))
     generator = ("MT19937", np.zeros(3), 0, 0, 0.0)
@@ -416,6 +431,36 @@ def test_what_workers_have_loaded_in_advance_is_not_lost(folder, num_workers):
     assert again == unbroken[3:]
 
 
+@pytest.mark.parametrize("num_steps", [4, 8])
+def test_a_global_batch_goes_on_in_its_middle_with_workers(folder, num_steps):
+    """`next(iter(loader))` for each micro-batch, and a save after the third one of a global batch."""
+
+    def make(num_workers=0):
+        (sampler,) = samplers(section(length=metric(folder)), global_batch=2 * num_steps, num_steps=num_steps)
+        return CurriculumLoader(Samples(), sampler, num_workers=num_workers)
+
+    unbroken = [batch.tolist() for batch, _ in zip(make(), range(6), strict=False)]
+    former, later = make(2), make(2)
+    given = [next(iter(former)).tolist() for _ in range(3)]
+    later.load_state_dict(former.state_dict())
+    given += [next(iter(later)).tolist() for _ in range(3)]
+    assert given == unbroken
+    assert later.state_dict()["consumed_samples"] == 12
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iteration_follows_a_checkpoint_loaded_within_it(folder, num_workers):
+    """As the one of a pipeline, which keeps it."""
+    each = loader(folder, num_workers)
+    batches = iter(each)
+    given = [next(batches).tolist() for _ in range(3)]
+    state = each.state_dict()
+    given += [next(batches).tolist() for _ in range(3)]
+    each.load_state_dict(state)
+    assert [next(batches).tolist() for _ in range(3)] == given[3:]
+    assert each.state_dict()["consumed_samples"] == 36
+
+
 def test_a_function_of_the_users_gets_the_difficulties(folder):
     cut = loader(folder)
     cut.post_process_func = lambda batch, state: (batch, state["current_difficulties"]["length"])
@@ -425,7 +470,7 @@ def test_a_function_of_the_users_gets_the_difficulties(folder):
 # ---- the engine ---------------------------------------------------------------------------------------------------
 
 
-def create(folder, **metrics):
+def create(folder, has_data=True, **metrics):
     config = {
         "train_batch_size": 12,
         "gradient_accumulation_steps": 2,
@@ -435,7 +480,7 @@ def create(folder, **metrics):
     return deepspeed.initialize(
         model=torch.nn.Linear(1, 1),
         config=config,
-        training_data=Samples(),
+        training_data=Samples() if has_data else None,
         collate_fn=torch.tensor,
     )[0]
 
@@ -480,11 +525,52 @@ def test_a_checkpoint_of_other_metrics_changes_nothing(single_rank, folder, tmp_
     assert engine.global_steps == 0
 
 
+def test_a_checkpoint_without_draws_is_said(single_rank, folder, tmp_path, lines, make_engine):
+    warn_once.cache_clear()
+    make_engine(torch.nn.Linear(1, 1)).save_checkpoint(str(tmp_path))
+    create(folder).load_checkpoint(str(tmp_path))
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "load_checkpoint: found no data_sampler in the checkpoint, which this run's configuration asks for; it goes on "
+        "as it is"
+    ]
+
+
 def test_the_engines_functions(single_rank, folder):
     engine = create(folder, length=metric(folder, schedule_type="custom"))
     engine.set_custom_curriculum_learning_schedule({"length": lambda step: 5 * step})
     engine.set_data_post_process_func(lambda batch, state: batch[: state["current_difficulties"]["length"]])
     assert [len(batch) for batch in steps(engine, 2)] == [5, 5, 6, 6]
+
+
+def test_a_checkpoint_is_taken_by_a_loader_made_later(single_rank, folder, tmp_path):
+    engine = create(folder)
+    steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path))
+    unbroken = steps(engine, 2)
+    engine.destroy()
+    engine = create(folder, has_data=False)
+    engine.load_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path), tag="again")
+    engine.training_dataloader = engine.deepspeed_io(Samples(), collate_fn=torch.tensor)
+    assert steps(engine, 2) == unbroken
+    engine.load_checkpoint(str(tmp_path), tag="again")
+    assert steps(engine, 2) == unbroken
+
+
+def test_the_curriculum_draws_the_training_data_alone(single_rank, folder, lines):
+    warn_once.cache_clear()
+    engine = create(folder)
+    unbroken = steps(create(folder), 2)
+    assert steps(engine, 1) == unbroken[:2]
+    assert sorted(torch.cat(list(engine.deepspeed_io([3, 4, 5])))) == [3, 4, 5]
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "deepspeed_io: found another data set than the first one, whose samples the curriculum draws; this one is "
+        'shuffled without it. Give route="eval" for its own order'
+    ]
+    engine.training_dataloader = engine.deepspeed_io(engine.training_dataloader.dataset)
+    assert steps(engine, 1) == unbroken[2:]
+    with pytest.raises(ConfigError, match="batch_size: asked for 4, and the curriculum draws micro-batches of 6"):
+        engine.deepspeed_io(engine.training_dataloader.dataset, batch_size=4)
 
 
 def test_without_a_curriculum(make_engine, lines):
