@@ -8,11 +8,19 @@ import pytest
 import torch
 from deepspeed.comm.record import comms_logger
 from deepspeed.errors import ConfigError
+from deepspeed.optim import one_bit
 from deepspeed.optim.zero_one_adam import is_sync_due, is_variance_due, num_variances
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import tiny_gpt
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from torch import nn
 
 LR, DECAY, BETA1, BETA2, EPS = 0.02, 0.1, 0.9, 0.99, 1e-6
@@ -371,6 +379,106 @@ def test_two_backwards_before_a_step_add_up():
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+# ----- between two meetings ------------------------------------------------------------------------------------------
+
+#: the ranks meet after the updates 3, 4, 6 and 10
+RARE = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
+
+    def forward(self, x, head):
+        return self.heads[head](self.body(x).tanh())
+
+
+def train_heads(engine, steps):
+    """The second head has a gradient in all updates but the sixth, in which ranks meet."""
+    for step in steps:
+        x, y = batch(step, dist.get_rank())
+        out = engine(x.to(next(engine.module.parameters()).dtype), int(step != 5))
+        engine.backward((out.float() - y).square().mean())
+        engine.step()
+
+
+def heads_job(precision):
+    engine = create("ZeroOneAdam", TwoHeads(), RARE, **({precision: {"enabled": True}} if precision else {}))
+    train_heads(engine, range(5))
+    before = weights_of(engine)
+    train_heads(engine, range(5, 6))
+    after, masters = weights_of(engine), [safe_get_local_fp32_param(each) for each in engine.module.parameters()]
+    train_heads(engine, range(6, 10))
+    later = weights_of(engine)
+    engine.destroy()
+    return before, after, masters, later
+
+
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_ranks_meet_with_what_has_no_gradient_then(precision):
+    (before, *first), (others, *second) = run_ranks(2, heads_job, precision)
+    assert not any(map(torch.equal, before[4:], others[4:])), "the second head has moved on each rank by itself"
+    for own, other in zip(first, second, strict=True):
+        assert all(map(torch.equal, own, other))
+
+
+def change(param, way):
+    if way == "safe_set":
+        safe_set_full_fp32_param(param, torch.full(param.shape, 3.0))
+    elif way == "data":
+        param.data.fill_(3.0)
+    else:
+        with torch.no_grad():
+            param.fill_(3.0)
+
+
+def changing_job(way, precision):
+    engine = create("ZeroOneAdam", TwoHeads(), RARE, **({precision: {"enabled": True}} if precision else {}))
+    train_heads(engine, range(5))
+    params = list(engine.module.parameters())
+    for place in (0, 4):
+        change(params[place], way)
+    train_heads(engine, range(5, 6))
+    weights = weights_of(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(("way", "precision"), [("safe_set", ""), ("data", ""), ("copy", ""), ("copy", "bf16")])
+def test_a_meeting_keeps_a_weight_that_was_changed_before_it(way, precision):
+    first, second = run_ranks(2, changing_job, way, precision)
+    assert all(map(torch.equal, first, second))
+    for place in (0, 4):
+        assert (first[place].float() - 3).abs().median() < 0.1, "it has made one update since, and decay"
+
+
+def gradient_job():
+    engine = create("OneBitAdam", extra={"freeze_step": 1})
+    train(engine, range(2))
+    loss = loss_of(engine.module, 2, dist.get_rank())
+    wanted = list(torch.autograd.grad(loss, list(engine.module.parameters())))
+    engine.backward(loss_of(engine.module, 2, dist.get_rank()))
+    params = list(engine.module.parameters())
+    found = [(safe_get_full_grad(param), safe_get_local_grad(param).view(param.shape)) for param in params]
+    safe_set_full_grad(params[0], torch.ones_like(params[0]))
+    replaced = safe_get_full_grad(params[0])
+    for grad in wanted:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+    engine.destroy()
+    return wanted, found, replaced
+
+
+def test_a_gradient_that_is_asked_for_is_the_average():
+    for wanted, found, replaced in run_ranks(2, gradient_job):
+        for grad, both in zip(wanted, found, strict=True):
+            for each in both:
+                torch.testing.assert_close(each, grad)
+        assert bool((replaced == 1).all())
+
+
 # ----- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -410,11 +518,48 @@ def test_a_resumed_run_goes_on_as_it_was(kind, precision, tmp_path):
         assert all(map(torch.equal, weights, others))
 
 
+def warned_loading_job(folder):
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_bit, "warn_once", said.append)
+        return *loading_job("OneBitAdam", folder, ""), said
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As of Accelerate."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def wrapped_job(wraps):
+    net = model()
+    optimizer = one_bit.OnebitAdam(net.parameters(), lr=LR, freeze_step=2)
+    engine = make_engine(net, 0, arguments={"optimizer": Wrapper(optimizer) if wraps else optimizer})
+    losses = train(engine, range(5))
+    engine.destroy()
+    return losses, optimizer.keeps_gradients
+
+
+def test_an_optimizer_in_a_wrapper_sends_one_bit():
+    found = run_ranks(2, wrapped_job, True)
+    assert found == run_ranks(2, wrapped_job, False)
+    assert all(keeps for _, keeps in found)
+
+
 def test_other_ranks_begin_without_what_was_left_to_send(tmp_path):
     run_ranks(2, saving_job, "OneBitAdam", str(tmp_path), "")
-    found = run_ranks(3, loading_job, "OneBitAdam", str(tmp_path), "")
-    assert all(math.isfinite(loss) for losses, _ in found for loss in losses)
+    found = run_ranks(3, warned_loading_job, str(tmp_path))
+    assert all(math.isfinite(loss) for losses, _, _ in found for loss in losses)
     assert all(map(torch.equal, found[0][1], found[2][1]))
+    for *_, said in found:
+        assert "found no rounding errors of 3 ranks in what was loaded, for 4 of 4 trained parameters" in said[-1]
 
 
 def from_adam_job(folder, source, target):

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.compressed import RoundingErrors, average
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.log import warn_once
 from deepspeed.ops.optimizer import ReferenceOptimizer, check_not_sparse, check_options, new_step_count
 
@@ -56,6 +56,11 @@ class OneBitOptimizer(ReferenceOptimizer):
         if self.ranks is None:  # nobody else asks
             self.begin_phase()
 
+    def finish_update(self) -> list[Tensor]:
+        """Average what is still to be averaged once all parameters that have a gradient were updated, and return the
+        parameters that this has changed. Called by an engine, on all ranks."""
+        return []
+
     def restore_rounding(self, saved: Mapping[Tensor, Sequence[Tensor] | None]) -> None:
         """Go on with what was left to send, by parameter: the errors of this rank and of its part. Called when weights
         or states were loaded."""
@@ -67,10 +72,13 @@ class OneBitOptimizer(ReferenceOptimizer):
                 own.worker.copy_(errors[0])
                 own.server.copy_(errors[1])
         self.begin_phase()
-        if world_size > 1 and self.keeps_gradients and not self.rounding:
+        trained = [param for param in saved if self.state.get(param)]
+        lacking = sum(param not in self.rounding for param in trained)
+        if world_size > 1 and self.keeps_gradients and lacking:
             warn_once(
-                f"{type(self).__name__}: found no rounding errors of {world_size} ranks in what was loaded; they begin "
-                "at zero, and the next steps are less exact. A checkpoint of as many ranks has them"
+                f"{type(self).__name__}: found no rounding errors of {world_size} ranks in what was loaded, for "
+                f"{lacking} of {counted(len(trained), 'trained parameter')}; they begin at zero, and the next steps "
+                "are less exact. A checkpoint of as many ranks has them"
             )
 
     @property

@@ -117,6 +117,7 @@ class OnebitLamb(OneBitOptimizer):
         if self.keeps_gradients:
             self.average(params, firsts)
             mask_momentum(firsts, seconds, group)
+            mask_momentum(list(before), seconds, group)  # what a mask takes away is no gradient
             self._update_fresh(states, list(before), group)
         else:
             torch._foreach_mul_(seconds, beta2)

@@ -73,6 +73,25 @@ class _LocalSteps:
     start: Tensor  # its value then, decayed since
     moved: Tensor  # momentum times learning rate, added up, decayed as well
     weight: float = 0.0  # learning rates, added up alike
+    left: Tensor | None = None  # the digest of its value after the last of these updates
+    changed: Tensor | None = None  # 0-D: whether somebody else changed its value after one of them
+
+    def note_change(self, param: Tensor) -> None:
+        """See whether the value is another than `note_update` left; nobody waits for the answer here."""
+        if self.left is not None:
+            differs = _digest(param) != self.left
+            self.changed = differs if self.changed is None else self.changed | differs
+
+    def note_update(self, param: Tensor) -> None:
+        self.left = _digest(param)
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(param: Tensor) -> Tensor:
+    """The sum of a tensor's words as integers: 0-D, and another one after nearly every change."""
+    return param.detach().reshape(-1).view(_WORDS[param.element_size()]).sum()
 
 
 @absent_members("runtime.fp16.onebit.zoadam:ZeroOneAdam")
@@ -95,7 +114,8 @@ class ZeroOneAdam(OneBitOptimizer):
     is updated before the weights, as in Adam, and A is taken of momenta, not of momenta times learning rates, so that
     what is left to send does not change its size with the learning rate.
 
-    Between two meetings of the ranks weights differ on them; what is saved then is those of the first.
+    Between two meetings of the ranks weights differ on them; what is saved then is those of the first. A weight that
+    somebody else changes in between is not made of s when the ranks meet: it gets the average of the ranks' weights.
 
     Args:
         params, deepspeed, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask` of a group.
@@ -157,6 +177,17 @@ class ZeroOneAdam(OneBitOptimizer):
         self._local = {}
         super().restore_rounding(saved)
 
+    @torch.no_grad()
+    def finish_update(self) -> list[Tensor]:
+        if not self._local or not self._meets:
+            return []
+        left = list(self._local)
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param in self._local]
+            if params:
+                self._meet(params, group)
+        return left
+
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
         states = moments_of(self, params)
         grads = dense_gradients(params, type(self).__name__)
@@ -178,8 +209,12 @@ class ZeroOneAdam(OneBitOptimizer):
     @property
     def _meets_always(self) -> bool:
         """Whether the ranks average after each update around this one, and no parameter has moved without that."""
-        is_next = is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
-        return not self._local and is_next
+        return not self._local and self._meets
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the ranks average at the end of this update, if the second moment is frozen."""
+        return is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
 
     @property
     def _num_variances(self) -> int:
@@ -198,18 +233,50 @@ class ZeroOneAdam(OneBitOptimizer):
             if param not in self._local:
                 self._local[param] = _LocalSteps(param.clone(), torch.zeros_like(param))
             own, step = self._local[param], int(self.state[param]["step"])
+            own.note_change(param)
             rate = lr / (1 - beta1**step) if group["bias_correction"] else lr
             own.start.mul_(keeps)
             own.moved.mul_(keeps).add_(first, alpha=rate)
             own.weight = own.weight * keeps + rate
             param.mul_(keeps).addcdiv_(first, root, value=-rate)
-        if not is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper):
-            return
+            own.note_update(param)
+        if self._meets:
+            self._meet(params, group)
+
+    def _meet(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Bring what some parameters of a group have done since the last meeting to all ranks. A collective."""
         moved = [self._local.pop(param) for param in params]
+        states = [self.state[param] for param in params]
+        firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        roots = adam_roots(seconds, [self._num_variances] * len(params), group)
+        self._average_changed(params, moved)
         for first, own in zip(firsts, moved, strict=True):
             if own.weight > 0:
                 first.copy_(own.moved).div_(own.weight)
         self.average(params, firsts)
         mask_momentum(firsts, seconds, group)
         for param, first, root, own in zip(params, firsts, roots, moved, strict=True):
-            param.copy_(own.start).addcdiv_(first, root, value=-own.weight)
+            if own.changed is None:
+                param.copy_(own.start).addcdiv_(first, root, value=-own.weight)
+
+    def _average_changed(self, params: list[Tensor], moved: list[_LocalSteps]) -> None:
+        """Average the weights as they are where some rank says that its own was changed, and keep `changed` of these
+        only. A collective."""
+        for param, own in zip(params, moved, strict=True):
+            own.note_change(param)
+        flags_N = torch.stack([_flag(param, own.changed) for param, own in zip(params, moved, strict=True)])
+        if self.ranks is not None:
+            self.ranks.all_reduce(flags_N, tag="changed weights").wait()
+        for param, own, flag in zip(params, moved, flags_N.tolist(), strict=True):
+            if flag == 0:
+                own.changed = None
+            elif self.ranks is not None:
+                mean_N = param.detach().reshape(-1).clone()
+                self.ranks.all_reduce(mean_N, tag="changed weights").wait()
+                param.copy_(mean_N.div_(self.ranks.world_size).view(param.shape))
+
+
+def _flag(param: Tensor, changed: Tensor | None) -> Tensor:
+    """Return 1 or 0 beside a parameter, 0-D fp32."""
+    zero = torch.zeros((), dtype=torch.float32, device=param.device)
+    return zero if changed is None else zero + changed

@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 #: fp32 states that an optimizer keeps for each element
 OPTIMIZER_STATES = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam"), 2),
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam", "onebitlamb", "zerooneadam"), 2),
     **dict.fromkeys(("lion", "fusedlion", "adagrad", "momentum", "muon"), 1),
     "sgd": 0,
 }

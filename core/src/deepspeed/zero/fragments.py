@@ -59,6 +59,8 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     holders = sharding.units.ranks.holders_of_parts(param)
     is_used = sharding.gradients.was_used[unit.first_index + index]
     gradient = _assemble(found, param, GRADIENT, _gradient) if is_used else None
+    if gradient is not None:
+        gradient = sharding.options.stage.shown_gradient(gradient)
     if holders is not None:
         gradient = join_parts(gradient, param, holders)
     return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
@@ -122,7 +124,7 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
-    """This rank's elements of `safe_get_full_grad`, 1-D, copied."""
+    """This rank's elements of `safe_get_full_grad`, 1-D, copied. All ranks call it."""
     found = _find(param)
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
@@ -132,7 +134,9 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     if not sharding.gradients.was_used[unit.first_index + index]:
         return None
     gradient = _local(sharding, unit, index, GRADIENT, _gradient)
-    return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
+    if gradient is None:
+        return None
+    return _widened(sharding.options.stage.shown_gradient(gradient), sharding.gradients.average_factor)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:

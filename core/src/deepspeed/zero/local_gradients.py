@@ -9,10 +9,11 @@ average, and inf or nan where some rank has that.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.comm.work import DONE
 from deepspeed.errors import ConfigError
 from deepspeed.optim.one_bit import OneBitOptimizer
+from deepspeed.optim.traits import _unwrapped
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.zero.placement import exact_norm
 from deepspeed.zero.stages import ZeroStage
@@ -55,6 +57,17 @@ class LocalGradients(ZeroStage):
         own = exact_norm(unit.ranks.counted(reduced)) / math.sqrt(unit.ranks.world_size)
         return own.reshape(1)  # [Note: the norm of own gradients]
 
+    def shown_gradient(self, gradient: Tensor) -> Tensor:
+        ranks = self.optimizer.ranks
+        if not self.optimizer.keeps_gradients or ranks is None:
+            return gradient
+        mean_N = gradient.reshape(-1).to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        ranks.all_reduce(mean_N, tag="gradient").wait()
+        return mean_N.div_(ranks.world_size).view(gradient.shape)
+
+    def finish_update(self) -> Collection[Tensor]:
+        return self.optimizer.finish_update()
+
     def rounding(self, units: Units) -> dict[str, Any] | None:
         found = {name: self.optimizer.rounding.get(master) for name, master in _masters(units)}
         return {name: [each.worker, each.server] for name, each in found.items() if each is not None} or None
@@ -69,6 +82,7 @@ def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) ->
     Raises:
         ConfigError: parameters or states are divided among ranks, where no rank has what the others average.
     """
+    optimizer = _unwrapped(optimizer)
     assert isinstance(optimizer, OneBitOptimizer)
     _refuse(optimizer, stage, mesh, units)
     optimizer.join(units.dense.reduce_group)

@@ -190,6 +190,10 @@ class Sharding:
                         gathers.append((unit.ranks.shard_group, work))
             for _, work in gathers:
                 work.wait()
+            if changed := {id(master) for master in self.options.stage.finish_update()}:
+                for unit in self.units:
+                    if any(id(shard.master) in changed for shard in unit.shards):
+                        unit.weights_from_masters()
         except BaseException as error:
             self.states.break_by(error)
             self.gradients.abandon(*gathers)

@@ -15,7 +15,7 @@ backward gives. They ask the `ZeroStage` where this table makes a difference.
 Legend: N padded numel of a unit, S numel of a shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,14 @@ class ZeroStage:
         """Whether this rank, among those that have the same gradients of a unit, adds them to the norm."""
         is_first = unit.ranks.replicate_group is None or unit.ranks.replicate_group.rank == 0
         return is_first and (self.divides_states or unit.ranks.rank == 0)
+
+    def shown_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the average over the ranks of the whole gradient of a parameter that was reduced. A collective."""
+        return gradient
+
+    def finish_update(self) -> Collection[Tensor]:
+        """Make what an update leaves to its end, and return the master weights that this has changed. A collective."""
+        return ()
 
     # ---- what rounding has left to send -------------------------------------------------------------------------
 

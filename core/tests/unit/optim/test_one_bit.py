@@ -1,12 +1,13 @@
 """1-bit optimizers in one process: their formulas where nothing is sent, their options, and when they send what."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.optim import create_optimizer
+from deepspeed.optim import create_optimizer, one_bit
 from deepspeed.optim.one_bit import OnebitAdam, OneBitOptimizer
 from deepspeed.optim.one_bit_lamb import OnebitLamb
 from deepspeed.optim.zero_one_adam import ZeroOneAdam, is_sync_due, is_variance_due, num_variances
@@ -103,6 +104,27 @@ def test_a_mask_keeps_momentum_at_zero():
         step(optimizer, [first, second], number)
     assert not optimizer.state[first]["exp_avg"][2].any()
     assert bool(optimizer.state[first]["exp_avg"][1].all())
+
+
+def test_a_mask_that_comes_late_is_no_gradient_of_lamb():
+    params, optimizer = trained(OnebitLamb, 4, freeze_step=2)
+    optimizer.param_groups[0]["exp_avg_mask"] = torch.zeros(())
+    fresh = [optimizer.state[param]["exp_avg_sq_fresh"].clone() for param in params]
+    step(optimizer, params, 4)
+    for param, before in zip(params, fresh, strict=True):
+        torch.testing.assert_close(optimizer.state[param]["exp_avg_sq_fresh"], 0.999 * before)
+
+
+def test_a_load_that_lacks_rounding_errors_of_a_parameter_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(one_bit, "warn_once", said.append)
+    params, optimizer = trained(OnebitAdam, 3, freeze_step=2)
+    optimizer.join(SimpleNamespace(rank=0, world_size=2))
+    errors = {param: [torch.ones(param.numel()), torch.ones(8)] for param in params}
+    optimizer.restore_rounding(errors)
+    assert said == []
+    optimizer.restore_rounding({**errors, params[1]: None})
+    assert "of 2 ranks in what was loaded, for 1 of 2 trained parameters" in said[0]
 
 
 def test_when_zero_one_adam_sends_what():
