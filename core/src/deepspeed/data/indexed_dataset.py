@@ -372,12 +372,22 @@ def as_dtype(numbers: _Numbers, dtype: Any) -> np.ndarray:
     given = np.asarray(numbers)
     with np.errstate(invalid="ignore"):
         found = given.astype(dtype)
-        if given.dtype.kind in "iuf" and not np.array_equal(found.astype(given.dtype), given):
+        if given.size and given.dtype.kind in "iuf" and not _holds(found, given):
             raise ValueError(
                 f"indexed dataset: found numbers from {given.min()} to {given.max()}, which dtype {np.dtype(dtype)} "
                 "does not hold; write them in a wider one"
             )
     return found
+
+
+def _holds(found: np.ndarray, given: np.ndarray) -> bool:
+    """Return whether numbers are the same in another type."""
+    if not np.array_equal(found.astype(given.dtype), given):
+        return False
+    if found.dtype.kind not in "iu":
+        return True
+    limits = np.iinfo(found.dtype)  # what wraps into a type of the same width wraps back on the way here
+    return limits.min <= int(given.min()) and int(given.max()) <= limits.max
 
 
 def _mapped(path: str) -> Any:
@@ -420,7 +430,13 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
             np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
             for count, dtype in ((num_sequences, "<i4"), (num_sequences, "<i8"), (num_bounds, "<i8"))
         )
-    dtype = _dtype_of(kind, sizes, num_bytes)
+    dtype = _dtype_of(kind, sizes, pointers, num_bytes)
+    if dtype is None:
+        raise damaged(
+            f"found code {kind} for the type of its numbers, which is {np.dtype(dtypes[kind][0])} in DeepSpeed and "
+            f"{np.dtype(_MEGATRON[kind])} in Megatron, and sequences that fill {path[:-4]}.bin, of {num_bytes} bytes, "
+            "in neither"
+        )
     bad = (sizes < 0) | (pointers < 0) | (pointers > num_bytes)
     bad |= pointers + sizes.astype(np.int64) * dtype.itemsize > num_bytes  # wraps for such pointers alone as are bad
     if bad.any():
@@ -429,21 +445,23 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
             f"found sequence {first} to have {sizes[first]} numbers from byte {pointers[first]} on, but "
             f"{path[:-4]}.bin has {num_bytes} bytes"
         )
-    if num_bounds and (bounds[0] < 0 or bounds[-1] > num_sequences or (np.diff(bounds) < 0).any()):
+    if num_bounds and (bounds[0] < 0 or bounds[-1] > num_sequences or (bounds[1:] < bounds[:-1]).any()):
         raise damaged(f"found bounds of documents that do not rise from 0 to {num_sequences}")
     return dtype, sizes, pointers, bounds
 
 
-def _dtype_of(kind: int, sizes: np.ndarray, num_bytes: int) -> np.dtype[Any]:
-    """Return the type of a code.
+def _dtype_of(kind: int, sizes: np.ndarray, pointers: np.ndarray, num_bytes: int) -> np.dtype[Any] | None:
+    """Return the type of a code; None: the code has two, and the index is of neither.
 
     6, 7 and 8 are uint16, uint32 and uint64 in DeepSpeed, and double, double and uint16 in Megatron. They differ in the
-    size of a number, and so the size of the other file says whose it is.
+    size of a number, and both write sequences without gaps, so that the place of each says whose it is.
     """
-    dtype, others = np.dtype(dtypes[kind][0]), _MEGATRON.get(kind)
-    if others is not None and int(sizes.sum(dtype=np.int64)) * np.dtype(others).itemsize == num_bytes > 0:
-        dtype = np.dtype(others)
-    return dtype.newbyteorder("<") if sys.byteorder == "big" else dtype
+    dtype: np.dtype[Any] | None = np.dtype(dtypes[kind][0])
+    if kind in _MEGATRON:
+        lengths = np.diff(pointers, append=num_bytes)  # bytes; of hostile places, which wrap, none is right
+        both = (np.dtype(dtypes[kind][0]), np.dtype(_MEGATRON[kind]))
+        dtype = next((each for each in both if (lengths == sizes.astype(np.int64) * each.itemsize).all()), None)
+    return dtype.newbyteorder("<") if dtype is not None and sys.byteorder == "big" else dtype
 
 
 def _is_gapless(dataset: MMapIndexedDataset) -> bool:

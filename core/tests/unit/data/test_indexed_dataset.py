@@ -10,6 +10,7 @@ import torch
 from deepspeed.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
+    as_dtype,
     best_fitting_dtype,
     code,
     dataset_exists,
@@ -128,6 +129,24 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
     assert sequences(MMapIndexedDataset(tmp_path / "tokens")) == [[65535]]
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (np.array([-100], np.int16), np.uint16),
+        (np.array([40000], np.uint16), np.int16),
+        (np.array([-1], np.int64), np.uint64),
+        (np.array([2**63], np.uint64), np.int64),
+        (np.array([2.0**64]), np.uint64),
+        (np.array([np.nan]), np.int32),
+        (np.array([0.5]), np.int32),
+    ],
+)
+def test_numbers_that_wrap_into_a_type_are_refused(given, dtype):
+    with pytest.raises(ValueError, match=f"which dtype {np.dtype(dtype)} does not hold"):
+        as_dtype(given, dtype)
+    assert as_dtype(np.array([], given.dtype), dtype).tolist() == []
+
+
 def test_nothing_at_all_is_a_data_set(write):
     dataset = MMapIndexedDataset(write([]))
     assert (len(dataset), dataset.doc_idx.tolist()) == (0, [0])
@@ -153,6 +172,25 @@ def test_types_of_megatron_that_deepspeed_numbers_otherwise(tmp_path, kind, dtyp
     index = HEAD.pack(b"MMIDIDX\x00\x00", 1, kind, 1, 2) + struct.pack("<iq2q", num, 0, 0, 1)
     (tmp_path / "f.idx").write_bytes(index)
     assert sequences(MMapIndexedDataset(tmp_path / "f")) == [numbers.tolist()]
+
+
+def test_a_type_of_two_meanings_is_decided_by_the_places(tmp_path):
+    """DeepSpeed's uint64 and Megatron's uint16 have one code. Sizes alone would say uint16 of a damaged file."""
+    write_index(tmp_path, 8, [3, 1], [0, 24], bytes(32))
+    assert MMapIndexedDataset(tmp_path / "f").dtype == np.uint64
+    write_index(tmp_path, 8, [3, 1], [0, 6], bytes(8))
+    assert MMapIndexedDataset(tmp_path / "f").dtype == np.uint16
+    for pointers, num_bytes in (([0, 24], 8), ([0, 6], 32), ([0, 24], 31), ([0, 5], 8)):
+        write_index(tmp_path, 8, [3, 1], pointers, bytes(num_bytes))
+        with pytest.raises(ConfigError, match="code 8 .* which is uint64 in DeepSpeed and uint16 in Megatron"):
+            MMapIndexedDataset(tmp_path / "f")
+
+
+def write_index(folder, kind, sizes, pointers, numbers):
+    (folder / "f.bin").write_bytes(numbers)
+    count = len(sizes)
+    index = HEAD.pack(b"MMIDIDX\x00\x00", 1, kind, count, 2)
+    (folder / "f.idx").write_bytes(index + struct.pack(f"<{count}i{count}q2q", *sizes, *pointers, 0, count))
 
 
 def test_an_index_with_modes_is_read(write):
@@ -185,6 +223,11 @@ HOSTILE = {
     "a pointer beyond the end": (74, struct.pack("<q", 20), "found sequence 3 to have 2 numbers from byte 20 on"),
     "a pointer that wraps": (74, struct.pack("<q", 2**63 - 1), "found sequence 3 to have 2 numbers from byte 92233720"),
     "documents that fall": (90, struct.pack("<q", 5), "bounds of documents that do not rise from 0 to 4"),
+    "documents whose differences wrap": (
+        82,
+        struct.pack("<3q", 6, 5 - 2**63, 4),
+        "bounds of documents that do not rise from 0 to 4",
+    ),
     "a document beyond the end": (98, struct.pack("<q", 9), "bounds of documents that do not rise from 0 to 4"),
 }
 
