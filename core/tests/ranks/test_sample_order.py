@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
+from deepspeed.errors import ConfigError
 from deepspeed.pipe import PipelineModule
 from deepspeed.testing.distributed import run_ranks
 
@@ -145,6 +146,31 @@ def test_ranks_analyze_together(metrics, tmp_path):
             path = f"remainder/remainder_{name}{end}"
             with open(f"{metrics}/{path}", "rb") as alone, open(f"{tmp_path}/{path}", "rb") as together:
                 assert alone.read() == together.read(), path
+
+
+def fails_on_one(batch):
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no space is left")
+    return remainder(batch)
+
+
+def analyze_in_vain(folder):
+    try:
+        DistributedDataAnalyzer(
+            Samples(),
+            metric_names=["remainder"],
+            metric_functions=[fails_on_one],
+            metric_types=["single_value_per_sample"],
+            save_path=folder,
+        ).run_map_reduce()
+    except (OSError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_fails_to_analyze_lets_none_wait(tmp_path):
+    told, own = run_ranks(2, analyze_in_vain, str(tmp_path))
+    assert own == "OSError: no space is left"
+    assert told == "ConfigError: DataAnalyzer: rank 1 failed with OSError: no space is left; see its own output"
 
 
 def pipeline_job(section):

@@ -1,7 +1,8 @@
 """`DataAnalyzer`: compute metrics of all samples of a data set, and the index files that a curriculum draws samples by.
 
-Map: each worker goes through its share of the samples, and keeps what the metrics are. Reduce: one worker puts all
-together. Under `save_path`, in a folder of the metric's name, each file an indexed data set (`indexed_dataset.py`):
+In the map step each worker computes the metrics of its share of the samples, and writes them to files of its own. In
+the reduce step one worker joins these. The results lie under `save_path`, in a folder of the metric's name, and each
+file is an indexed data set (`indexed_dataset.py`):
 
     NAME_sample_to_metric                   the value of each sample
     NAME_index_to_metric                    the values there are, rising
@@ -16,7 +17,7 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Subset
 
 from deepspeed import comm
 from deepspeed._absent_members import absent_members
+from deepspeed.comm.values import all_gather_values
 from deepspeed.data.indexed_dataset import (
     MMapIndexedDataset,
     as_dtype,
@@ -33,8 +35,9 @@ from deepspeed.data.indexed_dataset import (
     find_fit_int_dtype,
     valid_dtypes,
 )
-from deepspeed.errors import ConfigError, counted
+from deepspeed.errors import ConfigError, counted, first_line
 
+_Result = TypeVar("_Result")
 _ONE = "single_value_per_sample"
 _SUM = "accumulate_value_over_samples"
 
@@ -147,14 +150,13 @@ class DataAnalyzer:
         self.sample_indices = sample_indices
 
     def run_map_reduce(self, comm_group: ProcessGroup | None = None) -> None:
-        """Map on every rank, and reduce on the first; a collective over `comm_group`, where torch.distributed runs."""
-        self.run_map()
-        if comm.is_initialized():
-            comm.barrier(group=comm_group)
-        if self.worker_id == 0:
-            self.run_reduce()
-        if comm.is_initialized():
-            comm.barrier(group=comm_group)
+        """Map on every rank, and reduce on the first; a collective over `comm_group`, where torch.distributed runs.
+
+        Raises:
+            ConfigError: another rank failed; one that fails raises its own error.
+        """
+        run_together(self.run_map, comm_group)
+        run_together(self.run_reduce if self.worker_id == 0 else lambda: None, comm_group)
 
     # ---- map --------------------------------------------------------------------------------------------------
 
@@ -307,6 +309,27 @@ class DataAnalyzer:
         _write_groups(f"{base}_index_to_sample", numbers, firsts)
         hundredths = np.unique([len(numbers) * part // 100 for part in range(100)])
         _write_groups(f"{base}_index_to_sample_percentile_merged", numbers, hundredths)
+
+
+def run_together(work: Callable[[], _Result], group: ProcessGroup | None) -> _Result:
+    """Run what each rank does by itself, and raise on all ranks where one fails, so that none waits for it.
+
+    A collective over `group`, where torch.distributed runs.
+
+    Raises:
+        ConfigError: another rank failed; one that fails raises its own error.
+    """
+    if not comm.is_initialized():
+        return work()
+    try:
+        result = work()
+    except Exception as error:
+        all_gather_values(f"{type(error).__name__}: {first_line(error)}", group)
+        raise
+    for rank, failure in enumerate(all_gather_values(None, group)):
+        if failure is not None:
+            raise ConfigError(f"DataAnalyzer: rank {rank} failed with {failure}; see its own output")
+    return result
 
 
 @absent_members("runtime.data_pipeline.data_sampling.data_analyzer:DistributedDataAnalyzer")
