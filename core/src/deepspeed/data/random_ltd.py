@@ -5,6 +5,7 @@ The section `data_efficiency.data_routing.random_ltd`, under DeepSpeed's names. 
 of them, up to all; the other tokens go past it. Imported only where the configuration asks for it, or by a script.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +72,7 @@ class RandomLTDScheduler:
         self._num_steps = int(schedule["schedule_config"]["require_steps"])
         self._multiple = int(schedule["schedule_config"]["seq_per_step"])
         self.state: dict[str, Any] = {}
+        self.has_layers = False  # that drop tokens; set by `initialize_layers`
         self.reset_to_init()
 
     def reset_to_init(self) -> None:
@@ -168,15 +170,20 @@ def _check(config: RandomLTDConfig) -> None:
             f"{_SECTION}.random_ltd_schedule.min_value: found {schedule['min_value']}, above max_value "
             f"{schedule['max_value']}; give a smaller one"
         )
+    if schedule["min_value"] < options["seq_per_step"]:
+        raise ConfigError(
+            f"{_SECTION}.random_ltd_schedule.min_value: found {schedule['min_value']}, below seq_per_step "
+            f"{options['seq_per_step']}, a multiple of which is kept: at first that were none; give as much or more"
+        )
 
 
 @absent_members("runtime.data_pipeline.data_routing.basic_layer:RandomLayerTokenDrop")
 class RandomLayerTokenDrop(nn.Module):
     """A layer that computes a random part of the tokens while it trains, and all of them else.
 
-    Made by `convert_to_random_ltd`. The layer's first argument are the hidden states, and all others have names; it
-    returns the states, alone or first in a tuple. Of the others those by token are cut to the same tokens: the mask,
-    `position_ids` and `position_embeddings`.
+    `convert_to_random_ltd` makes it. The layer's first argument is the hidden states, and it returns the states, alone
+    or first in a tuple. Of the other arguments the mask, `position_ids` and `position_embeddings` are cut to the same
+    tokens. Attributes that it lacks are the layer's, but for those whose names begin with an underscore.
 
     Args:
         layer: computes hidden states of any number of tokens.
@@ -218,35 +225,71 @@ class RandomLayerTokenDrop(nn.Module):
         length, batch, hidden = hidden_stats.shape
         return batch, length, hidden
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name == "random_ltd_layer":
+                raise
+            return getattr(self.random_ltd_layer, name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, length, _ = self.get_bsh(hidden_states) if self.batch_first else self.get_sbh(hidden_states)
         kept = length
         if self.training and self.random_ltd_scheduler is not None:
             kept = min(self.random_ltd_scheduler.get_current_seq(), length)
         self.reserved_length = kept
         if kept == length:
-            return self.random_ltd_layer(hidden_states, **kwargs)
+            return self.random_ltd_layer(hidden_states, *args, **kwargs)
+        kwargs = self._named(args, kwargs)
         mask = None if self.mask_name is None else kwargs.get(self.mask_name)
+        if mask is not None and not isinstance(mask, Tensor):
+            raise ConfigError(
+                f"{_SECTION}.model_mask_name: found a mask of type {type(mask).__name__}, which cannot be cut to "
+                "tokens; let the model make a tensor, or none"
+            )
         sample = gpt_sample_tokens if self.model_type == "decoder" else bert_sample_tokens
         indices, mask = sample(kept, length, batch, 1, hidden_states.device, mask)
         if mask is not None:
             kwargs[self.mask_name] = mask if self.model_type == "decoder" else mask[0]  # type: ignore[index]
         for name in _BY_TOKEN:
             if kwargs.get(name) is not None:
-                kwargs[name] = _by_token(kwargs[name], indices[0], length)
+                kwargs[name] = _by_token(name, kwargs[name], indices[0], length)
         hidden_states, part = GatherTokens.apply(hidden_states, indices[0], self.batch_first)
         outputs = self.random_ltd_layer(part, **kwargs)
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         whole = ScatterTokens.apply(hidden_states, first, indices[0], self.batch_first)
         return whole if isinstance(outputs, Tensor) else (whole, *outputs[1:])
 
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments but the first by name, as those that are cut are found by theirs."""
+        names = [
+            each.name
+            for each in inspect.signature(self.random_ltd_layer.forward).parameters.values()
+            if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if len(args) + 1 > len(names):
+            raise TypeError(
+                f"{type(self.random_ltd_layer).__name__}.forward: found {len(args) + 1} arguments by position, and "
+                f"takes {len(names)} that have names; pass those, so that what is by token can be cut"
+            )
+        given = dict(zip(names[1:], args, strict=False))
+        if both := given.keys() & kwargs.keys():
+            raise TypeError(f"{type(self.random_ltd_layer).__name__}.forward: found {', '.join(sorted(both))} twice")
+        return {**given, **kwargs}
 
-def _by_token(value: Any, indices: Tensor, length: int) -> Any:
-    """Cut a tensor [B or 1, S, ..], or a tuple of such, to tokens [B, R]."""
+
+def _by_token(name: str, value: Any, indices: Tensor, length: int) -> Any:
+    """Cut a tensor [B or 1, S, ..], or a tuple of such, to tokens [B, R]. One without S stays as it is."""
     if isinstance(value, tuple | list):
-        return type(value)(_by_token(each, indices, length) for each in value)
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
+        return type(value)(_by_token(name, each, indices, length) for each in value)
+    if not isinstance(value, Tensor) or length not in value.shape:
         return value
+    if value.dim() < 2 or value.shape[1] != length or value.shape[0] not in (1, len(indices)):
+        raise ConfigError(
+            f"random_ltd: {name}: found shape {tuple(value.shape)} for states of {len(indices)} x {length} tokens; "
+            "give batch (or 1) x tokens x .., so that it can be cut to the tokens that are kept"
+        )
     value = value.expand(len(indices), *value.shape[1:])
     index = indices.long().reshape(*indices.shape, *[1] * (value.dim() - 2))
     return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
@@ -294,6 +337,7 @@ def initialize_layers(model: nn.Module, scheduler: RandomLTDScheduler) -> None:
             f"{_SECTION}.total_layer_num: found {scheduler.model_layer_num}, but convert_to_random_ltd has wrapped "
             f"{len(layers)} layers; give their number"
         )
+    scheduler.has_layers = True
     for number, layer in enumerate(layers):
         place = scheduler.place_of(number)
         if place is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.training import CurriculumConfig, ProgressiveLayerDropConfig
 from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.log import warn_once
 
 if TYPE_CHECKING:
     from deepspeed.compression.scheduler import compression_scheduler
@@ -92,5 +93,10 @@ class StepSchedules:
             if self._is_length:
                 arguments["curriculum_seqlen"] = self.curriculum.get_current_difficulty()
         if self.random_ltd is not None:
+            if not self.random_ltd.has_layers:
+                warn_once(
+                    "data_efficiency.data_routing.random_ltd.enabled: found true, but no layer drops tokens; call "
+                    "convert_to_random_ltd with what initialize returned and the class of the layers"
+                )
             self.random_ltd.update_seq(self._num_steps())
         return arguments

@@ -14,6 +14,7 @@ from deepspeed.data.random_ltd import (
 )
 from deepspeed.errors import ConfigError
 from deepspeed.ops.random_ltd import GatherTokens, ScatterTokens, bert_sample_tokens, gpt_sample_tokens
+from deepspeed.pipe import PipelineModule
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -108,6 +109,27 @@ def test_masks_are_cut_to_the_tokens():
     assert torch.equal(cut[0, 0], torch.ones(3, 3).tril())
 
 
+def test_a_decoders_mask_with_padding_is_cut_to_the_tokens():
+    """One with a sample's own padding is not that of the first tokens."""
+    torch.manual_seed(0)
+    row = torch.arange(2 * 8.0).view(2, 1, 1, 8)
+    whole = row + torch.full((8, 8), -100.0).triu(1)  # [2, 1, 8, 8]
+    for mask in (row, whole, whole[:1], row.flatten(1)):
+        batch = mask.shape[0]
+        indices, cut = gpt_sample_tokens(3, 8, batch, attn_mask=mask)
+        for sample, own in enumerate(indices[0].long()):
+            kept = mask[sample][..., own]
+            assert torch.equal(cut[sample], kept[:, own] if kept.dim() == 3 and kept.shape[1] > 1 else kept)
+    shared = torch.ones(8, 8).tril()
+    for mask in (shared, shared[None], shared[None, None]):
+        assert torch.equal(gpt_sample_tokens(3, 8, 2, layers=4, attn_mask=mask)[1], mask[..., :3, :3])
+    with pytest.raises(ConfigError, match="asked for the tokens of 2 layers with a mask of each sample's own"):
+        gpt_sample_tokens(3, 8, 2, layers=2, attn_mask=whole)
+    for mask in (torch.ones(2, 8, 8), torch.ones(3, 1, 8, 8), torch.ones(2, 1, 8, 9), torch.ones(2, 7), torch.ones(8)):
+        with pytest.raises(ConfigError, match=r"found an attention mask of shape .* for 2 samples of 8 tokens"):
+            gpt_sample_tokens(3, 8, 2, attn_mask=mask)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_gather_and_scatter_have_torchs_values_and_gradients(batch_first):
     torch.manual_seed(0)
@@ -144,6 +166,7 @@ def test_gather_and_scatter_have_torchs_values_and_gradients(batch_first):
         ({"random_ltd_schedule": {}}, "schedule_type: found None; there is 'fixed_linear'"),
         ({"random_ltd_schedule": {"schedule_type": "fixed_linear"}}, "min_value: found None; give a whole number"),
         ({"least": 64}, "min_value: found 64, above max_value 32"),
+        ({"least": 4}, "min_value: found 4, below seq_per_step 8, a multiple of which is kept"),
     ],
 )
 def test_what_is_refused(keys, message):
@@ -205,6 +228,49 @@ def test_what_is_by_token_is_cut_with_the_states():
     mask, places, (cosines, _) = wrapped.random_ltd_layer.given
     assert (mask.shape, places.shape, cosines.shape) == ((2, 1, 1, 8), (2, 8), (2, 8, 4))
     assert torch.equal(cosines[..., 0], places)
+
+
+class Given(nn.Module):
+    """Keeps what it is given."""
+
+    attention_type = "full"
+
+    def forward(self, x, attention_mask=None, position_ids=None, position_embeddings=None):
+        self.given = attention_mask, position_ids, position_embeddings
+        return x
+
+
+def test_arguments_may_come_by_position():
+    wrapped, states = layer(8), torch.zeros(2, LENGTH, HIDDEN)
+    wrapped.random_ltd_layer = Given()
+    mask = torch.arange(2.0 * LENGTH).view(2, 1, 1, LENGTH)
+    wrapped(states, mask, torch.arange(LENGTH)[None])
+    cut, places, _ = wrapped.random_ltd_layer.given
+    assert torch.equal(cut[:, 0, 0], places + torch.tensor([[0.0], [LENGTH]]))
+    with pytest.raises(TypeError, match="attention_mask"):
+        wrapped(states, mask, attention_mask=mask)
+    with pytest.raises(TypeError, match="5 arguments"):
+        wrapped(states, mask, None, None, None)
+    assert wrapped.attention_type == "full"
+    with pytest.raises(AttributeError, match="'Given' object has no attribute 'window'"):
+        wrapped.window  # noqa: B018
+    assert not hasattr(wrapped, "_hidden")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_ids", torch.zeros(LENGTH)),
+        ("position_ids", torch.zeros(3, 2, LENGTH)),
+        ("position_embeddings", (torch.zeros(LENGTH, 4), torch.zeros(LENGTH, 4))),
+        ("position_ids", torch.zeros(3, LENGTH)),
+    ],
+)
+def test_what_has_no_place_for_tokens_is_refused(name, value):
+    wrapped = layer(8)
+    wrapped.random_ltd_layer = Given()
+    with pytest.raises(ConfigError, match=rf"{name}: found shape .* for states of 2 x 32 tokens"):
+        wrapped(torch.zeros(2, LENGTH, HIDDEN), **{name: value})
 
 
 def test_a_recomputed_layer_drops_the_same_tokens():
@@ -311,6 +377,28 @@ def test_a_model_that_the_section_does_not_fit(single_rank):
         create(total_layer_num=5)
     with pytest.raises(ConfigError, match="found no layer of type LSTM in the model"):
         convert_to_random_ltd(Decoder(), nn.LSTM)
+
+
+def test_a_pipeline_is_refused(single_rank):
+    model = PipelineModule([Block() for _ in range(LAYERS)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam"},
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": section()}},
+    }
+    with pytest.raises(ConfigError, match=r"random_ltd\.enabled: found true with a PipelineModule"):
+        deepspeed.initialize(model=model, config=config)
+
+
+def test_an_engine_says_that_no_layer_drops(single_rank, lines):
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam"},
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": section()}},
+    }
+    engine = deepspeed.initialize(model=Decoder(), config=config)[0]
+    train(engine, 0, 1)
+    assert "random_ltd.enabled: found true, but no layer drops tokens; call convert_to_random_ltd" in str(lines)
 
 
 def test_a_module_without_an_engine_computes_all():

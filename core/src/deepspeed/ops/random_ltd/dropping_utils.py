@@ -29,19 +29,21 @@ def gpt_sample_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the tokens that the layers of a decoder keep, other ones in each layer and sample.
 
-    A causal mask of tokens in their order is that of so many first tokens, whichever they are.
+    A mask that all samples share is taken to be causal: of tokens in their order it is that of so many first tokens,
+    whichever they are. One of each sample's own, which may hide padding, is that of the tokens chosen.
 
     Args:
-        attn_mask: [.., .., S, S]; None: the layer has its own.
+        attn_mask: [S, S], [1, S, S] or [1, heads, S, S], of all samples; [B, heads, S or 1, S] or [B, S], of each
+            sample's own, for one layer; None: the layer has its own.
 
     Returns:
-        the numbers of the tokens, int32 [L, B, R], rising in each row; the mask, [.., .., R, R], or None.
+        the numbers of the tokens, int32 [L, B, R], rising in each row; the mask, with R for S, or None.
 
     Raises:
-        ConfigError: more tokens are asked for than there are.
+        ConfigError: more tokens are asked for than there are, or the mask has another shape.
     """
     indices = _sample(reserved_length, seq_length, batch_size, layers, device)
-    return indices, None if attn_mask is None else attn_mask[..., :reserved_length, :reserved_length]
+    return indices, None if attn_mask is None else _of_decoder(attn_mask, indices, seq_length)
 
 
 def bert_sample_tokens(
@@ -73,6 +75,29 @@ def _sample(reserved: int, length: int, batch: int, layers: int, device: torch.d
     # by torch's generator of the device, which activation checkpointing sets back for the second forward
     chosen = torch.rand(layers, batch, length, device=device).argsort(dim=-1)[..., :reserved]
     return chosen.sort(dim=-1).values.to(torch.int32)
+
+
+def _of_decoder(mask: Tensor, indices: Tensor, length: int) -> Tensor:
+    """Return the mask of tokens [L, B, R], see `gpt_sample_tokens`."""
+    layers, batch, kept = indices.shape
+    shape, square = tuple(mask.shape), (length, length)
+    is_shared = shape[-2:] == square and len(shape) < 5 and all(size == 1 for size in shape[:-3])
+    is_shared &= len(shape) != 3 or shape[0] == 1
+    # that of one sample alone may be its own, and costs nothing to cut so; [S, S] of S samples stays that of all
+    is_own = shape in ((batch, length), (batch, *shape[1:2], 1, length), (batch, *shape[1:2], *square))
+    if is_shared and not (is_own and layers == 1 and len(shape) == 4):
+        return mask[..., :kept, :kept]
+    if not is_own:
+        raise ConfigError(
+            f"random_ltd: found an attention mask of shape {shape} for {batch} samples of {length} tokens; it has to "
+            "be tokens x tokens for all, or batch x heads x tokens (or 1) x tokens, or batch x tokens"
+        )
+    if layers > 1:
+        raise ConfigError(
+            f"random_ltd: asked for the tokens of {layers} layers with a mask of each sample's own, which is another "
+            "one in each layer; ask for one layer at a time"
+        )
+    return mask.gather(1, indices[0].long()) if len(shape) == 2 else _masked(mask, indices[0])
 
 
 def _masked(mask: Tensor, indices: Tensor) -> Tensor:
