@@ -272,7 +272,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd",
             W,
-            "And the section `data_efficiency.data_routing.random_ltd`. Not with tensor or sequence parallelism.",
+            "And the section `data_efficiency.data_routing.random_ltd`. Not with tensor or sequence parallelism, nor "
+            "with a `PipelineModule`.",
         ),
         (
             "deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop",

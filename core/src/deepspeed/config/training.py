@@ -99,10 +99,12 @@ class RandomLTDConfig(Section):
     enabled: Flag = key(False, "Let the layers that `convert_to_random_ltd` wraps drop tokens.")
     total_layer_num: Int | None = key(None, "Layers of the model.", ge=1)
     random_ltd_layer_num: Int | None = key(None, "Layers that drop tokens.", ge=1)
-    random_ltd_layer_id: list[int] | None = key(None, "Which of them, from 0; as many.")
+    random_ltd_layer_id: list[int] | None = key(None, "Their numbers, from 0: random_ltd_layer_num of them.")
     model_mask_name: str | None = key(None, "The argument of a layer that is the attention mask; null: it has none.")
-    model_type: Literal["decoder", "encoder"] = key("decoder", "A decoder's mask is the same for all samples.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = key("batch_seq_dim", "Of the states of a layer.")
+    model_type: Literal["decoder", "encoder"] = key("decoder", "Of a decoder a mask of all samples is causal.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = key(
+        "batch_seq_dim", "The order of the dimensions of the states that a layer is given."
+    )
     random_ltd_schedule: Free = key(
         dict, "min_value, max_value, schedule_type (fixed_linear), schedule_config: require_steps, seq_per_step."
     )
@@ -168,6 +170,10 @@ class DataEfficiencyConfig(Section):
     def asks_for_curriculum(self) -> bool:
         """Return whether every switch down to `curriculum_learning` is on."""
         return self.enabled and self.data_sampling.enabled and self.data_sampling.curriculum_learning.enabled
+
+    def asks_for_dynamic_batching(self) -> bool:
+        """Return whether every switch down to `dynamic_batching` is on."""
+        return self.enabled and self.data_sampling.enabled and self.data_sampling.dynamic_batching.enabled
 
     def asks_for_random_ltd(self) -> bool:
         """Return whether every switch down to `random_ltd` is on."""

@@ -7,24 +7,25 @@ most `max_tokens`; so many packs are a batch. Sources of the scaling: Goyal et a
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from deepspeed import comm
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
-from deepspeed.data.analyzer import DistributedDataAnalyzer
+from deepspeed.data.analyzer import DistributedDataAnalyzer, run_together
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
-from deepspeed.errors import ConfigError
-from deepspeed.log import announce
+from deepspeed.errors import CheckpointError, ConfigError, counted
+from deepspeed.log import announce, warn_once
+from deepspeed.optim.saved_values import check_schedule
 
 _SECTION = "data_efficiency.data_sampling.dynamic_batching"
 _ORDERS = ("dataloader", "random", "seqlen")
@@ -74,6 +75,12 @@ def batch_by_seqlens(
     lengths = [int(length) for length in seqlens]
     ids = range(len(lengths)) if sequence_ids_per_mb is None else map(int, sequence_ids_per_mb)
     order = list(ids)
+    if order and not 0 <= min(order) <= max(order) < len(lengths):
+        outside = next(each for each in order if not 0 <= each < len(lengths))
+        raise ConfigError(
+            f"{_SECTION}: sample {outside} is asked for, and there are lengths of {len(lengths)} (0 to "
+            f"{len(lengths) - 1}); give numbers of samples that have one"
+        )
     if sequence_picking_order == "random":
         random.Random(seed).shuffle(order)  # noqa: S311 - DeepSpeed's order
     elif sequence_picking_order == "seqlen":
@@ -97,7 +104,7 @@ def batch_by_seqlens(
     if num_batches == 0:
         raise ConfigError(
             f"{_SECTION}: found {len(packs)} packs of at most {max_tokens} tokens among {len(lengths)} samples; a "
-            f"batch is {effective_batch_size} packs, so give more samples, a smaller batch or fewer max_tokens"
+            f"batch is {effective_batch_size} packs, so give more samples, a smaller batch or a smaller max_tokens"
         )
     numbered = [(place // effective_batch_size, pack) for place, pack in enumerate(packs)]
     numbered = numbered[: num_batches * effective_batch_size]
@@ -129,13 +136,15 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: 
 class VariableBatchSizeLR:
     """Scales the learning rates of each batch by its size, on top of another schedule.
 
-    Called by the engine after each step, as other schedules are; `step(0)` begins again.
+    The engine calls `step` after each step, as with other schedules, and `skip_batch` after one that it skips, whose
+    batch is used up all the same; `step(0)` begins again.
 
     Args:
         lr_scheduler: the other one; None: the rates of `optimizer` stay.
         base_batch_size: the samples that these rates are meant for.
         batch_sizes: samples of each batch, in turn; after the last the first follows.
-        dataloader: which gives them; not needed.
+        dataloader: the loader that gives them; `load_state_dict` lets one of `dataloader_for_variable_batch_size` go
+            on with the next batch.
         last_epoch: the batch before the next one.
     """
 
@@ -181,6 +190,11 @@ class VariableBatchSizeLR:
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._scale()
 
+    def skip_batch(self) -> None:
+        """Move to the next batch, and leave the other schedule, which counts steps that are made."""
+        self.last_epoch += 1
+        self._scale()
+
     def _scale(self) -> None:
         self._set(self.get_lr())
 
@@ -201,15 +215,72 @@ class VariableBatchSizeLR:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Go on from `state_dict`, and let the next iteration of the loader begin with the batch that follows.
+
+        The sizes of the batches stay those of this run, whose loader gives them.
+
+        Raises:
+            CheckpointError: as `check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
         if self.base_lr_scheduler is not None and state_dict["base_lr_scheduler"] is not None:
             self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
-        self.base_batch_size = state_dict["base_batch_size"]
         self.lr_scaling_method = state_dict["lr_scaling_method"]
-        self.batch_sizes = list(state_dict["batch_sizes"])
         self.base_lrs = list(state_dict["base_lrs"])
         self.last_epoch = state_dict["last_epoch"]
         self._scale()
+        found, place = list(state_dict["batch_sizes"]), self.last_epoch % len(self.batch_sizes)
+        if found != self.batch_sizes:
+            warn_once(
+                f"{_SECTION}: found a checkpoint of {len(found)} batches of {sum(found)} samples, this run has "
+                f"{len(self.batch_sizes)} of {sum(self.batch_sizes)}, or others; it goes on with batch {place} of its "
+                "own. To go on with the samples that follow, keep the data set, max_tokens, seed and train_batch_size"
+            )
+        sampler = getattr(self.dataloader, "sampler", None)
+        if isinstance(sampler, _PlacesOfPacks):
+            sampler.begin_with_batch(place)
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Raise CheckpointError for what `load_state_dict` could not take; change nothing."""
+        for name in ("base_lr_scheduler", "lr_scaling_method", "batch_sizes", "base_lrs", "last_epoch"):
+            if not isinstance(state_dict, Mapping) or name not in state_dict:
+                raise CheckpointError(
+                    f"VariableBatchSizeLR: found no {name} in the saved state, so that another kind of schedule saved "
+                    "it; load another tag, or with load_lr_scheduler_states=False"
+                )
+        counts, rates, sizes = state_dict["last_epoch"], state_dict["base_lrs"], state_dict["batch_sizes"]
+        if not isinstance(counts, int) or counts < 0:
+            raise CheckpointError(f"VariableBatchSizeLR: found last_epoch {counts!r:.60}; load another tag")
+        for name, found in (("base_lrs", rates), ("batch_sizes", sizes)):
+            if not isinstance(found, list) or not all(isinstance(each, int | float) for each in found):
+                raise CheckpointError(f"VariableBatchSizeLR: found {name} {found!r:.60}; load another tag")
+        groups = len(self.optimizer.param_groups)
+        if len(rates) != groups:
+            raise CheckpointError(
+                f"VariableBatchSizeLR: found base_lrs {rates!r:.60}, for {counted(groups, 'param group')}; give the "
+                "optimizer as many groups, or load with load_lr_scheduler_states=False"
+            )
+        if self.base_lr_scheduler is not None and state_dict["base_lr_scheduler"] is not None:
+            check_schedule(self.base_lr_scheduler, state_dict["base_lr_scheduler"])
+
+
+class _PlacesOfPacks(Sampler[int]):
+    """Gives the places of a rank's packs in turn, once from a later batch on."""
+
+    def __init__(self, packs: Packs) -> None:
+        self._packs = packs
+        self._first = 0
+
+    def begin_with_batch(self, number: int) -> None:
+        """Let the next iteration begin with a batch."""
+        self._first = sum(batch < number for batch, _ in self._packs)
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __iter__(self) -> Iterator[int]:
+        first, self._first = self._first, 0
+        return iter(range(first, len(self._packs)))
 
 
 def lr_scheduler_for_variable_batch_size(
@@ -272,17 +343,19 @@ def dataloader_for_variable_batch_size(
                 samples.append(sample)
         return collate(samples)
 
+    places = _PlacesOfPacks(own)
     made_of = {
         "dataset": own,
         "batch_size": dataloader_batch_size,
         "pin_memory": dataloader_pin_memory,
-        "data_sampler": range(len(own)),
+        "data_sampler": places,
         "collate_fn": load,
         "num_local_io_workers": dataloader_num_workers,
     }
     loader: DataLoader[Any] = DataLoader(
         own,  # type: ignore[arg-type]
         batch_size=dataloader_batch_size,
+        sampler=places,
         collate_fn=load,
         num_workers=dataloader_num_workers,
         pin_memory=dataloader_pin_memory,
@@ -374,7 +447,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     """
     whole = parse_section(DataEfficiencyConfig, engine.data_efficiency_config(), "data_efficiency")
     sampling, section = whole.data_sampling, whole.data_sampling.dynamic_batching
-    if not (whole.enabled and sampling.enabled and section.enabled):
+    if not whole.asks_for_dynamic_batching():
         raise ConfigError(
             f"{_SECTION}.enabled: found false; switch on data_efficiency, data_sampling and dynamic_batching"
         )
@@ -428,7 +501,18 @@ def _lengths(
             save_path=folder,
             collate_fn=collate_fn,
         ).run_map_reduce()
-    lengths = np.array([each[0] for each in MMapIndexedDataset(path)], np.int64)
+    return run_together(lambda: _read_lengths(dataset, path), None)
+
+
+def _read_lengths(dataset: Any, path: str) -> np.ndarray:
+    found = MMapIndexedDataset(path)
+    if (found.sizes != 1).any():
+        first = int((found.sizes != 1).argmax())
+        raise ConfigError(
+            f"{_SECTION}.metrics_path: found {found.size(first)} lengths of sample {first} at {path}, which has to be "
+            "one; let batch_seqlens_fn compute them into another folder"
+        )
+    lengths = np.array([each[0] for each in found], np.int64)
     if len(lengths) != len(dataset):
         raise ConfigError(
             f"{_SECTION}.metrics_path: found the lengths of {len(lengths)} samples at {path}, the data set has "

@@ -182,6 +182,12 @@ def _initialize(
     if settings.log_level is not None:
         log.logger.setLevel(settings.log_level)
     settings.check_supported()
+    if training_data is not None and settings.data_efficiency.asks_for_dynamic_batching():
+        warn_once(
+            "data_efficiency.data_sampling.dynamic_batching.enabled: found true with training_data, whose loader has "
+            "batches of samples; for batches of tokens call "
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed with the engine, and use its loader"
+        )
     _refuse_wrapped(model, settings.zero_optimization.stage)
     warn_of_shared_memory(model, settings.zero_optimization.stage)
     if optimizer is not None:
@@ -508,6 +514,11 @@ def _create_step_schedules(
         raise ConfigError(
             "progressive_layer_drop.enabled: found true with a PipelineModule, whose layers take no arguments of a "
             "step; switch it off, or drop layers in the layers' own forward"
+        )
+    if drops_tokens and isinstance(module, PipelineModule):
+        raise ConfigError(
+            "data_efficiency.data_routing.random_ltd.enabled: found true with a PipelineModule, whose layers "
+            "convert_to_random_ltd does not reach; switch it off, or drop tokens in the layers' own forward"
         )
     from deepspeed.engine.step_schedules import StepSchedules  # late: few runs ask for it
 

@@ -404,7 +404,7 @@ class Training:
         )
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> StepStats:
-        """Judge the reduced gradients, update, forget. The learning rate moves only if the step is made."""
+        """Judge the reduced gradients, update, forget. The schedule moves only if the step is made."""
         sharding, precision = self.sharding, self.precision
         loss_scale = precision.loss_scaler.loss_scale
         if self._check is not None:
@@ -414,6 +414,8 @@ class Training:
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
                 self._step_schedule(lr_kwargs)
+            elif hasattr(self.lr_scheduler, "skip_batch"):  # one that follows the batches, of which this one is used up
+                self.lr_scheduler.skip_batch()
             sharding.gradients.zero_grad()
             precision.after_step(verdict)
         return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)

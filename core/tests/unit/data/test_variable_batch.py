@@ -9,7 +9,7 @@ from deepspeed.data.variable_batch import (
     get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed,
     scale_lr,
 )
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CheckpointError, ConfigError
 
 LENGTHS = [3, 5, 7, 2, 9, 12, 4, 4, 6, 1, 8, 30, 5]
 
@@ -65,6 +65,8 @@ def test_some_samples_alone():
     ("keys", "message"),
     [
         ({"sequence_picking_order": "longest"}, "sequence_picking_order: found 'longest'; choose one of 'dataloader'"),
+        ({"sequence_ids_per_mb": [3, 13]}, r"sample 13 is asked for, and there are lengths of 13 \(0 to 12\)"),
+        ({"sequence_ids_per_mb": [-1]}, "sample -1 is asked for"),
         ({"effective_batch_size": 9}, "found 5 packs of at most 15 tokens among 13 samples; a batch is 9 packs"),
     ],
 )
@@ -172,6 +174,45 @@ def test_another_schedule_goes_on_below():
     assert again.get_last_lr() == schedule.get_last_lr()
 
 
+def test_a_run_goes_on_with_the_batch_after_the_last():
+    loader, schedule = made(effective_batch_size=1)
+    whole = list(map(numbers, loader))
+    for _ in range(7):  # of batches of 5
+        schedule.step()
+    state = schedule.state_dict()
+    loader, again = made(effective_batch_size=1)
+    again.load_state_dict(state)
+    assert list(map(numbers, loader)) == whole[2:]
+    assert list(map(numbers, loader)) == whole
+    assert again.get_last_lr() == pytest.approx([0.1])
+    ranks = [made(rank, dataloader_num_replicas=2) for rank in range(2)]
+    for _, each in ranks:
+        each.load_state_dict({**state, "last_epoch": 3})
+    assert [list(map(numbers, loader)) for loader, _ in ranks] == [[[5]], [[6, 7, 8, 9]]]
+
+
+def test_batches_of_other_sizes_stay_those_of_this_run(lines):
+    _, former = made(effective_batch_size=1, max_batch_size=2)
+    former.step()
+    loader, schedule = made(effective_batch_size=1)
+    schedule.load_state_dict(former.state_dict())
+    assert (schedule.batch_sizes, schedule.last_epoch) == ([3, 2, 1, 4, 2], 1)
+    assert schedule.get_last_lr() == pytest.approx([0.2])
+    assert "found a checkpoint of 7 batches" in str(lines)
+
+
+def test_a_state_of_another_schedule_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    _, schedule = made(lr_scheduler_or_optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="found no base_lr_scheduler.* load_lr_scheduler_states=False"):
+        schedule.check_state_dict(torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"found base_lrs \[0.1, 0.2\], for 1 param group"):
+        schedule.check_state_dict({**schedule.state_dict(), "base_lrs": [0.1, 0.2]})
+    with pytest.raises(CheckpointError, match="found last_epoch 'x'"):
+        schedule.check_state_dict({**schedule.state_dict(), "last_epoch": "x"})
+    schedule.check_state_dict(schedule.state_dict())
+
+
 # ---- an engine ----------------------------------------------------------------------------------------------------
 
 
@@ -184,13 +225,14 @@ class Mean(torch.nn.Module):
         return (batch.float() * self.weight).mean()
 
 
-def create(folder, **keys):
+def create(folder, further=None, **keys):
     section = {"enabled": True, "max_tokens": 15, "metrics_path": str(folder), **keys}
     config = {
         "train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": section}},
+        **(further or {}),
     }
     engine = deepspeed.initialize(model=Mean(), config=config)[0]
     loader, schedule, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -215,6 +257,34 @@ def test_an_engine_trains_on_packs(single_rank, tmp_path):
     again, _ = create(tmp_path / "lengths")  # which are there by now
     again.load_checkpoint(str(tmp_path / "saved"))
     assert again.lr_scheduler.state_dict() == state
+
+
+def test_a_skipped_step_takes_its_batch_and_not_a_step_of_the_rates(single_rank, tmp_path):
+    """bf16 skips steps of gradients that are not finite, as fp16 does."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_type": "linear"}}
+    further = {"train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
+    further["scheduler"] = schedule
+    engine, loader = create(tmp_path, further)
+    found, base = [], []
+    for place, batch in enumerate(loader):
+        found.append(engine.get_lr()[0])
+        base += engine.lr_scheduler.base_lrs
+        engine.backward(engine(batch) * (float("inf") if place == 1 else 1.0))
+        engine.step()
+    assert engine.skipped_steps == 1
+    assert base[1] == base[2] < base[3] < base[4]
+    assert found == pytest.approx([rate * size for rate, size in zip(base, [3, 2, 1, 4, 2], strict=True)])
+
+
+def test_an_engine_says_who_makes_batches_of_tokens(single_rank, tmp_path, lines):
+    section = {"enabled": True, "max_tokens": 15, "metrics_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": section}},
+    }
+    deepspeed.initialize(model=Mean(), config=config, training_data=Samples())[0].destroy()
+    assert "dynamic_batching.enabled: found true with training_data, whose loader has batches of samples" in str(lines)
 
 
 def test_a_section_that_lacks_something(single_rank, tmp_path):
