@@ -106,6 +106,11 @@ OTHER_DEFAULTS = {
     "runtime.data_pipeline.data_sampling.data_analyzer:DistributedDataAnalyzer.__init__": {"device"},  # not needed
     "runtime.engine:DeepSpeedEngine.__init__": {"config"},
     "runtime.engine:DeepSpeedEngine.deepspeed_io": {"num_local_io_workers"},  # 0: the training process loads
+    # True there, and without effect
+    **{
+        f"runtime.fp16.onebit.{name}.__init__": {"bias_correction"}
+        for name in ("adam:OnebitAdam", "lamb:OnebitLamb", "zoadam:ZeroOneAdam")
+    },
 }
 
 

@@ -40,7 +40,8 @@ def wrong_headers_job():
         (header[:3], part.data()),
         (torch.tensor([-1, 2]), part.data()),
         (of_three, part.data()),
-        (torch.tensor([1, 400, 2, 0, 0, 2, 4]), part.data()),
+        (torch.tensor([1, 400, 2, part.rank, 0, 2, 4]), part.data()),
+        (torch.tensor([1, 4, 2, 1 - part.rank, 0, 2, 4]), part.data()),
         (header, torch.ones(1)),
     ):
         with pytest.raises(ConfigError) as error:
@@ -50,11 +51,12 @@ def wrong_headers_job():
 
 
 def test_a_header_that_does_not_fit_is_refused():
-    cut, negative, ranks, shape, part = run_ranks(2, wrong_headers_job)[0]
+    cut, negative, ranks, shape, other, part = run_ranks(2, wrong_headers_job)[0]
     assert "none of `to_meta`" in cut
     assert "none of `to_meta`" in negative
     assert "a header of 3 parts in a group of 2 ranks" in ranks
     assert "do not fit its shape [400]" in shape
+    assert "the header of rank 1 on rank 0" in other
     assert "a part of 1 elements on rank 0, but its header says 2" in part
 
 

@@ -80,6 +80,8 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
             the mask that was used.
         """
         if mask is not None:
+            if mask.numel() != self.in_features:
+                raise _unrelated(f"a layer of {self.in_features} inputs", f"a layer of {mask.numel()} outputs")
             self._prune_columns(mask, dim_reduction)
             return mask
         mask = self.get_mask("row").detach()
@@ -97,10 +99,7 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
     def _prune_columns(self, mask: Tensor, dim_reduction: bool) -> None:
         """Prune columns by the mask of the outputs that come in; of a convolution one output is several columns."""
         if self.in_features % mask.numel():
-            raise ConfigError(
-                f"related_modules: found a layer of {self.in_features} inputs after one of {mask.numel()} outputs; "
-                "name the layer that takes them"
-            )
+            raise _unrelated(f"a layer of {self.in_features} inputs", f"a layer of {mask.numel()} outputs")
         columns = mask.detach().flatten().repeat_interleave(self.in_features // mask.numel())
         if dim_reduction:
             self.weight = part_of(self.weight, kept_of(columns), 1)
@@ -132,10 +131,7 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
             self._disable("head")
             return mask
         if self.out_features % mask.numel():
-            raise ConfigError(
-                f"related_modules: found a projection of {self.out_features} outputs for {mask.numel()} heads; name "
-                "the projections whose outputs are those heads"
-            )
+            raise _unrelated(f"a projection of {self.out_features} outputs", f"{mask.numel()} heads")
         rows = mask.detach().flatten().repeat_interleave(self.out_features // mask.numel())
         if dim_reduction:
             self._keep_outputs(kept_of(rows))
@@ -285,6 +281,34 @@ class BNLayer_Compress(nn.BatchNorm2d):
         return result
 
 
+def check_related(layer: nn.Module, other: nn.Module, technique: str) -> None:
+    """Check that `other` takes what `layer` gives, so that it can lose what `layer` has lost.
+
+    Raises:
+        ConfigError: the sizes do not fit.
+    """
+    if technique == "head_pruning" and isinstance(layer, nn.Linear) and isinstance(other, nn.Linear):
+        if other.out_features != layer.in_features:  # fewer heads of keys and values, or all three in one
+            raise _unrelated(f"a projection of {other.out_features} outputs", f"heads of {layer.in_features} in all")
+    elif isinstance(layer, nn.Linear) and isinstance(other, nn.Linear):
+        if other.in_features != layer.out_features:
+            raise _unrelated(f"a layer of {other.in_features} inputs", f"a layer of {layer.out_features} outputs")
+    elif isinstance(layer, nn.Conv2d) and isinstance(other, nn.Conv2d):
+        if other.groups != 1 or other.in_channels != layer.out_channels:
+            found = f"a convolution of {other.in_channels} channels in {other.groups} groups"
+            raise _unrelated(found, f"a convolution of {layer.out_channels} channels, for one of one group")
+    elif isinstance(layer, nn.Conv2d) and isinstance(other, nn.BatchNorm2d):
+        if other.num_features != layer.out_channels:
+            found = f"a batch norm of {other.num_features} channels"
+            raise _unrelated(found, f"a convolution of {layer.out_channels}")
+    elif isinstance(layer, nn.Conv2d) and isinstance(other, nn.Linear) and other.in_features % layer.out_channels:
+        raise _unrelated(f"a layer of {other.in_features} inputs", f"a convolution of {layer.out_channels} channels")
+
+
+def _unrelated(found: str, after: str) -> ConfigError:
+    return ConfigError(f"related_modules: found {found} for {after}; name the layers that take or make just these")
+
+
 #: ordinary class -> the one that it becomes
 COMPRESSED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: LinearLayer_Compress,
@@ -318,11 +342,11 @@ def restored(layer: nn.Module) -> nn.Module:
 
 _KINDS = ("sparse", "row", "head", "channel")
 _OWN = {
-    *vars(CompressedLayer)["__annotations__"],
+    *CompressedLayer.__annotations__,
     *(f"{kind}_pruning_{what}" for kind in _KINDS for what in ("enabled", "method", "ratio")),
     *("tells_mask", "mask_of_forward", "pruned_before", "num_heads"),
     *("weight_quantization_enabled", "activation_quantization_enabled", "activation_quantization_bits"),
-    *("weight_quantize_num_groups", "activation_quantization_method", "_has_static_range"),
+    *("weight_quantize_num_groups", "activation_quantization_method", "has_static_range"),
 }
 
 complete(__name__)

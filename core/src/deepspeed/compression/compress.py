@@ -11,6 +11,7 @@ holds parts of names or regular expressions, and what comes k-th in `related_mod
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +23,24 @@ from deepspeed.compression.basic_layer import (
     BNLayer_Compress,
     Conv2dLayer_Compress,
     LinearLayer_Compress,
+    check_related,
     compressed,
     is_compressible,
     restored,
 )
 from deepspeed.compression.compressed_layer import CompressedLayer
-from deepspeed.compression.layer_reduction import inner_of, student_initialization
+from deepspeed.compression.layer_reduction import (
+    convert_conv1d_to_linear,
+    inner_of,
+    recursive_getattr,
+    recursive_setattr,
+    student_initialization,
+)
 from deepspeed.config.compression import CompressionConfig, compression_section, groups_of
 from deepspeed.config.read import ConfigSource, read_config
 from deepspeed.errors import ConfigError, counted
+from deepspeed.parallel.expert_params import is_moe_param
+from deepspeed.parallel.sharded_params import is_sharded
 
 __all__ = [
     "check_deepspeed_config",
@@ -127,8 +137,8 @@ def init_compression(
         student_initialization(inner, teacher_model, deepspeed_config)
     plan = planned(inner, section)
     layers = dict(inner.named_modules())
-    for item in plan:
-        _refuse_sharded("init_compression", item.name, layers[item.name])
+    _refuse_sharded("init_compression", inner)
+    _check(layers, plan)
     for item in plan:
         _enable(layers, item)
     return model
@@ -157,8 +167,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: ConfigSource, mpu: Any 
     plan = planned(inner, section)
     check_prepared(inner, plan)
     layers = dict(inner.named_modules())
-    for name in {name for item in plan for name in (item.name, *item.related)}:
-        _refuse_sharded("redundancy_clean", name, layers[name])
+    _refuse_sharded("redundancy_clean", inner)
+    for item in plan:
+        _refuse_unseen(item, layers[item.name])
     for item in plan:
         _fix(inner, layers, item)
     for name in {name for item in plan for name in (item.name, *item.related)}:
@@ -299,6 +310,44 @@ def _has(layer: CompressedLayer, technique: str) -> bool:
 # ---- preparing and cleaning one layer -------------------------------------------------------------------------------
 
 
+def _check(layers: Mapping[str, nn.Module], plan: Sequence[Planned]) -> None:
+    """Refuse what cannot be prepared or cleaned, before anything changes.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    holders = Counter(id(param) for layer in layers.values() for param in layer.parameters(recurse=False))
+    owners: dict[tuple[str, str], str] = {}
+    for item in plan:
+        layer = layers[item.name]
+        params = list(layer.parameters(recurse=False))
+        where = f"compression_training.{item.technique}: found {item.name!r}"
+        if any(map(is_moe_param, params)):
+            raise ConfigError(f"{where}, an expert that ranks divide, which is not compressed; leave it out of modules")
+        if item.technique != "activation_quantization" and any(holders[id(param)] > 1 for param in params):
+            raise ConfigError(
+                f"{where}, whose weight another module has too (a tied one), which would change with it; leave the "
+                "layer out of modules"
+            )
+        for name in item.related:
+            check_related(layer, layers[name], item.technique)
+            former = owners.setdefault((name, item.technique), item.name)
+            if former != item.name:
+                raise ConfigError(
+                    f"{where} and {former!r}, which both have {name!r} in related_modules; prune one of them"
+                )
+
+
+def _refuse_unseen(item: Planned, layer: nn.Module) -> None:
+    """Refuse a range of inputs that no training has seen, by which all of them would become 0."""
+    if item.technique == "activation_quantization" and isinstance(layer, CompressedLayer):
+        if layer.has_static_range and not layer.activation_quantizer.x_min_max.any():
+            raise ConfigError(
+                f"redundancy_clean: found {item.name!r}, whose inputs have no range yet (range_calibration "
+                f'"static"); train beyond schedule_offset ({item.shared.schedule_offset}), or use "dynamic"'
+            )
+
+
 def _enable(layers: Mapping[str, nn.Module], item: Planned) -> None:
     layer, shared, params = compressed(layers[item.name]), item.shared, item.params
     assert isinstance(layer, CompressedLayer)
@@ -397,16 +446,6 @@ def _count_heads(layers: Mapping[str, nn.Module], projections: Sequence[str], ma
 # ---- modules --------------------------------------------------------------------------------------------------------
 
 
-def recursive_getattr(model: nn.Module, module_name: str) -> nn.Module:
-    """Return a module by its name, with dots."""
-    return model.get_submodule(module_name)
-
-
-def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of that name, with dots."""
-    model.set_submodule(module_name, module)
-
-
 def module_replacement(
     model: nn.Module, module_name: str, compression_technique: Mapping[str, Any] | None = None, mpu: Any = None
 ) -> None:
@@ -431,30 +470,6 @@ def module_replacement(
     compressed(layer)
 
 
-def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Put a `torch.nn.Linear` in the place of each module of a class whose weight is its transpose.
-
-    Args:
-        convert_type: transformers' `Conv1D`, of GPT-2.
-
-    Returns:
-        the model, inside of which they were exchanged.
-    """
-    inner = inner_of(model)
-    for name, module in list(inner.named_modules()):
-        if not isinstance(module, convert_type):
-            continue
-        weight, bias = module.weight, getattr(module, "bias", None)
-        assert isinstance(weight, Tensor)
-        num_inputs, num_outputs = weight.shape
-        linear = nn.Linear(num_inputs, num_outputs, bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
-        if isinstance(bias, nn.Parameter):
-            linear.bias = bias
-        recursive_setattr(inner, name, linear.train(module.training))
-    return inner
-
-
 def _refuse_mpu(what: str, mpu: Any) -> None:
     if mpu is not None:
         raise ConfigError(
@@ -463,11 +478,13 @@ def _refuse_mpu(what: str, mpu: Any) -> None:
         )
 
 
-def _refuse_sharded(what: str, name: str, layer: nn.Module) -> None:
-    if any(param.numel() == 0 for param in layer.parameters(recurse=False)):
+def _refuse_sharded(what: str, model: nn.Module) -> None:
+    params = model.named_parameters()
+    name = next((name for name, param in params if is_sharded(param) or param.numel() == 0), None)
+    if name is not None:
         raise ConfigError(
-            f"{what}: found sharded weights in {name!r}, of zero.Init or ZeRO stage 3; prepare the model before "
-            "deepspeed.initialize and outside of zero.Init; to clean it, load the weights of "
+            f"{what}: found sharded weights, such as {name!r}, of zero.Init or ZeRO stage 3; prepare the model "
+            "before deepspeed.initialize and outside of zero.Init; to clean it, load the weights of "
             "engine.save_16bit_model or zero_to_fp32 into a model that init_compression made"
         )
 

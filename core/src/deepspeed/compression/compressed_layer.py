@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import prune
 
-from deepspeed.compression.quantizers import QuantAct, TopKBinarizer, WeightQuantizer, quantize_inputs
+from deepspeed.compression.quantizers import QuantAct, TopKBinarizer, WeightQuantizer, num_kept, quantize_inputs
 from deepspeed.errors import ConfigError
 
 #: kind of pruning -> the dims of the weight along which its scores differ; heads have a shape of their own
@@ -35,7 +35,7 @@ class CompressedLayer(nn.Module):
     activation_quantizer: QuantAct  # where the range is static
     activation_quantization_bits = 8
     activation_quantization_method = ""
-    _has_static_range = False
+    has_static_range = False
     sparse_pruning_enabled = False
     sparse_pruning_method = ""
     sparse_pruning_ratio = 1.0
@@ -58,10 +58,10 @@ class CompressedLayer(nn.Module):
 
         Args:
             start_bits, target_bits, quantization_period: from how many bits to how many; steps per bit.
-            weight_quantization_enabled_in_forward: either; the forward does it.
+            weight_quantization_enabled_in_forward: has no effect; the forward always does it.
             quantization_type: "symmetric" or "asymmetric".
             num_groups: scales of the weight; divides its elements.
-            stochastic, mixed_ratio: as `WeightQuantizer` has them.
+            stochastic, mixed_ratio: see `WeightQuantizer`.
 
         Raises:
             ConfigError: the values do not fit the weight or one another.
@@ -92,8 +92,8 @@ class CompressedLayer(nn.Module):
         """
         self.activation_quantization_bits = bits
         self.activation_quantization_method = quantization_type
-        self._has_static_range = range_calibration == "static"
-        if self._has_static_range:
+        self.has_static_range = range_calibration == "static"
+        if self.has_static_range:
             self.activation_quantizer = QuantAct(quant_mode=quantization_type).to(self.weight.device)
             self.activation_quantizer.train(self.training)
 
@@ -102,7 +102,7 @@ class CompressedLayer(nn.Module):
         assert self.weight_quantizer is not None
         self.weight_quantizer.finish()
         with torch.no_grad():
-            self.weight.copy_(self.weight_quantizer(self.weight))
+            self.weight.copy_(self.weight_quantizer(self.weight, trains=False))
         self.weight_quantizer, self.weight_quantization_enabled = None, False
 
     def enable_sparse_pruning(self, ratio: float, method: str) -> None:
@@ -147,7 +147,7 @@ class CompressedLayer(nn.Module):
         """Return the weight that the forward computes with."""
         weight = self.weight
         if self.weight_quantization_enabled and self.weight_quantizer is not None:
-            weight = self.weight_quantizer(weight)
+            weight = self.weight_quantizer(weight, trains=self.training)
         for kind in self.prunings:
             if getattr(self, f"{kind}_pruning_enabled"):
                 weight = self._masked(weight, kind, self.get_mask(kind))
@@ -167,10 +167,10 @@ class CompressedLayer(nn.Module):
         return weight * mask
 
     def _inputs(self, x: Tensor) -> Tensor:
-        if not self.activation_quantization_enabled:
+        if not self.activation_quantization_enabled or x.numel() == 0:
             return x
         bits = self.activation_quantization_bits
-        if self._has_static_range:
+        if self.has_static_range:
             rounded: Tensor = self.activation_quantizer(x, bits)
             return rounded
         return quantize_inputs(x, bits, self.activation_quantization_method == "symmetric", self._num_ranges(x))
@@ -185,8 +185,7 @@ class CompressedLayer(nn.Module):
             raise ConfigError(f"method: found {method!r}; choose 'l1' or 'topk'")
         scores = scores.detach().abs().clone()
         if method == "l1":
-            mask = TopKBinarizer.apply(scores, ratio, False) if kind == "head" else self._l1_mask(kind, ratio)
-            self.register_buffer(f"{kind}_pruning_mask", mask.bool())
+            self.register_buffer(f"{kind}_pruning_mask", self._l1_mask(kind, ratio).bool())
         else:
             setattr(self, _scores_of(kind), Parameter(scores))
         self.prunings = {**self.prunings, kind: (method, ratio)}
@@ -195,7 +194,8 @@ class CompressedLayer(nn.Module):
 
     def _l1_mask(self, kind: str, ratio: float) -> Tensor:
         weight = self.weight.detach()
-        amount = 1 - ratio
+        total = weight.numel() if kind == "sparse" else weight.shape[_ALONG[kind]]
+        amount = total - num_kept(total, ratio)
         if kind == "sparse":
             return prune.L1Unstructured(amount).compute_mask(weight, torch.ones_like(weight))
         ones = torch.ones_like(weight)

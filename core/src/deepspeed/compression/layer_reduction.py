@@ -84,3 +84,37 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
 def inner_of(model: nn.Module) -> nn.Module:
     """Return the model inside an engine or another wrapper, which has it as its only part."""
     return model.get_submodule("module") if [*model._modules] == ["module"] else model
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> nn.Module:
+    """Return a module by its name, with dots."""
+    return model.get_submodule(module_name)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of that name, with dots."""
+    model.set_submodule(module_name, module)
+
+
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Put a `torch.nn.Linear` in the place of each module of a class whose weight is its transpose.
+
+    Args:
+        convert_type: transformers' `Conv1D`, of GPT-2.
+
+    Returns:
+        the model, inside of which they were exchanged.
+    """
+    inner = inner_of(model)
+    for name, module in list(inner.named_modules()):
+        if not isinstance(module, convert_type):
+            continue
+        weight, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, Tensor)
+        num_inputs, num_outputs = weight.shape
+        linear = nn.Linear(num_inputs, num_outputs, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+        if isinstance(bias, nn.Parameter):
+            linear.bias = bias
+        recursive_setattr(inner, name, linear.train(module.training))
+    return inner

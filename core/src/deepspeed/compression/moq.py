@@ -32,12 +32,12 @@ class Quantizer:
     Args:
         q_groups: scales per parameter.
         q_mixed_fp16: mix the rounded value with the parameter's own, whose share falls by `q_change_ratio` a step.
-        q_change_ratio: see there.
+        q_change_ratio: by how much the share of the own value falls each step, with `q_mixed_fp16`.
         q_type: "symmetric" or 0; "asymmetric" or 1.
         q_rounding: "nearest" or 0; "stochastic" or 1.
         q_verbose: log when bits change.
         q_eigenvalue: whether periods follow eigenvalues; for the caller.
-        use_quantizer_kernel: either; the accelerator's kernel is used if it has one.
+        use_quantizer_kernel: has no effect; the accelerator's kernel is used if it has one.
         layer_num: layers that eigenvalues are of; for the caller.
     """
 
@@ -53,6 +53,12 @@ class Quantizer:
         use_quantizer_kernel: bool = False,
         layer_num: int = 0,
     ) -> None:
+        for name, value, known in (
+            ("q_type", q_type, (0, 1, "symmetric", "asymmetric")),
+            ("q_rounding", q_rounding, (0, 1, "nearest", "stochastic")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name}: found {value!r}; give one of {', '.join(map(repr, known))}")
         self.q_groups = q_groups
         self.q_mixed_fp16 = q_mixed_fp16
         self.q_change_ratio = q_change_ratio

@@ -186,27 +186,28 @@ class WeightQuantizer:
         """Move to the end of all schedules."""
         self.num_bits, self.share = self.target_bits, 1.0
 
-    def __call__(self, weight: Tensor) -> Tensor:
-        """Return the rounded weight; its gradient is the weight's."""
-        rounded = self._round(weight)
+    def __call__(self, weight: Tensor, *, trains: bool = True) -> Tensor:
+        """Return the rounded weight; its gradient is the weight's. Rounding at random is for training alone."""
+        rounded = self._round(weight, stochastic=self.stochastic and trains)
         return rounded if self.share == 1.0 else torch.lerp(weight, rounded, self.share)
 
-    def _round(self, weight: Tensor) -> Tensor:
+    def _round(self, weight: Tensor, *, stochastic: bool) -> Tensor:
         result: Tensor
         if self.num_bits < 3:
             kind = BinaryQuantizer if self.num_bits == 1 else TernaryQuantizer
             result = kind.apply(weight, self.num_bits, None, None, self.num_groups)
         else:
             many = SymQuantizer if self.symmetric else AsymQuantizer
-            result = many.apply(weight, self.num_bits, None, None, self.num_groups, self.stochastic)
+            result = many.apply(weight, self.num_bits, None, None, self.num_groups, stochastic)
         return result
 
 
 class QuantAct(nn.Module):
     """Rounds inputs within a range that training follows: range <- m range + (1 - m) (minimum, maximum).
 
-    The range is the buffer `x_min_max`, and so in checkpoints; it stays as it is in evaluation. Inputs beyond it are
-    cut, and get no gradient. Source: Jacob et al., arXiv 1712.05877, section 3.1.
+    The range is the buffer `x_min_max`, and so in checkpoints; it stays as it is in evaluation, and for inputs with an
+    infinity or NaN. Inputs beyond it are cut, and get no gradient; before there is a range they pass as they are.
+    Source: Jacob et al., arXiv 1712.05877, section 3.1.
 
     Args:
         act_range_momentum: m.
@@ -227,8 +228,11 @@ class QuantAct(nn.Module):
             with torch.no_grad():
                 seen = torch.stack(x.detach().aminmax()).to(self.x_min_max.dtype)
                 moved = self.act_range_momentum * self.x_min_max + (1 - self.act_range_momentum) * seen
-                # the first inputs are the range; a range of nothing would round all to 0
-                self.x_min_max.copy_(torch.where(self.x_min_max.any(), moved, seen))
+                # the first inputs are the range; an overflow is none, and would stay in it for good
+                moved = torch.where(self.x_min_max.any(), moved, seen)
+                self.x_min_max.copy_(torch.where(seen.isfinite().all(), moved, self.x_min_max))
+        if not self.x_min_max.any():  # no training has seen inputs: a range of nothing would round all to 0
+            return x
         low, high = self.x_min_max.float()
         if self.quant_mode == "symmetric":
             top = 2 ** (num_bits - 1) - 1

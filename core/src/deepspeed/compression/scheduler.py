@@ -77,6 +77,8 @@ class compression_scheduler:  # DeepSpeed's name
             return
         self._reached = num_steps
         for item, layer in self._plan:
+            if not isinstance(layer, CompressedLayer):  # `redundancy_clean` has made an ordinary one of it
+                continue
             is_on = num_steps >= item.shared.schedule_offset
             flag = f"{item.technique}_enabled"
             if is_on != getattr(layer, flag):  # only then: code that torch.compile made depends on it

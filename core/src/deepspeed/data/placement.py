@@ -4,12 +4,12 @@ The names are those of DeepSpeed's `runtime.utils` and `runtime.zero.utils`. Con
 named tuples, nested as they come; each function leaves what it is given as it is.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -27,7 +27,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
             return leaf
         return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(move, item)
+    return _mapped(move, item)
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
@@ -43,12 +43,12 @@ def apply_to_tensors_only(
     Args:
         warning_msg_fn: taken as DeepSpeed's; there is nothing to warn of, for no container is left out.
     """
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def get_tensor_bytes(item: Any) -> int:
     """Bytes of the elements of all tensors in `item`."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(item) if isinstance(leaf, Tensor))
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
@@ -56,8 +56,18 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
     Tensors are equal only in dtype, device and shape too.
     """
-    (leaves1, containers1), (leaves2, containers2) = tree_flatten(inputs1), tree_flatten(inputs2)
-    return containers1 == containers2 and all(map(_is_same, leaves1, leaves2))
+    if type(inputs1) is not type(inputs2):
+        return False
+    if isinstance(inputs1, Mapping):
+        same = compare_tensors_in_structures
+        return inputs1.keys() == inputs2.keys() and all(same(value, inputs2[key]) for key, value in inputs1.items())
+    if isinstance(inputs1, list | tuple):
+        pairs = zip(inputs1, inputs2, strict=False)
+        return len(inputs1) == len(inputs2) and all(compare_tensors_in_structures(*pair) for pair in pairs)
+    if isinstance(inputs1, Tensor):
+        is_alike = inputs1.dtype == inputs2.dtype and inputs1.device == inputs2.device
+        return is_alike and torch.equal(inputs1, inputs2)
+    return bool(inputs1 == inputs2)
 
 
 def isinstance_namedtuple(obj: object) -> bool:
@@ -65,7 +75,28 @@ def isinstance_namedtuple(obj: object) -> bool:
     return isinstance(obj, tuple) and hasattr(obj, "_asdict") and hasattr(obj, "_fields")
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
+def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
+    """`item` with `function(leaf)` in the place of each leaf; containers keep their class."""
+    if isinstance(item, Mapping):
+        values = {key: _mapped(function, value) for key, value in item.items()}
+        if type(item) is dict:
+            return values
+        made: Any = copy.copy(item)  # such as a BatchEncoding of transformers, whose constructor takes more
+        for key, value in values.items():
+            made[key] = value
+        return made
+    if isinstance_namedtuple(item):
+        return type(item)(*(_mapped(function, value) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(_mapped(function, value) for value in item)
+    return function(item)
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        item = list(item.values())
+    if isinstance(item, list | tuple):
+        for value in item:
+            yield from _leaves(value)
+    else:
+        yield item

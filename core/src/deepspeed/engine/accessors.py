@@ -249,7 +249,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
     "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
     "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],
-    "pipeline_parallelism": lambda engine: False,
+    "pipeline_parallelism": lambda engine: False,  # `PipelineEngine` has its own
     "progressive_layer_drop": lambda engine: engine._step_schedules and engine._step_schedules.layer_drop,
     "random_ltd_scheduler": lambda engine: engine._step_schedules and engine._step_schedules.random_ltd,
     "mpu": lambda engine: engine._arguments.get("mpu"),

@@ -56,6 +56,8 @@ class PipelineEngine(DeepSpeedEngine):
         **parts: as for `DeepSpeedEngine`.
     """
 
+    pipeline_parallelism = True
+
     def __init__(self, module: PipelineModule, *, pipeline: PipelineConfig, **parts: Any) -> None:
         super().__init__(module, **parts)
         mesh = self.mesh
@@ -149,6 +151,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise ConfigError(f"eval_batch: found num_micro_batches {num_micros}; give 1 or more")
         options = {"compute_loss": compute_loss, "reduce_output": reduce_output, "bcast_loss": bcast_loss}
         begin_use()
+        if self._step_schedules is not None:
+            self._step_schedules.arguments(trains=False)
         batch = self._take("eval_batch", data_iter, num_micros, options)
         schedule = self._schedule_of(num_micros, trains=False)
         keeps_outputs = return_logits or not compute_loss

@@ -120,6 +120,11 @@ class PartitionedTensor:
                 f"PartitionedTensor: found a header of {rest[0]} parts in a group of {self.num_parts} ranks; "
                 "use a group of as many ranks"
             )
+        if rest[1] != self.rank:
+            raise ConfigError(
+                f"PartitionedTensor: found the header of rank {rest[1]} on rank {self.rank}, whose part is another; "
+                "exchange parts between ranks of the same place"
+            )
         cuts = rest[2:]
         if cuts != even_cuts(torch.Size(shape).numel(), self.num_parts):
             raise ConfigError(f"PartitionedTensor: found the header {numbers}, whose cuts do not fit its shape {shape}")

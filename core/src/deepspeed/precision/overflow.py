@@ -1,6 +1,6 @@
 """`CheckOverflow`: whether a gradient of any rank has an infinity or a NaN. For training loops of one's own.
 
-The engine needs it not: the norm of all gradients says it too. It is DeepSpeed's class of `runtime.utils`.
+The engine does not need it: the norm of all gradients says it too. It is DeepSpeed's class of `runtime.utils`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -10,6 +10,7 @@ the accelerator. Nothing of this is imported, and no step does anything for it, 
 """
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def trace(
     `backward`, `backward_inner`, `backward_allreduce` and `step`, are ranges called `deepspeed.<phase>`.
 
     Args:
-        folder: is made; a file of an earlier trace is replaced.
+        folder: is made; this rank's file of an earlier trace is removed first.
         ranks: global ranks that record; None: all. For others the context does nothing and gives None.
         skip_steps: steps before the recording begins.
         num_steps: steps that are recorded; None: until the context ends.
@@ -69,7 +70,8 @@ def trace(
         return
     path = Path(folder) / f"rank{rank}.pt.trace.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("ab").close()  # a folder that cannot be written is known now, not after the steps
+    with tempfile.TemporaryFile(dir=path.parent):  # a folder that cannot be written is known now, not after the steps
+        path.unlink(missing_ok=True)
     written: list[Path] = []
 
     def write(profile: torch.profiler.profile) -> None:
@@ -95,7 +97,6 @@ def trace(
     with name_phases(_profiler_range, profile.step), _allocator_history(path, is_wanted=memory), profile:
         yield profile
     if not written:
-        path.unlink()
         warn_once(
             f"trace: no step was recorded, for skip_steps is {skip_steps} and the context ended before; give less",
             (-1,),
@@ -137,6 +138,6 @@ def _allocator_history(path: Path, *, is_wanted: bool) -> Iterator[None]:
     module._record_memory_history()
     try:
         yield
+    finally:  # an allocation that failed is what people look for
         module._dump_snapshot(str(path.with_name(f"{path.name.partition('.')[0]}.memory.pickle")))
-    finally:
         module._record_memory_history(enabled=None)

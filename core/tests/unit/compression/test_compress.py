@@ -298,5 +298,94 @@ def test_what_was_not_prepared_is_not_scheduled_or_cleaned():
 def test_sharded_weights_are_refused():
     model, _ = make()
     model[0].up.weight = nn.Parameter(torch.empty(0))
-    with pytest.raises(ConfigError, match=r"init_compression: found sharded weights in '0.up'"):
+    with pytest.raises(ConfigError, match=r"init_compression: found sharded weights, such as '0.up.weight'"):
         init_compression(model, config(ROWS))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def test_a_tied_weight_is_refused():
+    """Else zeros of the head would be zeros of the embedding, in the cleaned model alone."""
+    model = Tied()
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(ConfigError, match=r"sparse_pruning: found 'head', whose weight another module has too"):
+        init_compression(model, config(technique("sparse_pruning", {"dense_ratio": 0.5}, ["*"], method="l1")))
+    assert type(model.middle) is nn.Linear
+    assert torch.equal(model.embed.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            technique("row_pruning", {"dense_ratio": 0.5}, ["up"], [["dense"]], method="l1"),
+            "8 inputs for a layer of 32",
+        ),
+        (
+            technique("head_pruning", {"dense_ratio": 0.5}, ["dense"], [["up"]], num_heads=4),
+            "32 outputs for heads of 8",
+        ),
+        (
+            technique("row_pruning", {"dense_ratio": 0.5}, ["query", "key"], [["up"], ["up"]], method="l1"),
+            "'key' and 'query', which both have 'up' in related_modules",
+        ),
+    ],
+)
+def test_related_modules_that_do_not_fit_are_refused_before_training(asked, message):
+    model = Block()
+    with pytest.raises(ConfigError, match=message):
+        init_compression(model, config(asked))
+    assert type(model.up) is nn.Linear
+
+
+def test_a_range_that_no_training_has_seen_rounds_nothing():
+    static = technique("activation_quantization", {"bits": 8}, ["up"], range_calibration="static")
+    asked, x = config(static), torch.randn(2, 3, 8)
+    model = Block().eval()
+    wanted = model(x)
+    compression_scheduler(init_compression(model, asked), asked["compression_training"])
+    assert torch.equal(model(x), wanted)
+    with pytest.raises(ConfigError, match="found 'up', whose inputs have no range yet"):
+        redundancy_clean(model, asked)
+    model.train()(x)
+    redundancy_clean(model.eval(), asked)
+    torch.testing.assert_close(model(x), wanted, rtol=0.1, atol=0.1)
+
+
+def test_an_overflow_leaves_the_range_as_it_is():
+    static = technique("activation_quantization", {"bits": 8}, ["up"], range_calibration="static")
+    model = init_compression(Block(), config(static))
+    compression_scheduler(model, config(static)["compression_training"])
+    model.up(torch.ones(2, 8))
+    before = model.up.activation_quantizer.x_min_max.clone()
+    model.up(torch.full((2, 8), torch.inf))
+    assert torch.equal(model.up.activation_quantizer.x_min_max, before)
+
+
+def test_no_input_at_all():
+    static = technique("activation_quantization", {"bits": 8}, ["up"], range_calibration="dynamic")
+    model = init_compression(Block(), config(static))
+    compression_scheduler(model, config(static)["compression_training"])
+    assert model.up(torch.empty(0, 8)).shape == (0, 32)
+
+
+def test_something_is_left_of_a_layer():
+    model = init_compression(Block(), config(technique("row_pruning", {"dense_ratio": 0.01}, ["up"], method="l1")))
+    assert int(model.up.get_mask("row").sum()) == 1
+
+
+def test_the_scheduler_passes_layers_that_were_cleaned():
+    model = init_compression(Block(), config(ROWS))
+    steps = iter(range(3))
+    scheduler = compression_scheduler(model, config(ROWS)["compression_training"], num_steps=lambda: next(steps))
+    redundancy_clean(model, config(ROWS))
+    scheduler.check_all_modules()
+    assert type(model.up) is nn.Linear

@@ -1,6 +1,6 @@
 """Nested batches: their tensors are moved, changed, measured and compared; everything else is left alone."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -64,3 +64,23 @@ def test_bytes_of_all_tensors():
 )
 def test_structures_are_compared_place_by_place(other, is_same):
     assert compare_tensors_in_structures({"a": torch.ones(2), "b": [1]}, other) is is_same
+
+
+class Batch(dict):
+    """As libraries derive them; transformers' is a UserDict."""
+
+
+def test_containers_of_other_classes_are_containers_too():
+    batch = Batch(ids=torch.ones(2))
+    user = UserDict(ids=torch.ones(2))
+    assert get_tensor_bytes([batch, user]) == 16
+    for item in (batch, user):
+        moved = move_to_device(item, "meta")
+        assert type(moved) is type(item)
+        assert moved["ids"].device.type == "meta"
+        assert item["ids"].device.type == "cpu"
+
+
+def test_the_order_of_keys_is_nothing():
+    one, two = torch.ones(1), torch.ones(2)
+    assert compare_tensors_in_structures({"a": one, "b": two}, {"b": two, "a": one})

@@ -119,6 +119,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 def test_a_trace_without_a_step_leaves_no_file_and_says_so(engine, tmp_path, caplog):
+    (tmp_path / "rank0.pt.trace.json.gz").write_text("of an earlier trace")
     with deepspeed.profiling.trace(tmp_path, skip_steps=3, num_steps=1):
         make_step(engine)
     assert not list(tmp_path.iterdir())

@@ -223,7 +223,8 @@ def _is_transposed(linear: nn.Module) -> bool:
         return linear.transposed
     if isinstance(linear, RowParallelLinear):
         return linear.transposed
-    if isinstance(linear, nn.Linear) and not isinstance(linear, StoredLayer):
+    is_plain = type(linear).forward is nn.Linear.forward  # one that compresses itself is not, nor one of a user's own
+    if isinstance(linear, nn.Linear) and is_plain and not isinstance(linear, StoredLayer):
         return False
     if type(linear).__name__ == "Conv1D" and hasattr(linear, "nf"):
         return True
