@@ -584,6 +584,40 @@ def test_a_run_of_adam_goes_on_in_one_bit(source, target, tmp_path):
         assert losses[-1] < 3
 
 
+def options_job(folder):
+    """Adam's bias correction, and a mask that this run's groups have."""
+    first = make_engine(model(), 0, optimizer={"type": "Adam", "params": {"lr": LR}})
+    train(first, range(3))
+    first.save_checkpoint(folder, tag="adam")
+    first.destroy()
+    found = []
+    for mask in (torch.ones(()), torch.zeros(())):
+        net = model()
+        optimizer = one_bit.OnebitAdam([{"params": list(net.parameters()), "exp_avg_mask": mask}], freeze_step=3)
+        engine = make_engine(net, 0, arguments={"optimizer": optimizer})
+        engine.load_checkpoint(folder, tag="one" if found else "adam")
+        (group,) = optimizer.param_groups
+        found.append((group["bias_correction"], group["exp_avg_mask"].item(), group["lr"]))
+        train(engine, range(3, 5))
+        engine.save_checkpoint(folder, tag="one")
+        engine.destroy()
+    return found
+
+
+def test_a_load_leaves_the_mask_and_the_correction_as_this_run_has_them(tmp_path):
+    assert run_ranks(2, options_job, str(tmp_path)) == [[(False, 1.0, LR), (False, 0.0, LR)]] * 2
+
+
+def other_phases_job():
+    kind, keys = "ZeroOneAdam", {"local_step_clipper": 2 + dist.get_rank()}
+    with pytest.raises(ConfigError, match="the optimizer's settings.*local_step_clipper"):
+        create(kind, extra=keys)
+
+
+def test_ranks_that_would_meet_at_other_times_are_refused():
+    run_ranks(2, other_phases_job)
+
+
 # ----- pipelines -----------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,10 @@ class OneBitOptimizer(ReferenceOptimizer):
     keeps_gradients = False
     #: those that train together; None: this process alone
     ranks: GroupBackend | None = None
+    #: options of groups that a load leaves as this run's configuration has them
+    kept_options = frozenset({"exp_avg_mask", "bias_correction"})
+    #: attributes by which ranks agree on what they send
+    phase_options: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -47,6 +51,21 @@ class OneBitOptimizer(ReferenceOptimizer):
         """Train together with other ranks from now on; called by an engine, on all of them."""
         self.ranks = ranks
         self.rounding = {}
+
+    @property
+    def phase_settings(self) -> dict[str, int]:
+        """The values of `phase_options`, by name; an engine compares them on the ranks."""
+        return {name: getattr(self, name) for name in self.phase_options}
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the update that is being made leaves the second moments as they are, and so do all later ones."""
+        raise NotImplementedError(f"{type(self).__name__} must write is_frozen")
+
+    def past_variances(self, step: int) -> int:
+        """Return how often the second moment of a parameter was updated in its first `step` updates, as far as that
+        follows from numbers: for states of other optimizers, which do not count."""
+        raise NotImplementedError(f"{type(self).__name__} must write past_variances")
 
     def begin_phase(self) -> None:
         """Set `keeps_gradients`, on all ranks alike. Called when a backward begins."""
@@ -72,6 +91,8 @@ class OneBitOptimizer(ReferenceOptimizer):
                 own.worker.copy_(errors[0])
                 own.server.copy_(errors[1])
         self.begin_phase()
+        for state in filter(None, self.state.values()):
+            self._count_variances(state)
         trained = [param for param in saved if self.state.get(param)]
         lacking = sum(param not in self.rounding for param in trained)
         if world_size > 1 and self.keeps_gradients and lacking:
@@ -85,6 +106,42 @@ class OneBitOptimizer(ReferenceOptimizer):
     def num_updates(self) -> int:
         """Updates so far, of the parameter that has the most."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+
+    def trained(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Return those of `params` that can be updated. In the second phase a parameter whose second moment was never
+        updated has no scale for its steps: it is left out, and a warning says so once."""
+        if not self.is_frozen:
+            return params
+        known = [param for param in params if self.state.get(param) and self._count_variances(self.state[param])]
+        if len(known) < len(params):
+            index = next((number for number, each in enumerate(self.param_groups) if each is group), 0)
+            shapes = sorted({tuple(param.shape) for param in params} - {tuple(param.shape) for param in known})
+            warn_once(
+                f"{type(self).__name__}: found {counted(len(params) - len(known), 'parameter')} of "
+                f"param_groups[{index}] (shapes: {', '.join(map(str, shapes)) or 'as of others'}) whose first gradient "
+                f"came after {self.phase_options[0]} {getattr(self, self.phase_options[0])}, when second moments stay "
+                "as they are: without one a parameter cannot be trained, and keeps its values. Train it from before "
+                f"then, or raise {self.phase_options[0]}"
+            )
+        return known
+
+    def _count_variances(self, state: dict[str, Any]) -> int:
+        """Return the updates of the second moment that a state counts; have it count them."""
+        if "variance_step" not in state:
+            state["variance_step"] = new_step_count() + self.past_variances(int(state["step"]))
+        return int(state["variance_step"])
+
+    def moments_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        """Return the states of parameters that are about to be updated: their moments, zero at first, and the count of
+        updates with this one."""
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                state["step"], state["variance_step"] = new_step_count(), new_step_count()
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            self._count_variances(state)
+            state["step"] += 1
+        return states
 
     def average(self, params: list[Tensor], values: list[Tensor]) -> None:
         """Replace `values`, one for each parameter, by their average over the ranks, in one bit per element. A
@@ -107,22 +164,28 @@ class OnebitAdam(OneBitOptimizer):
                   v <- b2 * v + (1 - b2) * g^2
         t > T     m <- A(b1 * m + (1 - b1) * g)     g this rank's own; v stays
         p <- p * (1 - lr * wd) - lr * (m / c1) / (sqrt(v / c2) + eps)
-        c1 = c2 = 1; with bias_correction 1 - b1^t and 1 - b2^min(t, T)
+        c1 = c2 = 1; with bias_correction 1 - b1^n and 1 - b2^k, of the n updates that p has had, and the k of its v
+
+    State of a parameter: `step` (n), `variance_step` (k), `exp_avg` (m), `exp_avg_sq` (v).
 
     Made by the factory for "OneBitAdam", or by users. An element that had no gradient in the first phase has v = 0 and
-    no scale for its update: it stays as it is in the second, and its momentum is zero.
+    no scale for its update: its momentum is zero in the second. A whole parameter whose first gradient comes in the
+    second phase keeps its values, without decay, and a warning says so.
 
     Args:
         params: parameters, or param groups. A group may have `exp_avg_mask`, a tensor of 0 and 1 in the shape of its
             parameters: where it is 0 the momentum is zero, as for parameters that never have a gradient.
         deepspeed: accepted as in DeepSpeed, and without effect: an engine joins by itself.
-        freeze_step: updates of the first phase. With fewer than the learning rate needs to warm up v is too small.
+        freeze_step: updates of the first phase, at least 1. With fewer than the learning rate needs to warm up v is too
+            small.
         bias_correction: Adam's. DeepSpeed has it in the signature, as true, and makes none; that is the default here.
         eps_inside_sqrt: sqrt(v / c2 + eps) in place of sqrt(v / c2) + eps.
         weight_decay: decoupled.
 
     Raises ConfigError for a value out of range, for `amsgrad=True`, which 1-bit Adam has not, and for `max_grad_norm`.
     """
+
+    phase_options = ("freeze_step",)
 
     def __init__(
         self,
@@ -155,8 +218,18 @@ class OnebitAdam(OneBitOptimizer):
     def begin_phase(self) -> None:
         self.keeps_gradients = self.num_updates >= self.freeze_step
 
+    @property
+    def is_frozen(self) -> bool:
+        return self.keeps_gradients
+
+    def past_variances(self, step: int) -> int:
+        return min(step, self.freeze_step)
+
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = moments_of(self, params)
+        params = self.trained(params, group)
+        if not params:
+            return
+        states = self.moments_of(params)
         beta1, beta2 = group["betas"]
         grads = dense_gradients(params, type(self).__name__)
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -165,22 +238,17 @@ class OnebitAdam(OneBitOptimizer):
             self.average(params, firsts)
             mask_momentum(firsts, seconds, group)
         else:
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
-        counts = [int(state["step"]) for state in states]
-        step_by_moments(params, firsts, seconds, counts, [min(count, self.freeze_step) for count in counts], group)
+            update_variances(states, grads, beta2)
+        step_by_moments(params, states, group)
 
 
-def moments_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
-    """The states of parameters that are about to be updated: their moments, zero at first, and the count of updates
-    with this one."""
-    states = [optimizer.state[param] for param in params]
-    for param, state in zip(params, states, strict=True):
-        if not state:
-            state["step"] = new_step_count()
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        state["step"] += 1
-    return states
+def update_variances(states: list[dict[str, Any]], grads: list[Tensor], beta2: float) -> None:
+    """Add gradients to the second moments, and count that."""
+    seconds = [state["exp_avg_sq"] for state in states]
+    torch._foreach_mul_(seconds, beta2)
+    torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+    for state in states:
+        state["variance_step"] += 1
 
 
 def dense_gradients(params: list[Tensor], name: str) -> list[Tensor]:
@@ -203,25 +271,21 @@ def mask_momentum(firsts: list[Tensor], seconds: list[Tensor], group: dict[str, 
             first.mul_(mask.to(first))
 
 
-def step_by_moments(
-    params: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-    first_counts: list[int],
-    second_counts: list[int],
-    group: dict[str, Any],
-) -> None:
-    """Update `params` by Adam's formula, as `OnebitAdam` states it.
-
-    Args:
-        first_counts, second_counts: updates that a moment of each has had, for the bias correction.
-    """
+def step_by_moments(params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
+    """Update `params` by Adam's formula, as `OnebitAdam` states it."""
     (beta1, _), lr, corrects = group["betas"], float(group["lr"]), group["bias_correction"]
-    steps = torch._foreach_div(firsts, adam_roots(seconds, second_counts, group))
-    torch._foreach_mul_(steps, [lr / (1 - beta1**count) if corrects else lr for count in first_counts])
+    steps = torch._foreach_div([state["exp_avg"] for state in states], roots_of(states, group))
+    torch._foreach_mul_(steps, [lr / (1 - beta1 ** int(state["step"])) if corrects else lr for state in states])
     if group["weight_decay"] != 0:
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
     torch._foreach_sub_(params, steps)
+
+
+def roots_of(states: list[dict[str, Any]], group: dict[str, Any]) -> list[Tensor]:
+    """Return `adam_roots` of states that count the updates of their second moments."""
+    return adam_roots(
+        [state["exp_avg_sq"] for state in states], [int(state["variance_step"]) for state in states], group
+    )
 
 
 def adam_roots(seconds: list[Tensor], counts: list[int], group: dict[str, Any]) -> list[Tensor]:
@@ -251,12 +315,12 @@ def refuse_not_here(name: str, *, amsgrad: bool, max_grad_norm: float) -> None:
         )
 
 
-def checked_count(name: str, value: Any, least: int = 0) -> int:
-    """`value`, an integer of at least `least`.
+def checked_count(name: str, value: Any) -> int:
+    """`value`, an integer of at least 1.
 
     Raises:
         ConfigError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: found {value!r}, but it must be an integer of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: found {value!r}, but it must be an integer of at least 1")
     return value

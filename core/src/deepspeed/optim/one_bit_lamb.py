@@ -15,8 +15,9 @@ from deepspeed.optim.one_bit import (
     checked_count,
     dense_gradients,
     mask_momentum,
-    moments_of,
     refuse_not_here,
+    roots_of,
+    update_variances,
 )
 
 
@@ -39,8 +40,8 @@ class OnebitLamb(OneBitOptimizer):
                   r <- clamp r' to factor_min, factor_max, then to r * (1 -+ factor_threshold)     1 at first
                   p <- p - lr * r * k * u
 
-    Every parameter has a scale of its own in what is sent, so momenta need no common size. State: `step`, `exp_avg`
-    (m), `exp_avg_sq` (v), `exp_avg_sq_fresh` (f, in the second phase), `lamb_coeff_freeze` (k), `last_factor` (r).
+    Every parameter has a scale of its own in what is sent, so momenta need no common size. State: that of
+    `OnebitAdam`, and `exp_avg_sq_fresh` (f, in the second phase), `lamb_coeff_freeze` (k), `last_factor` (r).
 
     Args:
         params, deepspeed, freeze_step, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask`
@@ -52,6 +53,8 @@ class OnebitLamb(OneBitOptimizer):
 
     Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
     """
+
+    phase_options = ("freeze_step",)
 
     def __init__(
         self,
@@ -107,8 +110,18 @@ class OnebitLamb(OneBitOptimizer):
     def begin_phase(self) -> None:
         self.keeps_gradients = self.num_updates >= self.freeze_step
 
+    @property
+    def is_frozen(self) -> bool:
+        return self.keeps_gradients
+
+    def past_variances(self, step: int) -> int:
+        return min(step, self.freeze_step)
+
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = moments_of(self, params)
+        params = self.trained(params, group)
+        if not params:
+            return
+        states = self.moments_of(params)
         grads = dense_gradients(params, type(self).__name__)
         beta1, beta2 = group["betas"]
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -120,15 +133,12 @@ class OnebitLamb(OneBitOptimizer):
             mask_momentum(list(before), seconds, group)  # what a mask takes away is no gradient
             self._update_fresh(states, list(before), group)
         else:
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
-        counts = [int(state["step"]) for state in states]
-        roots = adam_roots(seconds, [min(count, self.freeze_step) for count in counts], group)
-        for param, state, root, count in zip(params, states, roots, counts, strict=True):
+            update_variances(states, grads, beta2)
+        for param, state, root in zip(params, states, roots_of(states, group), strict=True):
             first = state["exp_avg"]
             update = first / root
             if group["bias_correction"]:
-                update.div_(1 - beta1**count)
+                update.div_(1 - beta1 ** int(state["step"]))
             update.add_(param, alpha=group["weight_decay"])
             coeff = self._coeff(param, state, update, root, group)
             self._coeffs[param] = coeff

@@ -15,7 +15,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.optim.traits import _is_a, _loaded, _unwrapped
 
 _BY_PARAMETER = ("parameter_scalars", "parameter_states")  # dicts of states within a flat group's
-_COUNTERS = frozenset({"step"})  # some keep it in the state, some in the group, some not at all
+_COUNTERS = frozenset({"step", "variance_step"})  # some keep it in the state, some in the group, some not at all
 _SWITCHES = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 # written into groups by schedules and by optimizers that count there: they tell nothing of the kind
 _ADDED_LATER = frozenset({"step", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
@@ -160,7 +160,7 @@ def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[
         missing = kind.states - names if kind is not None and (names or _counts(state)) else frozenset()
         if missing:
             raise CheckpointError(
-                f"optimizer state: found states ({', '.join(sorted(names or _COUNTERS))}) without "
+                f"optimizer state: found states ({', '.join(sorted(names or {'step'}))}) without "
                 f"{', '.join(sorted(missing))}, which {type(_unwrapped(optimizer)).__name__} needs; load another tag, "
                 "or with load_optimizer_states=False"
             )

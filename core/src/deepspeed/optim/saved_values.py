@@ -30,7 +30,7 @@ _NOT_NEGATIVE = frozenset(
         "sum",
     }
 )
-_NUMBERS = frozenset({"step", "mu_product"})
+_NUMBERS = frozenset({"step", "variance_step", "mu_product"})
 #: options that are at least 0, and those that are also below 1
 _AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})
 _BELOW_1 = frozenset({"betas", "alpha", "rho"})

@@ -76,6 +76,18 @@ def averages_in_step(optimizer: Any) -> bool:
     return isinstance(_unwrapped(optimizer), tuple(_loaded(_AVERAGING)))
 
 
+def phase_settings(optimizer: Any) -> dict[str, int]:
+    """Return what such an optimizer has beside its groups that decides what its ranks send."""
+    settings: dict[str, int] = getattr(_unwrapped(optimizer), "phase_settings", {})
+    return settings
+
+
+def kept_options(optimizer: Any) -> frozenset[str]:
+    """Return the options of groups that a load leaves as this run has them."""
+    names: frozenset[str] = getattr(_unwrapped(optimizer), "kept_options", frozenset())
+    return names
+
+
 def takes_only_sparse(optimizer: Any) -> bool:
     """Whether the optimizer refuses dense gradients."""
     return isinstance(_unwrapped(optimizer), torch.optim.SparseAdam)

@@ -20,13 +20,13 @@ from deepspeed._absent_members import absent_members
 from deepspeed.ops.optimizer import check_options
 from deepspeed.optim.one_bit import (
     OneBitOptimizer,
-    adam_roots,
     checked_count,
     dense_gradients,
     mask_momentum,
-    moments_of,
     refuse_not_here,
+    roots_of,
     step_by_moments,
+    update_variances,
 )
 
 
@@ -110,7 +110,7 @@ class ZeroOneAdam(OneBitOptimizer):
                             s, u, L <- s, u, L * (1 - lr * wd);  u <- u + l * m;  L <- L + l
           ranks meet        m <- A(u / L);  p <- s - L * m / D;  s <- p;  u, L <- 0
 
-    c1 = c2 = 1, or with bias_correction as in Adam, of t and of the updates of v. Other than in the paper, v
+    c1 = c2 = 1, or with bias_correction as in Adam, of the updates that p and v have had. Other than in the paper, v
     is updated before the weights, as in Adam, and A is taken of momenta, not of momenta times learning rates, so that
     what is left to send does not change its size with the learning rate.
 
@@ -119,7 +119,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     Args:
         params, deepspeed, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask` of a group.
-        var_freeze_step: updates of the first phase.
+        var_freeze_step: updates of the first phase, at least 1.
         var_update_scaler: updates of v until the gap between them doubles.
         local_step_scaler: updates of the second phase until the interval between meetings doubles.
         local_step_clipper: the longest interval.
@@ -129,6 +129,8 @@ class ZeroOneAdam(OneBitOptimizer):
 
     #: the update that is being made, counted from 1
     _update = 1
+
+    phase_options = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 
     def __init__(
         self,
@@ -151,9 +153,9 @@ class ZeroOneAdam(OneBitOptimizer):
         check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
         refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
         self.var_freeze_step = checked_count("var_freeze_step", var_freeze_step)
-        self.var_update_scaler = checked_count("var_update_scaler", var_update_scaler, least=1)
-        self.local_step_scaler = checked_count("local_step_scaler", local_step_scaler, least=1)
-        self.local_step_clipper = checked_count("local_step_clipper", local_step_clipper, least=1)
+        self.var_update_scaler = checked_count("var_update_scaler", var_update_scaler)
+        self.local_step_scaler = checked_count("local_step_scaler", local_step_scaler)
+        self.local_step_clipper = checked_count("local_step_clipper", local_step_clipper)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -189,22 +191,23 @@ class ZeroOneAdam(OneBitOptimizer):
         return left
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = moments_of(self, params)
+        params = self.trained(params, group)
+        if not params:
+            return
+        states = self.moments_of(params)
         grads = dense_gradients(params, type(self).__name__)
         beta1, beta2 = group["betas"]
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(firsts, grads, 1 - beta1)
         if self._updates_variance:
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
+            update_variances(states, grads, beta2)
         elif self._update <= self.var_freeze_step or self._meets_always:
             self.average(params, firsts)
             mask_momentum(firsts, seconds, group)
         else:
-            self._step_locally(params, firsts, seconds, group)
+            self._step_locally(params, states, group)
             return
-        counts = [int(state["step"]) for state in states]
-        step_by_moments(params, firsts, seconds, counts, [self._num_variances] * len(params), group)
+        step_by_moments(params, states, group)
 
     @property
     def _meets_always(self) -> bool:
@@ -217,19 +220,20 @@ class ZeroOneAdam(OneBitOptimizer):
         return is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
 
     @property
-    def _num_variances(self) -> int:
-        last = min(self._update, self.var_freeze_step)
+    def is_frozen(self) -> bool:
+        return self._update > self.var_freeze_step
+
+    def past_variances(self, step: int) -> int:
+        last = min(self._update - 1, self.var_freeze_step)  # v is due by the updates of the optimizer
         return num_variances(last, self.var_update_scaler) if last > 0 else 0
 
-    def _step_locally(
-        self, params: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], group: dict[str, Any]
-    ) -> None:
+    def _step_locally(self, params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
         """An update of the second phase, and the meeting of the ranks where it is due."""
         (beta1, _), lr = group["betas"], float(group["lr"])
         keeps = 1 - lr * group["weight_decay"]
+        firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         mask_momentum(firsts, seconds, group)
-        roots = adam_roots(seconds, [self._num_variances] * len(params), group)
-        for param, first, root in zip(params, firsts, roots, strict=True):
+        for param, first, root in zip(params, firsts, roots_of(states, group), strict=True):
             if param not in self._local:
                 self._local[param] = _LocalSteps(param.clone(), torch.zeros_like(param))
             own, step = self._local[param], int(self.state[param]["step"])
@@ -248,7 +252,7 @@ class ZeroOneAdam(OneBitOptimizer):
         moved = [self._local.pop(param) for param in params]
         states = [self.state[param] for param in params]
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        roots = adam_roots(seconds, [self._num_variances] * len(params), group)
+        roots = roots_of(states, group)
         self._average_changed(params, moved)
         for first, own in zip(firsts, moved, strict=True):
             if own.weight > 0:

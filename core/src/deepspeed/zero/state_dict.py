@@ -32,6 +32,7 @@ from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
 from deepspeed.optim.saved_values import OF_PARAMETERS, check_options, check_state, master_dtype
+from deepspeed.optim.traits import kept_options
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.pending_tensor import PendingTensor
@@ -374,9 +375,10 @@ def load(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bo
 
 
 def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizer's groups the values of saved ones, but for their parameters."""
+    """Give the optimizer's groups the values of saved ones, but for their parameters and for what it keeps."""
+    left = {*OF_PARAMETERS, *kept_options(optimizer)}
     for param_group, values in zip(optimizer.param_groups, saved, strict=True):
-        param_group.update({name: value for name, value in values.items() if name not in OF_PARAMETERS})
+        param_group.update({name: value for name, value in values.items() if name not in left})
 
 
 def _restore_states(

@@ -23,6 +23,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.optimizer import KernelOptimizer
 from deepspeed.optim import takes_only_sparse
+from deepspeed.optim.traits import phase_settings
 from deepspeed.zero.layout import divide_into_units
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
@@ -251,7 +252,9 @@ class Units:
             "zero_optimization.stage": f"{self._stage.number}, offloaded: {self._placement.is_offloaded}",
             "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self.is_whole}",
             "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
-            "the optimizer's settings": "; ".join(map(settings_of, optimizer.param_groups if optimizer else ())),
+            "the optimizer's settings": "; ".join(
+                map(settings_of, [*optimizer.param_groups, phase_settings(optimizer)] if optimizer else ())
+            ),
             "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
             "reduce_bucket_size": str(options.bucket_numel),
             "gradient_predivide_factor": str(options.predivide_factor),

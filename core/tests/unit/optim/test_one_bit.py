@@ -127,6 +127,54 @@ def test_a_load_that_lacks_rounding_errors_of_a_parameter_says_so(monkeypatch):
     assert "of 2 ranks in what was loaded, for 1 of 2 trained parameters" in said[0]
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_first_trains_after_the_freeze_stays_and_is_named(cls, monkeypatch):
+    said = []
+    monkeypatch.setattr(one_bit, "warn_once", said.append)
+    key = "var_freeze_step" if cls is ZeroOneAdam else "freeze_step"
+    (first, _), optimizer = trained(cls, 2, **{key: 2}, weight_decay=0.1)
+    late = torch.ones(7, requires_grad=True)
+    optimizer.add_param_group({"params": [late]})
+    for number in range(2, 5):
+        step(optimizer, [first, late], number)
+    assert bool((late == 1).all())
+    assert late not in optimizer.state
+    assert f"param_groups[1] (shapes: (7,)) whose first gradient came after {key} 2" in said[0]
+
+
+@pytest.mark.parametrize("cls", [OnebitAdam, ZeroOneAdam])
+def test_the_bias_is_that_of_the_updates_a_parameter_has_had(cls):
+    """Its moments are those of its own updates, so each of its steps with one gradient is lr."""
+    options = {"freeze_step": 4} if cls is OnebitAdam else {"var_freeze_step": 4, "local_step_clipper": 1}
+    every, rare = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = cls([every, rare], lr=0.05, bias_correction=True, eps=0.0, **options)
+    for number in range(10):
+        before = rare.detach().clone()
+        every.grad = torch.ones(3)
+        rare.grad = torch.ones(3) if number in (3, 6, 8) else None
+        optimizer.step()
+        if rare.grad is not None:
+            torch.testing.assert_close(before - rare, torch.full((3,), 0.05))
+    assert int(optimizer.state[rare]["variance_step"]) == 1
+    assert int(optimizer.state[rare]["step"]) == 3
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_that_do_not_count_variances_go_on_by_their_updates(cls):
+    key = "var_freeze_step" if cls is ZeroOneAdam else "freeze_step"
+    params, optimizer = trained(cls, 5, **{key: 3})
+    copies = [param.detach().clone().requires_grad_() for param in params]
+    other = cls(copies, lr=0.05, bias_correction=True, **{key: 3})
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        del state["variance_step"]
+    other.load_state_dict(saved)
+    for number in range(5, 8):
+        step(optimizer, params, number)
+        step(other, copies, number)
+    assert all(map(torch.equal, params, copies))
+
+
 def test_when_zero_one_adam_sends_what():
     assert [t for t in range(1, 20) if is_variance_due(t, 4)] == [1, 2, 3, 4, 5, 7, 9, 11, 13, 17]
     for scaler in (1, 3, 16):
@@ -168,7 +216,9 @@ def test_options_out_of_range_are_refused(cls, options, message):
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (OnebitAdam, {"freeze_step": 1.5}, "freeze_step: found 1.5, but it must be an integer of at least 0"),
+        (OnebitAdam, {"freeze_step": 1.5}, "freeze_step: found 1.5, but it must be an integer of at least 1"),
+        (OnebitAdam, {"freeze_step": 0}, "freeze_step: found 0"),
+        (ZeroOneAdam, {"var_freeze_step": 0}, "var_freeze_step: found 0"),
         (ZeroOneAdam, {"local_step_clipper": 0}, "local_step_clipper: found 0, .* at least 1"),
         (ZeroOneAdam, {"var_update_scaler": True}, "var_update_scaler: found True"),
         (OnebitLamb, {"factor_min": 5.0}, r"factor_min: found 5.0, but it must be in \[0, factor_max 4.0\]"),
