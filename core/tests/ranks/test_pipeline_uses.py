@@ -57,6 +57,7 @@ def samples(seed=0, count=100, dtype=torch.float32):
 def eval_job(interleave):
     keys = {"pipeline": {"schedule": "interleaved"}} if interleave > 1 else {}
     engine = create(mlp(interleave=interleave), **keys)
+    assert engine.pipeline_parallelism  # what `CheckOverflow` asks
     last = engine.is_last_stage()
     found = {
         "loss": engine.eval_batch(samples()).item(),
