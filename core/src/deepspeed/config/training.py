@@ -153,8 +153,10 @@ class DataSamplingConfig(Section):
 
     enabled: Flag = key(False, "Use the section.")
     num_epochs: Int = key(1000, "How often as many samples are drawn as there are, at most.", ge=1)
-    num_workers: Int = key(0, "Processes that load samples, for each rank.", ge=0)
-    pin_memory: Flag = key(False, "Load into page-locked memory.")
+    num_workers: Int = key(0, "Processes that load samples of a curriculum, for each rank.", ge=0)
+    pin_memory: Flag = key(
+        False, "Load samples of a curriculum into page-locked memory; where it is left out, `deepspeed_io` decides."
+    )
     curriculum_learning: CurriculumMetricsConfig = key(CurriculumMetricsConfig, "Curriculum by metrics of the samples.")
     dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig, "Batches by tokens.")
 

@@ -1,17 +1,18 @@
 """`CurriculumScheduler`: the difficulty of each step, of the older section `curriculum_learning` and of each metric of
-the newer one, in `data_efficiency`. It has DeepSpeed's name. `Metric` is one of the newer section's.
+the newer one, in `data_efficiency`. It has DeepSpeed's name. `Metric` and `Cluster` are the newer section's.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from deepspeed._absent_members import absent_members
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CheckpointError, ConfigError
 
 _KEYS = ("min_difficulty", "max_difficulty", "schedule_type")
 #: type -> what its `schedule_config` needs
@@ -21,6 +22,8 @@ _SCHEDULES = {
     "fixed_discrete": ("difficulty", "max_step"),
     "custom": (),
 }
+#: the state of a generator is as large in a checkpoint as the numbers of about so many samples
+_SAMPLES_OF_A_STATE = 16
 
 
 @absent_members("runtime.data_pipeline.curriculum_scheduler:CurriculumScheduler")
@@ -58,7 +61,13 @@ class CurriculumScheduler:
         for name in _KEYS:
             if name not in config:
                 raise ConfigError(f"{where}.{name}: found nothing; a curriculum needs {', '.join(_KEYS)}")
-        kind, options = config["schedule_type"], dict(config.get("schedule_config") or {})
+        kind, written = config["schedule_type"], config.get("schedule_config") or {}
+        if not isinstance(written, Mapping):
+            raise ConfigError(f"{where}.schedule_config: found {written!r}; give an object with the schedule's keys")
+        options = dict(written)
+        for name in ("min_difficulty", "max_difficulty"):
+            if not _is_number(config[name]):
+                raise ConfigError(f"{where}.{name}: found {config[name]!r}; give a number")
         if kind not in _SCHEDULES:
             raise ConfigError(
                 f"{where}.schedule_type: found {kind!r}; choose one of {', '.join(map(repr, _SCHEDULES))}"
@@ -136,12 +145,19 @@ class CurriculumScheduler:
         self.state = state
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_numbers(where: str, kind: str, options: Mapping[str, Any]) -> None:
     for name in set(options) & {"total_curriculum_step", "difficulty_step", "root_degree"}:
-        if not isinstance(options[name], int | float) or isinstance(options[name], bool) or not options[name] > 0:
+        if not _is_number(options[name]) or not options[name] > 0:
             raise ConfigError(f"{where}.{name}: found {options[name]!r}; give a number above 0")
     if kind == "fixed_discrete":
         levels, ends = options["difficulty"], options["max_step"]
+        for name in ("difficulty", "max_step"):
+            if not isinstance(options[name], list | tuple) or not all(map(_is_number, options[name])):
+                raise ConfigError(f"{where}.{name}: found {options[name]!r}; give a list of numbers")
         if not levels or len(ends) != len(levels) - 1 or list(ends) != sorted(ends):
             raise ConfigError(
                 f"{where}.max_step: found {ends} for difficulty {levels}; give rising steps, one for each difficulty "
@@ -195,10 +211,66 @@ def read_metric(where: str, written: Any) -> Metric:
         if not isinstance(written.get(key), str):
             raise ConfigError(f"{where}.{key}: found {written.get(key)!r}; give the path of files of the data analyzer")
     metric.samples = MMapIndexedDataset(written["index_to_sample_path"])
-    metric.values = np.array([value[0] for value in MMapIndexedDataset(written["index_to_metric_path"])])
+    rows = list(MMapIndexedDataset(written["index_to_metric_path"]))
+    if empty := [number for number, row in enumerate(rows) if not len(row)]:
+        raise ConfigError(f"{where}.index_to_metric_path: found an empty row {empty[0]}; run the data analyzer again")
+    metric.values = np.array([row[0] for row in rows])
     if not metric.is_percentile and len(metric.values) != len(metric.samples):
         raise ConfigError(
             f"{where}.index_to_sample_path: found {len(metric.samples)} groups of samples for {len(metric.values)} "
             "values; with difficulty_type 'value' give the index that is not merged into percentiles"
         )
     return metric
+
+
+@dataclass
+class Cluster:
+    """Samples that came in together, in the order in which they are drawn.
+
+    Args:
+        difficulties: of each metric, when they came in.
+        samples: their numbers, as they lie now.
+        shuffles: the state of the generator before each shuffle. With them a checkpoint needs no numbers of samples.
+        position: of the next one to be drawn.
+        order: the samples before the first of `shuffles`; None: as they came in. Kept once it is smaller than they are.
+    """
+
+    difficulties: dict[str, float]
+    samples: np.ndarray
+    shuffles: list[dict[str, Any]] = field(default_factory=list)
+    position: int = 0
+    order: list[int] | None = None
+
+    def shuffle(self, generator: np.random.Generator) -> None:
+        """Put the samples into another order, and begin at its first."""
+        if len(self.shuffles) * _SAMPLES_OF_A_STATE > len(self.samples):
+            self.order, self.shuffles = self.samples.tolist(), []
+        # another list, for states that were taken share the former one
+        self.shuffles = [*self.shuffles, copy.deepcopy(dict(generator.bit_generator.state))]
+        generator.shuffle(self.samples)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "difficulties": dict(self.difficulties),
+            "num_samples": len(self.samples),
+            "shuffles": self.shuffles,
+            "position": self.position,
+            "order": self.order,
+        }
+
+    def restore(self, saved: Mapping[str, Any], generator: np.random.Generator) -> None:
+        """Repeat the shuffles of a state, of as many samples as came in."""
+        order = saved.get("order")
+        if order is not None:
+            given = np.array(order)
+            if not np.array_equal(np.sort(given), np.sort(self.samples)):
+                raise CheckpointError(
+                    f"data_sampler: found an order of other samples than those up to {self.difficulties}; give the "
+                    "index files of the former run"
+                )
+            self.samples, self.order = given.astype(self.samples.dtype), list(order)
+        self.shuffles, self.position = list(saved["shuffles"]), int(saved["position"])
+        for state in self.shuffles:
+            generator.bit_generator.state = state
+            generator.shuffle(self.samples)

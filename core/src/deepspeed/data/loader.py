@@ -15,27 +15,39 @@ class RepeatingLoader:
     """Starts the wrapped loader again when it is exhausted.
 
     Raises:
-        ValueError: if the loader yields nothing.
+        ValueError: if the loader yields nothing, or nothing more when it is started again.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self._iterator = iter(loader)
         self._epoch = 0
+        self._has_given = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         try:
-            return next(self._iterator)
+            batch = next(self._iterator)
         except StopIteration:
             self._next_epoch()
             self._iterator = iter(self.loader)
             try:
-                return next(self._iterator)
+                batch = next(self._iterator)
             except StopIteration:
-                raise ValueError("RepeatingLoader: found a loader without a single batch") from None
+                raise ValueError(self._empty()) from None
+        self._has_given = True
+        return batch
+
+    def _empty(self) -> str:
+        if not self._has_given:
+            return "RepeatingLoader: found a loader without a single batch"
+        return (
+            "RepeatingLoader: found a loader that gives no more batches when it is started again; give one that does, "
+            "or stop before. One with a curriculum ends after data_efficiency.data_sampling.num_epochs: give a higher "
+            "number"
+        )
 
     def _next_epoch(self) -> None:
         loader = self.loader

@@ -6,7 +6,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,44 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from deepspeed._absent_members import absent_members
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
-from deepspeed.data.curriculum import read_metric
+from deepspeed.data.curriculum import Cluster, read_metric
 from deepspeed.data.indexed_dataset import find_fit_int_dtype
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import warn_once
 
 _SECTION = "data_efficiency.data_sampling.curriculum_learning"
-
-
-@dataclass
-class _Cluster:
-    """Samples that came in together, in the order in which they are drawn.
-
-    Args:
-        difficulties: of each metric, when they came in.
-        samples: their numbers, as they lie now.
-        shuffles: the state of the generator before each shuffle. With them a checkpoint needs no numbers of samples.
-        position: of the next one to be drawn.
-    """
-
-    difficulties: dict[str, float]
-    samples: np.ndarray
-    shuffles: list[dict[str, Any]] = field(default_factory=list)
-    position: int = 0
-
-    def shuffle(self, generator: np.random.Generator) -> None:
-        """Put the samples into another order, and begin at its first."""
-        self.shuffles.append(copy.deepcopy(dict(generator.bit_generator.state)))
-        generator.shuffle(self.samples)
-        self.position = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "difficulties": dict(self.difficulties),
-            "num_samples": len(self.samples),
-            "shuffles": list(self.shuffles),
-            "position": self.position,
-        }
 
 
 @dataclass
@@ -80,7 +49,7 @@ class DeepSpeedDataSampler:
         micro_batch_size: samples of a rank and micro-batch.
         data_parallel_group: not needed; ranks draw alike without a word.
         global_rank: not needed.
-        drop_last: leave out a last micro-batch that is short.
+        drop_last: not needed; no micro-batch is short.
 
     Raises:
         ConfigError: a key is missing or wrong, or an index file cannot be read.
@@ -103,11 +72,9 @@ class DeepSpeedDataSampler:
         sampling = data_efficiency_config.data_sampling
         self.one_epoch_total_samples = one_epoch_total_samples
         self.total_samples = one_epoch_total_samples * sampling.num_epochs
-        self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
-        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.global_batch_size = self.micro_batch_times_data_parallel_size * gradient_accumulation_steps
+        self._data_parallel_size = data_parallel_size
+        self._set_sizes(micro_batch_size, gradient_accumulation_steps)
         self.drop_last = drop_last
         self.np_rng = np.random.default_rng(data_efficiency_config.seed)
         self.batch: list[int] = []
@@ -120,11 +87,24 @@ class DeepSpeedDataSampler:
         }
         if not self._metrics:
             raise ConfigError(f"{_SECTION}.curriculum_metrics: found none; give one or more, each under its name")
-        self._clusters: list[_Cluster] = []
+        self._clusters: list[Cluster] = []
         self._num_yielded = 0  # micro-batches
         self._num_delivered: int | None = None
         self._drawn: deque[_Drawn] = deque()
         self.num_loads = 0  # of states; a loader begins its iteration again
+
+    def _set_sizes(self, micro_batch_size: int, num_steps: int) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_times_data_parallel_size = micro_batch_size * self._data_parallel_size
+        self.gradient_accumulation_steps = num_steps
+        self.global_batch_size = self.micro_batch_times_data_parallel_size * num_steps
+
+    def set_batch(self, micro_batch_size: int, num_steps: int) -> None:
+        """Draw batches of other sizes, after what is left of the present global batch."""
+        if (micro_batch_size, num_steps) != (self.micro_batch_size, self.gradient_accumulation_steps):
+            state = self.state_dict()  # of what was given; what workers drew in advance is drawn again
+            self._set_sizes(micro_batch_size, num_steps)
+            self.load_state_dict(state)
 
     def __len__(self) -> int:
         return self.total_samples
@@ -142,13 +122,12 @@ class DeepSpeedDataSampler:
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
         """Return where this rank's samples begin and end in a micro-batch of all ranks; in a short one, of so many."""
         whole = self.micro_batch_times_data_parallel_size if batch_len is None else batch_len
-        num_ranks = self.micro_batch_times_data_parallel_size // self.micro_batch_size
-        rank = self.data_parallel_rank
+        rank, num_ranks = self.data_parallel_rank, self._data_parallel_size
         return whole * rank // num_ranks, whole * (rank + 1) // num_ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = self.micro_batch_times_data_parallel_size
         while self.consumed_samples < self.total_samples:
+            size = self.micro_batch_times_data_parallel_size  # it may change meanwhile
             if len(self.batch) < size:
                 self.get_next_global_batch()
             given, self.batch = self.batch[:size], self.batch[size:]
@@ -174,11 +153,11 @@ class DeepSpeedDataSampler:
         """Let the samples come in that are within the difficulties for the first time; there may be none."""
         samples = self._new_samples(difficulties, self._clusters)
         if len(samples):
-            cluster = _Cluster(dict(difficulties), samples)
+            cluster = Cluster(dict(difficulties), samples)
             cluster.shuffle(self.np_rng)
             self._clusters.append(cluster)
 
-    def _new_samples(self, difficulties: Mapping[str, float], former: list[_Cluster]) -> np.ndarray:
+    def _new_samples(self, difficulties: Mapping[str, float], former: list[Cluster]) -> np.ndarray:
         """Return the samples within the difficulties that are in no former cluster."""
         found: np.ndarray | None = None
         for name, metric in self._metrics.items():
@@ -212,7 +191,7 @@ class DeepSpeedDataSampler:
         self.np_rng.shuffle(batch)
         return batch
 
-    def _take(self, cluster: _Cluster, count: int) -> list[int]:
+    def _take(self, cluster: Cluster, count: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count:
             if cluster.position == len(cluster.samples):
@@ -264,8 +243,12 @@ class DeepSpeedDataSampler:
         """Refuse what `load_state_dict` could not take.
 
         Raises:
-            CheckpointError: the state is of other metrics or other index files.
+            CheckpointError: the state is of other metrics or other index files, or damaged.
         """
+        self._check_keys(state_dict)
+        self._restored(state_dict)
+
+    def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
         if missing := [key for key in ("consumed_samples", "curriculum_step") if key not in state_dict]:
             raise CheckpointError(f"data_sampler: found a state without {', '.join(missing)}; load another checkpoint")
         metrics = state_dict.get("current_difficulties", {})
@@ -274,7 +257,6 @@ class DeepSpeedDataSampler:
                 f"data_sampler: found a state of the metrics {sorted(metrics)}, this run has {sorted(self._metrics)}; "
                 "give it the same curriculum_metrics"
             )
-        self._restored_clusters(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on after what had been delivered when `state_dict` was called.
@@ -283,11 +265,11 @@ class DeepSpeedDataSampler:
         in a new run.
 
         Raises:
-            CheckpointError: the state is of other metrics or other index files.
+            CheckpointError: the state is of other metrics or other index files, or damaged.
         """
-        self.check_state_dict(state_dict)
+        self._check_keys(state_dict)
+        self._clusters, generator = self._restored(state_dict)
         metrics = state_dict.get("current_difficulties", {})
-        self._clusters = self._restored_clusters(state_dict)
         self.batch = list(state_dict.get("batch", ()))
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum_step = int(state_dict["curriculum_step"])
@@ -295,7 +277,7 @@ class DeepSpeedDataSampler:
         for name, metric in self._metrics.items():
             metric.scheduler.set_current_difficulty(metrics.get(name, metric.scheduler.state["min_difficulty"]))
         if "clusters" in state_dict:
-            self.np_rng.bit_generator.state = state_dict["np_rng_state"]
+            self.np_rng = generator
         else:
             warn_once(
                 "data_sampler: found DeepSpeed's state, which has no generator; samples are drawn as in a new run"
@@ -308,23 +290,27 @@ class DeepSpeedDataSampler:
             self._drawn.append(_Drawn(0, self.batch, self._state()))
         self.num_loads += 1
 
-    def _restored_clusters(self, state_dict: Mapping[str, Any]) -> list[_Cluster]:
-        """Make the clusters of a checkpoint from the index files, and repeat their shuffles."""
+    def _restored(self, state_dict: Mapping[str, Any]) -> tuple[list[Cluster], np.random.Generator]:
+        """Make the clusters of a checkpoint from the index files, and a generator in its state, if it has one."""
         generator = np.random.default_rng()
-        clusters: list[_Cluster] = []
-        for saved in state_dict.get("clusters", ()):
-            samples = self._new_samples(saved["difficulties"], clusters)
-            if len(samples) != saved["num_samples"]:
-                raise CheckpointError(
-                    f"data_sampler: found {len(samples)} samples up to {saved['difficulties']} where the checkpoint "
-                    f"had {saved['num_samples']}; give the index files of the former run"
-                )
-            for state in saved["shuffles"]:
-                generator.bit_generator.state = state
-                generator.shuffle(samples)
-            shuffles = [dict(state) for state in saved["shuffles"]]
-            clusters.append(_Cluster(dict(saved["difficulties"]), samples, shuffles, int(saved["position"])))
-        return clusters
+        clusters: list[Cluster] = []
+        try:
+            for saved in state_dict.get("clusters", ()):
+                cluster = Cluster(dict(saved["difficulties"]), self._new_samples(saved["difficulties"], clusters))
+                if len(cluster.samples) != saved["num_samples"]:
+                    raise CheckpointError(
+                        f"data_sampler: found {len(cluster.samples)} samples up to {cluster.difficulties} where the "
+                        f"checkpoint had {saved['num_samples']}; give the index files of the former run"
+                    )
+                cluster.restore(saved, generator)
+                clusters.append(cluster)
+            if "clusters" in state_dict:
+                generator.bit_generator.state = state_dict["np_rng_state"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"data_sampler: found a damaged state ({type(error).__name__}: {error}); load another checkpoint"
+            ) from error
+        return clusters, generator
 
 
 class CurriculumLoader(DeepSpeedDataLoader):
@@ -366,7 +352,7 @@ class CurriculumLoader(DeepSpeedDataLoader):
         sampler.begin_delivery()
         num_loads = None
         while num_loads != sampler.num_loads:  # what workers have loaded for the former state is left
-            num_loads = sampler.num_loads
+            num_loads, self.batch_size = sampler.num_loads, sampler.micro_batch_size
             for batch in self.dataloader:
                 sampler.delivered()
                 process = self.post_process_func
@@ -408,7 +394,8 @@ class Curriculum:
         num_behind: Callable[[], int] | None = None,
     ) -> None:
         self._section = section
-        self._sizes = micro_batch_size, rank, num_replicas, None, num_steps, rank
+        self._sizes = micro_batch_size, num_steps
+        self._ranks = rank, num_replicas
         self._num_behind = num_behind
         self._dataset: Dataset[Any] | None = None
         self._pending: Mapping[str, Any] | None = None  # a state that was loaded before there was a sampler
@@ -418,11 +405,14 @@ class Curriculum:
         """Whether the samples of the dataset are drawn here: it is the training data, the first that was given."""
         return self._dataset is None or self._dataset is dataset
 
-    def loader(self, dataset: Dataset[Any], batch_size: int | None = None, **options: Any) -> CurriculumLoader:
+    def loader(
+        self, dataset: Dataset[Any], batch_size: int | None = None, *, can_pin: bool = False, **options: Any
+    ) -> CurriculumLoader:
         """Return a loader of the training data. All of them have one sampler: each goes on where another ended.
 
         Args:
             batch_size: None, or what the configuration says.
+            can_pin: whether there is page-locked memory, for the key `data_sampling.pin_memory`.
             options: further arguments of `CurriculumLoader`.
 
         Raises:
@@ -441,12 +431,24 @@ class Curriculum:
                 "one with __len__ and __getitem__, as the data analyzer had it"
             )
         if self.sampler is None:
-            sampler = DeepSpeedDataSampler(self._section, len(dataset), *self._sizes)
+            (micro_batch_size, num_steps), (rank, num_replicas) = self._sizes, self._ranks
+            sampler = DeepSpeedDataSampler(
+                self._section, len(dataset), micro_batch_size, rank, num_replicas, None, num_steps, rank
+            )
             if self._pending is not None:
                 sampler.load_state_dict(self._pending)
             self.sampler, self._dataset, self._pending = sampler, dataset, None
-        options["num_workers"] = options.get("num_workers") or self._section.data_sampling.num_workers
+        sampling = self._section.data_sampling
+        options["num_workers"] = options.get("num_workers") or sampling.num_workers
+        if "pin_memory" in sampling.model_fields_set:
+            options["pin_memory"] = sampling.pin_memory and can_pin
         return CurriculumLoader(dataset, self.sampler, **options)
+
+    def set_batch(self, micro_batch_size: int, num_steps: int) -> None:
+        """Draw batches of other sizes, after what is left of the present one."""
+        self._sizes = micro_batch_size, num_steps
+        if self.sampler is not None:
+            self.sampler.set_batch(micro_batch_size, num_steps)
 
     def set_schedules(self, functions: Mapping[str, Callable[[int], int]]) -> None:
         """Set the functions of metrics whose schedule is "custom"."""

@@ -323,13 +323,20 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 f"train_batch_size: asked for {train_batch_size}, which is not a multiple of {per_pass} (micro-batch "
                 f"{self._micro_batch_size} x {counted(dp_size, 'data-parallel rank')})"
             )
-        self._training.set_batch(train_batch_size, train_batch_size // per_pass)
+        self._set_batch(train_batch_size, train_batch_size // per_pass)
+
+    def _set_batch(self, train_batch_size: int, num_steps: int) -> None:
+        self._training.set_batch(train_batch_size, num_steps)
+        if self._curriculum is not None:
+            self._curriculum.set_batch(self._micro_batch_size, num_steps)
+        if self.random_ltd_scheduler is not None:
+            self.random_ltd_scheduler.global_batch_size = train_batch_size
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch and with it the global batch; accumulation steps stay."""
         self._micro_batch_size = whole_number("train_micro_batch_size_per_gpu", micro_batch_size)
         num_steps = self._training.next_num_steps
-        self._training.set_batch(self._micro_batch_size * self.mesh.size("dp") * num_steps, num_steps)
+        self._set_batch(self._micro_batch_size * self.mesh.size("dp") * num_steps, num_steps)
 
     def set_gradient_accumulation_steps(self, num_steps: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays."""
@@ -413,11 +420,17 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """
         collate_fn = collate_fn or self.collate_fn
         check_data("deepspeed_io: dataset", dataset, collate_fn, is_sampled=data_sampler is not None)
-        pin_memory = pin_memory and self.device.type != "cpu"
+        can_pin = self.device.type != "cpu"
+        pin_memory = pin_memory and can_pin
         if self._curriculum is not None and route == "train" and data_sampler is None:
             if self._curriculum.draws(dataset):
                 return self._curriculum.loader(
-                    dataset, batch_size, pin_memory=pin_memory, collate_fn=collate_fn, num_workers=num_local_io_workers
+                    dataset,
+                    batch_size,
+                    can_pin=can_pin,
+                    pin_memory=pin_memory,
+                    collate_fn=collate_fn,
+                    num_workers=num_local_io_workers,
                 )
             warn_once(
                 "deepspeed_io: found another data set than the first one, whose samples the curriculum draws; this one "

@@ -246,6 +246,13 @@ def test_repeating_shuffles_each_epoch_anew():
     assert not torch.equal(first, second)
 
 
+def test_repeating_what_is_over_is_an_error():
+    batches = RepeatingLoader(iter([1, 2]))
+    assert [next(batches), next(batches)] == [1, 2]
+    with pytest.raises(ValueError, match="gives no more batches when it is started again; give one that does"):
+        next(batches)
+
+
 def test_repeating_nothing_is_an_error_and_no_endless_loop():
     with pytest.raises(ValueError, match="found a loader without a single batch"):
         next(RepeatingLoader([]))

@@ -325,6 +325,34 @@ def test_a_run_ends_after_its_epochs(folder):
     assert sum(map(len, sampler)) == NUM_SAMPLES == len(sampler)
 
 
+def test_the_state_of_a_small_cluster_stays_small(folder):
+    """10 samples, gone through 120 times: their order is saved, and not each of the shuffles."""
+    config = section(num_epochs=1000, length=metric(folder, schedule_config={"difficulty": [5, 20], "max_step": [500]}))
+    (sampler,) = samplers(config)
+    global_batches([sampler], 100)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert len(state["clusters"][0]["shuffles"]) == 1
+    unbroken = global_batches([sampler], 10)
+    (later,) = samplers(config)
+    later.load_state_dict(state)
+    assert global_batches([later], 10) == unbroken
+    state["clusters"][0]["order"][0] = 1
+    with pytest.raises(CheckpointError, match="found an order of other samples than those up to {'length': 5}"):
+        later.load_state_dict(state)
+
+
+@pytest.mark.parametrize("key", ["difficulties", "num_samples", "shuffles", "position"])
+def test_a_damaged_state_is_refused_and_changes_nothing(folder, key):
+    (sampler,) = samplers(section(length=metric(folder)))
+    global_batches([sampler], 1)
+    damaged, before = sampler.state_dict(), sampler.state_dict()
+    damaged["clusters"] = [{name: value for name, value in damaged["clusters"][0].items() if name != key}]
+    for call in (sampler.check_state_dict, sampler.load_state_dict):
+        with pytest.raises(CheckpointError, match=f"found a damaged state \\(KeyError: '{key}'\\)"):
+            call(damaged)
+    assert sampler.state_dict() == before
+
+
 def test_a_schedule_of_the_users(folder):
     (sampler,) = samplers(section(length=metric(folder, schedule_type="custom")))
     with pytest.raises(ConfigError, match=r"curriculum_metrics\.length\.schedule_type: found 'custom' and no function"):
@@ -344,6 +372,16 @@ def test_a_schedule_of_the_users(folder):
         ({"clustering_type": None}, r"length\.clustering_type: found None; choose 'schedule_based' or"),
         ({"index_to_sample_path": None}, r"length\.index_to_sample_path: found None; give the path"),
         ({"index_to_metric_path": "nowhere"}, "found no file nowhere.idx"),
+        ({"schedule_config": [1]}, r"length\.schedule_config: found \[1\]; give an object"),
+        ({"max_difficulty": "20"}, r"length\.max_difficulty: found '20'; give a number"),
+        (
+            {"schedule_config": {"difficulty": 5, "max_step": []}},
+            r"length\.schedule_config\.difficulty: found 5; give a list of numbers",
+        ),
+        (
+            {"schedule_config": {"difficulty": [5, 20], "max_step": ["2"]}},
+            r"length\.schedule_config\.max_step: found \['2'\]; give a list of numbers",
+        ),
         ({"schedule_type": "quick"}, r"curriculum_metrics\.length\.schedule_type: found 'quick'"),
         ({"min_difficulty": 0}, "found no sample within {'length': 0}, of step 1; give a higher min_difficulty"),
     ],
@@ -470,13 +508,14 @@ def test_a_function_of_the_users_gets_the_difficulties(folder):
 # ---- the engine ---------------------------------------------------------------------------------------------------
 
 
-def create(folder, has_data=True, **metrics):
+def create(folder, has_data=True, num_workers=0, **metrics):
     config = {
         "train_batch_size": 12,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "Adam"},
         "data_efficiency": section(**(metrics or {"length": metric(folder)})),
     }
+    config["data_efficiency"]["data_sampling"]["num_workers"] = num_workers
     return deepspeed.initialize(
         model=torch.nn.Linear(1, 1),
         config=config,
@@ -555,6 +594,39 @@ def test_a_checkpoint_is_taken_by_a_loader_made_later(single_rank, folder, tmp_p
     assert steps(engine, 2) == unbroken
     engine.load_checkpoint(str(tmp_path), tag="again")
     assert steps(engine, 2) == unbroken
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_draws_follow_the_sizes_of_the_engine(single_rank, folder, num_workers):
+    engine = create(folder)
+    unbroken = sum(steps(engine, 3), [])
+    engine = create(folder, num_workers=num_workers)
+    seen = steps(engine, 1)
+    engine.set_gradient_accumulation_steps(1)
+    seen += steps(engine, 2)
+    assert [len(batch) for batch in seen] == [6] * 4
+    assert sum(seen, [])[:12] == unbroken[:12]
+    assert engine.training_dataloader.state_dict()["curriculum_step"] == 3
+    engine.set_train_micro_batch_size(4)
+    assert [len(batch) for batch in steps(engine, 2)] == [4, 4]
+    assert engine.training_dataloader.state_dict()["curriculum_step"] == 5
+    assert engine.training_dataloader.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("written", "asked"), [({}, True), ({"pin_memory": False}, False), ({"pin_memory": True}, True)]
+)
+def test_page_locked_memory_is_as_written(folder, written, asked):
+    config = section(length=metric(folder))
+    config["data_sampling"].update(written)
+    part = Curriculum(
+        parse_section(DataEfficiencyConfig, config, "data_efficiency"),
+        micro_batch_size=6,
+        num_steps=2,
+        rank=0,
+        num_replicas=1,
+    )
+    assert part.loader(Samples(), can_pin=True, pin_memory=True).dataloader.pin_memory is asked
 
 
 def test_the_curriculum_draws_the_training_data_alone(single_rank, folder, lines):
