@@ -199,3 +199,31 @@ def test_both_ends_of_a_pipeline_draw_the_same(metrics):
     assert first == last
     assert sum(first, []) == sum(unbroken, [])
     assert state == other
+
+
+def stages_job(section, folder):
+    layers = [torch.nn.Linear(1, 1) for _ in range(3)]
+    model = PipelineModule(layers, num_stages=3, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam"},
+        "data_efficiency": section,
+    }
+    data = [(torch.tensor([float(number)]), torch.tensor([float(number)])) for number in range(NUM_SAMPLES)]
+    engine = deepspeed.initialize(model=model, config=config, training_data=data)[0]
+    engine.train_batch()
+    engine.train_batch(iter([(torch.ones(BATCH // 2, 1), torch.ones(BATCH // 2, 1))] * 2))  # not drawn
+    engine.train_batch()
+    engine.save_checkpoint(folder, tag="draws")
+    drawn = engine.training_dataloader.state_dict()
+    engine.destroy()
+    return drawn
+
+
+def test_a_stage_that_loads_nothing_saves_what_the_first_drew(metrics, tmp_path):
+    drawn = run_ranks(3, stages_job, curriculum(metrics), str(tmp_path))
+    files = sorted((tmp_path / "draws").glob("mp_rank_*_model_states.pt"))
+    states = [torch.load(file, weights_only=False)["data_sampler"] for file in files]
+    assert drawn[0]["consumed_samples"] == 2 * BATCH
+    assert states == [drawn[0]] * 3

@@ -379,8 +379,7 @@ class Curriculum:
         num_steps: micro-batches of a step.
         rank: of the data-parallel ranks.
         num_replicas: how many these are.
-        num_behind: returns how many samples this rank's pipeline has trained on, for a stage that loads none; None:
-            this rank loads.
+        gather: returns the values of all stages of a pipeline, the first one's first; None: there is one stage.
     """
 
     def __init__(
@@ -391,12 +390,13 @@ class Curriculum:
         num_steps: int,
         rank: int,
         num_replicas: int,
-        num_behind: Callable[[], int] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         self._section = section
         self._sizes = micro_batch_size, num_steps
         self._ranks = rank, num_replicas
-        self._num_behind = num_behind
+        self._gather = gather
+        self._of_first_stage: dict[str, Any] | None = None
         self._dataset: Dataset[Any] | None = None
         self._pending: Mapping[str, Any] | None = None  # a state that was loaded before there was a sampler
         self.sampler: DeepSpeedDataSampler | None = None
@@ -459,16 +459,21 @@ class Curriculum:
             raise ConfigError(f"{asked}: found no training data; pass initialize(training_data=...) first")
         return self.sampler
 
+    def agree(self) -> None:
+        """Take the state of the first stage, for `state_dict`: stages in the middle draw nothing, and another run may
+        load there. A collective of the stages, before a save."""
+        if self._gather is not None:
+            self._of_first_stage = self._gather(self._own_state())[0]
+
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the sampler; without training data the one that was loaded, or None."""
-        sampler = self.sampler
-        if sampler is None:
+        """Return the state of the sampler; without training data the one that was loaded, or None. In a pipeline it is
+        the first stage's at the last `agree`."""
+        return self._own_state() if self._gather is None else self._of_first_stage
+
+    def _own_state(self) -> dict[str, Any] | None:
+        if self.sampler is None:
             return None if self._pending is None else dict(self._pending)
-        if self._num_behind is not None:  # another run may load on this stage
-            draws, end = iter(sampler), self._num_behind()
-            while sampler.consumed_samples < end:
-                next(draws)
-        return sampler.state_dict()
+        return self.sampler.state_dict()
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that `load_state_dict` could not take, before anything is changed."""

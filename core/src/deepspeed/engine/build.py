@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.together import together
-from deepspeed.comm.values import check_same
+from deepspeed.comm.values import all_gather_values, check_same
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.compression import asks_for_steps
 from deepspeed.config.monitor import WatchConfig
@@ -261,7 +261,7 @@ def _initialize(
     progress = Progress()
     profile = _create_profile(settings, module, mesh, progress)
     step_schedules = _create_step_schedules(settings, module, mesh, progress)
-    curriculum = _create_curriculum(settings, mesh, progress)
+    curriculum = _create_curriculum(settings, mesh)
     training = Training(
         sharding=sharding,
         precision=precision,
@@ -549,20 +549,20 @@ def _saved_parts(curriculum: "Curriculum | None", step_schedules: "StepSchedules
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _create_curriculum(config: DeepSpeedConfig, mesh: Mesh, progress: Progress) -> "Curriculum | None":
+def _create_curriculum(config: DeepSpeedConfig, mesh: Mesh) -> "Curriculum | None":
     section = config.data_efficiency
     if not section.asks_for_curriculum():
         return None
     from deepspeed.data.sampler import Curriculum  # late: few runs ask for it
 
-    loads = mesh.rank("pp") in (0, mesh.size("pp") - 1)
+    stages = mesh.group("pp") if mesh.size("pp") > 1 else None
     return Curriculum(
         section,
         micro_batch_size=int(config.train_micro_batch_size_per_gpu),
         num_steps=int(config.gradient_accumulation_steps),
         rank=mesh.rank("dp"),
         num_replicas=mesh.size("dp"),
-        num_behind=None if loads else lambda: progress.global_samples,
+        gather=None if stages is None else partial(all_gather_values, group=stages),
     )
 
 

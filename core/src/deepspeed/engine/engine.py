@@ -518,6 +518,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._refuse_destroyed("save_checkpoint")
         self.sharding.states.require("save_checkpoint")
         with self._saving.one_at_a_time("save_checkpoint"):
+            if self._curriculum is not None:
+                self._curriculum.agree()
             self._saving.save(
                 save_dir,
                 tag,

@@ -659,8 +659,16 @@ def test_without_a_curriculum(make_engine, lines):
 def test_a_stage_that_loads_nothing_saves_what_the_others_drew(folder):
     """Another run may have that stage load."""
     written = parse_section(DataEfficiencyConfig, section(length=metric(folder)), "data_efficiency")
-    idle = Curriculum(written, micro_batch_size=6, num_steps=2, rank=0, num_replicas=1, num_behind=lambda: 36)
-    idle.loader(Samples())
     (sampler,) = samplers(section(length=metric(folder)))
     global_batches([sampler], 3)
+    idle = Curriculum(
+        written,
+        micro_batch_size=6,
+        num_steps=2,
+        rank=0,
+        num_replicas=1,
+        gather=lambda own: [sampler.state_dict(), own],
+    )
+    idle.loader(Samples())
+    idle.agree()
     assert idle.state_dict() == idle.state_dict() == sampler.state_dict()
