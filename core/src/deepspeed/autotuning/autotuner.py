@@ -5,6 +5,7 @@ cannot fit (`space.py`); a tuner says which trial comes next (`tuners.py`); each
 row of the table (`report.py`). A search that was cut short goes on where it was.
 """
 
+import itertools
 import json
 import shlex
 import signal
@@ -15,13 +16,15 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
+from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.report import LiveTable, best_of, draw, score_of, summary, value_of
 from deepspeed.autotuning.scheduler import Command, ResourceManager, TrialResult, said_by
@@ -65,7 +68,8 @@ class Autotuner:
                 "configuration"
             )
         check_steps(config)
-        self.command = replace(command, flags=(*command.flags, *_missing_flags(config, command.flags)))
+        self._limits = _limits(config, args)
+        self.command = replace(command, flags=(*command.flags, *itertools.chain(*self._limits.items())))
         self.mappings = _mappings(config, self.command)
         self.results: list[TrialResult] = []
         self.best: TrialResult | None = None
@@ -84,6 +88,7 @@ class Autotuner:
             limit_s=config.trial_limit,
             session=session,
             reuses=lambda result: not config.overwrite or result.session == session,
+            machines=self._describe_machines(),
         )
 
     def tune(self) -> None:
@@ -125,7 +130,7 @@ class Autotuner:
             return reason, tuner.scores
         measured: list[tuple[Point, float]] = []
         reason = ""
-        for stage, some in groupby(points, key=lambda point: point[STAGE]):
+        for stage, some in itertools.groupby(points, key=lambda point: point[STAGE]):
             before = budget.best
             budget.begin_space()
             tuner = TUNERS[config.tuner_type](list(some))
@@ -180,16 +185,25 @@ class Autotuner:
             return space
         if config.model_info_path is not None:
             write_json(config.model_info_path, result.metrics)
-        return Space(self.user_config, config, _info_of(result.metrics), said)
+        return Space(self.user_config, config, _info_of(result.metrics), said, least)
 
     def _count_ranks(self) -> int:
         """Ranks of a trial, as far as is known before one has run."""
+        num_gpus, num_nodes = (
+            int(self._limits[flag]) if flag in self._limits else getattr(self.args, flag.removeprefix("--"), None)
+            for flag in ("--num_gpus", "--num_nodes")
+        )
         if self.active_resources:
-            per_host = [len(slots) for slots in self.active_resources.values()]
-            return sum(per_host)
-        num_gpus = self.autotuning_config.num_gpus or getattr(self.args, "num_gpus", None)
-        num_nodes = self.autotuning_config.num_nodes or getattr(self.args, "num_nodes", None) or 1
-        return num_nodes * max(num_gpus or get_accelerator().device_count(), 1)
+            per_host = [len(slots[:num_gpus]) for slots in self.active_resources.values()]
+            return sum(per_host[:num_nodes])
+        return (num_nodes or 1) * max(num_gpus or get_accelerator().device_count(), 1)
+
+    def _describe_machines(self) -> list[Any]:
+        """What a figure depends on besides configuration and command; without a context on a device."""
+        accelerator = get_accelerator()
+        hosts = {host: list(slots) for host, slots in self.active_resources.items()}
+        devices = [accelerator.device_name(), accelerator.device_count()]
+        return [hosts, self._count_ranks(), *devices, __version__, torch.__version__]
 
     def _check(self, space: Space, points: Sequence[Point]) -> None:
         """Refuse what no job could take, before the first one.
@@ -268,8 +282,8 @@ class Autotuner:
         )
 
 
-def tune_command(args: Any, active_resources: Mapping[str, Sequence[int]]) -> bool:
-    """Search as the command line asks; whether a job with the best configuration is to follow, as `args` then say.
+def tune_command(args: Any, active_resources: Mapping[str, Sequence[int]]) -> list[str] | None:
+    """Search as the command line asks; the words of `cmd_optimal.txt` where that job is to follow, without `deepspeed`.
 
     A signal that ends the search ends the trial that runs; what has been measured is kept.
     """
@@ -281,19 +295,19 @@ def tune_command(args: Any, active_resources: Mapping[str, Sequence[int]]) -> bo
             print("autotuning was interrupted; the same command goes on from here", file=sys.stderr)  # noqa: T201
             sys.exit(128 + signal.SIGINT)
     if args.autotuning == "tune":
-        return False
-    args.user_args = autotuner.optimal_arguments
-    return True
+        return None
+    return autotuner.command.words(autotuner.optimal_arguments)
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the search, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP unwind the search, as Ctrl-C does; one that is ignored, as under nohup, stays so."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:
@@ -301,16 +315,16 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _missing_flags(config: AutotuningConfig, flags: Sequence[str]) -> list[str]:
-    """Flags for `num_gpus` and `num_nodes` of the section, where the command has none."""
-    found = []
-    for name, value, others in (
-        ("--num_gpus", config.num_gpus, ("--num_gpus", "--num_accelerators")),
-        ("--num_nodes", config.num_nodes, ("--num_nodes",)),
-    ):
-        if value is not None and not any(flag.partition("=")[0] in others for flag in flags):
-            found += [name, str(value)]
-    return found
+def _limits(config: AutotuningConfig, args: Any) -> dict[str, str]:
+    """Flag -> value for `num_gpus` and `num_nodes` of the section, where the command has none, and no filter."""
+    if getattr(args, "include", "") or getattr(args, "exclude", ""):  # they say both; the launcher takes no others
+        return {}
+    asked = {"num_gpus": config.num_gpus, "num_nodes": config.num_nodes}
+    return {
+        f"--{name}": str(value)
+        for name, value in asked.items()
+        if value is not None and getattr(args, name, None) is None
+    }
 
 
 def _mappings(config: AutotuningConfig, command: Command) -> dict[str, str]:

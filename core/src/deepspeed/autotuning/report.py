@@ -22,10 +22,10 @@ _COLUMNS = ("trial", "samples/s", "ms/step", "memory", "took", "")
 
 
 def value_of(result: TrialResult, metric: str) -> float | None:
-    """The figure by which trials are compared; None of one that failed."""
+    """The figure by which trials are compared; None of one that failed, or that counted no operation."""
     name = "FLOPS_per_gpu" if metric.lower() == "flops" else metric
     value = result.metrics.get(name)
-    return None if value is None else float(value)
+    return float(value) if value else None
 
 
 def score_of(result: TrialResult, metric: str) -> float | None:

@@ -9,11 +9,13 @@
         ├── metrics.json       what its engine has written
         └── exp.json           the result; it is whole, or it is not there
 
-A result of an equal trial, with the same configuration and command, stands for a new one where the search may reuse it.
+A result of an equal trial, with the same configuration and command on the same machines, stands for a new one where the
+search may reuse it.
 """
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -39,6 +41,7 @@ _COMMAND = (
     "from deepspeed.launcher.runner import main; main()"
 )
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
+_NEGATIVE = re.compile(r"-\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GRACE_S = 45.0  # for the launcher, which gives its ranks 30 s
 _TAIL_CHARS = 20_000
@@ -54,7 +57,7 @@ class TrialResult:
     """`TrialResult` is what a trial came to, and what `exp.json` holds.
 
     settings: of the point. metrics: what its engine has written; none where it failed, for `reason`.
-    seconds: that it took. fingerprint: of its configuration and command. session: of the search that made it.
+    seconds: that it took. fingerprint: of its configuration, command and machines. session: of the search that made it.
     """
 
     name: str
@@ -94,25 +97,17 @@ class Command:
             ConfigError: no argument of the script is a configuration.
         """
         arguments = tuple(args.user_args)
-        for at, word in enumerate(arguments):
+        flags = tuple(getattr(args, "launcher_flags", ()))
+        for wanted, (at, word) in itertools.product(CONFIG_FLAGS, enumerate(arguments)):
             flag, equals, value = word.partition("=")
-            if flag not in CONFIG_FLAGS:
+            if flag != wanted:
                 continue
-            if equals and _is_config(value):
+            if equals and _is_config(value, flag):
                 return cls(
-                    flags=tuple(getattr(args, "launcher_flags", ())),
-                    script=args.user_script,
-                    arguments=arguments,
-                    config_at=at,
-                    config_flag=f"{flag}=",
+                    flags=flags, script=args.user_script, arguments=arguments, config_at=at, config_flag=f"{flag}="
                 )
-            if not equals and at + 1 < len(arguments) and _is_config(arguments[at + 1]):
-                return cls(
-                    flags=tuple(getattr(args, "launcher_flags", ())),
-                    script=args.user_script,
-                    arguments=arguments,
-                    config_at=at + 1,
-                )
+            if not equals and at + 1 < len(arguments) and _is_config(arguments[at + 1], flag):
+                return cls(flags=flags, script=args.user_script, arguments=arguments, config_at=at + 1)
         raise ConfigError(
             f"--autotuning: found no configuration among the arguments of {args.user_script}; each trial gets its own "
             "there, so write `--deepspeed_config ds_config.json` or `--deepspeed ds_config.json` after the script"
@@ -123,13 +118,14 @@ class Command:
         return read_config(self.arguments[self.config_at].removeprefix(self.config_flag))
 
     def value_of(self, flag: str) -> str | None:
-        """Return what the script is told by a flag; None: nothing."""
+        """Return what the script is told by a flag, the last time where it is there more than once; None: nothing."""
+        found = None
         for at, word in enumerate(self.arguments):
             if word.startswith(f"{flag}="):
-                return word.partition("=")[2]
-            if word == flag and at + 1 < len(self.arguments):
-                return self.arguments[at + 1]
-        return None
+                found = word.partition("=")[2]
+            elif word == flag and _has_value(self.arguments, at):
+                found = self.arguments[at + 1]
+        return found
 
     def with_config(self, path: str, mapped: Mapping[str, Any]) -> list[str]:
         """The arguments of the script with another configuration, and with other values of flags; new ones come last.
@@ -141,24 +137,57 @@ class Command:
         words = list(self.arguments)
         words[self.config_at] = f"{self.config_flag}{path}"
         for flag, value in mapped.items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            at = next((at for at, word in enumerate(words) if word == flag or word.startswith(f"{flag}=")), None)
-            if at is None:
-                words += [flag, text]
-            elif words[at] == flag:
-                words[at + 1 : at + 2] = [text]
-            else:
-                words[at] = f"{flag}={text}"
+            words = _told(words, flag, value)
         return words
+
+    def words(self, arguments: Sequence[str]) -> list[str]:
+        """What follows `deepspeed` in the command.
+
+        Args:
+            arguments: of the script.
+        """
+        return [*self.flags, self.script, *arguments]
 
     def line(self, arguments: Sequence[str]) -> str:
         """The command for a shell."""
-        return shlex.join(["deepspeed", *self.flags, self.script, *arguments])
+        return shlex.join(["deepspeed", *self.words(arguments)])
 
 
-def _is_config(text: str) -> bool:
-    """Whether an argument is a configuration: a file, JSON, or base64 of it. `--deepspeed` is often a mere switch."""
-    if os.path.isfile(text):
+def _told(words: Sequence[str], flag: str, value: Any) -> list[str]:
+    """The words with a value of a flag, wherever the flag stands, else at the end. A switch is there, or is not."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    found: list[str] = []
+    is_there = is_value = False
+    for at, word in enumerate(words):
+        if is_value:  # the former one
+            is_value = False
+        elif word.startswith(f"{flag}="):
+            found.append(f"{flag}={text}")
+            is_there = True
+        elif word == flag:
+            is_value, is_there = _has_value(words, at), True
+            if is_value or not isinstance(value, bool):
+                found += [flag, text]
+            elif value:
+                found.append(flag)
+        else:
+            found.append(word)
+    return found if is_there else [*found, flag, text]
+
+
+def _has_value(words: Sequence[str], at: int) -> bool:
+    """Whether the next word is the value of this flag, not a flag itself; a negative number is a value."""
+    if at + 1 >= len(words):
+        return False
+    return not words[at + 1].startswith("-") or _NEGATIVE.fullmatch(words[at + 1]) is not None
+
+
+def _is_config(text: str, flag: str) -> bool:
+    """Whether an argument is a configuration: a file, JSON, or base64 of it. `--deepspeed` is often a mere switch.
+
+    A file after `--deepspeed_config` is one, whatever is in it: reading it says what is wrong.
+    """
+    if flag == CONFIG_FLAGS[0] and os.path.isfile(text):
         return True
     if text.startswith("-") or not text:
         return False
@@ -178,6 +207,7 @@ class ResourceManager:
         results, experiments: folders; made where they are missing.
         limit_s: the longest that a trial may take.
         reuses: called with a result that is there; whether it may stand for an equal trial.
+        machines: what tells apart machines whose figures are not to be mixed; JSON.
     """
 
     def __init__(
@@ -189,11 +219,13 @@ class ResourceManager:
         limit_s: float,
         session: str,
         reuses: Callable[[TrialResult], bool],
+        machines: Sequence[Any] = (),
     ) -> None:
         self.command = command
         self.results_dir, self.exps_dir = Path(results).absolute(), Path(experiments).absolute()
         self.limit_s = limit_s
         self.session = session
+        self.machines = list(machines)
         self._reuses = reuses
 
     def run_experiment(
@@ -217,8 +249,8 @@ class ResourceManager:
         """
         folder = self.results_dir / name
         arguments = self.command.with_config(str(folder / "ds_config.json"), mapped)
-        words = [*self.command.flags, self.command.script, *arguments]
-        fingerprint = _fingerprint(config, section, words, self.command.script)
+        words = self.command.words(arguments)
+        fingerprint = _fingerprint([config, section, words, self.machines], self.command.script)
         found = read_result(folder / "exp.json")
         if found is not None and found.fingerprint == fingerprint and found.lasts and self._reuses(found):
             found.is_reused = True
@@ -246,7 +278,7 @@ class ResourceManager:
         Args:
             arguments: of the script.
         """
-        return [sys.executable, "-c", _COMMAND, *self.command.flags, self.command.script, *arguments]
+        return [sys.executable, "-c", _COMMAND, *self.command.words(arguments)]
 
     def _run(self, arguments: Sequence[str], folder: Path) -> int | None:
         """Run a job to its end; the exit code, or None where it took too long. No process of it is left."""
@@ -291,8 +323,8 @@ def read_result(path: Path) -> TrialResult | None:
         return None
 
 
-def _fingerprint(config: Mapping[str, Any], section: Mapping[str, Any], words: Sequence[str], script: str) -> str:
-    text = json.dumps([config, section, list(words), os.getcwd(), _content(script)], sort_keys=True, default=str)
+def _fingerprint(facts: Sequence[Any], script: str) -> str:
+    text = json.dumps([*facts, os.getcwd(), _content(script)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -72,10 +72,16 @@ class Space:
         config: its section `autotuning`.
         info: what is known of the model.
         said: values that the user's command gives for keys of `arg_mappings`.
+        ran: a point at which a job has run: what needs no more memory fits too.
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], config: AutotuningConfig, info: ModelInfo, said: Mapping[str, Any] | None = None
+        self,
+        raw: Mapping[str, Any],
+        config: AutotuningConfig,
+        info: ModelInfo,
+        said: Mapping[str, Any] | None = None,
+        ran: Point | None = None,
     ) -> None:
         self.raw = {name: value for name, value in raw.items() if name != "autotuning"}
         self.config, self.info, self.said = config, info, said or {}
@@ -86,6 +92,7 @@ class Space:
         if self.raw.get("mesh") == AUTO:  # the other axes need a model that is made for them
             self.raw["mesh"] = {"tp": AUTO}
         self.accumulation = self._accumulation()
+        self._ran = ran
         self._micro = _given(self.raw, MICRO_BATCH)
         self._zero = self.raw.get("zero_optimization")
         #: points of `coarse` that the memory of a rank cannot hold: with the bytes that they need at least
@@ -94,6 +101,11 @@ class Space:
     def coarse(self) -> list[Point]:
         """Points of stage, mesh, offload and micro-batch, by stage; those that cannot fit are left out."""
         points = list(self._coarse())
+        if not points and self._micro not in (None, AUTO):
+            raise ConfigError(
+                f"{MICRO_BATCH}: found {self._micro}; none divides {TRAIN} {self.raw.get(TRAIN)} on "
+                f"{self.info.ranks} ranks; give others"
+            )
         if not points:
             raise ConfigError(
                 f"autotuning: no micro-batch fits: from {self.config.min_train_micro_batch_size_per_gpu} to "
@@ -102,6 +114,8 @@ class Space:
             )
         needs = [self.bytes_needed(point) for point in points]
         limit = self.info.memory_bytes
+        if limit and self._ran is not None:
+            limit = max(limit, self.bytes_needed(self._ran))
         self.pruned = [(point, need) for point, need in zip(points, needs, strict=True) if limit and need > limit]
         fitting = [point for point, need in zip(points, needs, strict=True) if not limit or need <= limit]
         return fitting or points[:1]  # an estimate alone does not end a search
@@ -134,7 +148,7 @@ class Space:
     def _accumulation(self) -> Any:
         """Micro-batches of a step: a number, or "auto" where the script alone knows it."""
         given = _given(self.raw, STEPS)
-        if given == AUTO:
+        if given == AUTO or (given is None and STEPS in self.said):
             return self.said.get(STEPS, AUTO)
         if isinstance(given, list):
             raise ConfigError(f"{STEPS}: found {given}; give one number, or train_batch_size, from which it follows")
@@ -194,15 +208,14 @@ class Space:
             yield dict(zip(dims, values, strict=True))
 
     def _micro_batches(self, axes: Point) -> list[int]:
-        if isinstance(self._micro, list):
-            return [whole_number(MICRO_BATCH, size) for size in self._micro]
-        if self._micro not in (None, AUTO):
-            return [whole_number(MICRO_BATCH, self._micro)]
         config, ranks = self.config, self.data_ranks(axes)
+        train = _given(self.raw, TRAIN)
+        if self._micro not in (None, AUTO):
+            given = [whole_number(MICRO_BATCH, size) for size in _values(self._micro)]
+            return [size for size in given if not isinstance(train, int) or train % (size * ranks) == 0]
         steps = self.accumulation if isinstance(self.accumulation, int) else 1
         least = max(config.min_train_micro_batch_size_per_gpu, int(self.said.get(MICRO_BATCH, 1)))
         most = config.max_train_micro_batch_size_per_gpu or 2**30
-        train = _given(self.raw, TRAIN)
         if isinstance(train, int):  # the global batch stays as it is
             return [size for size in range(least, min(most, train) + 1) if train % (size * ranks) == 0]
         least = max(least, -(-config.min_train_batch_size // (steps * ranks)))

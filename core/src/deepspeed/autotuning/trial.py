@@ -85,6 +85,7 @@ class TrialProfile:
         self._for_model = config.profiles_model_info
         self._counts_flops = config.metric.lower() == "flops" and not self._for_model
         self._steps = 0
+        self._is_done = False
         self._began_s: float | None = None
         self._ends_s: list[float] = []
         self._flops = 0
@@ -92,11 +93,9 @@ class TrialProfile:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Watch a phase of a step: the first one of the steps to measure starts the clock."""
+        """Watch a phase of a step: the first one of all starts the clock where step 1 is measured already."""
         if self._began_s is None and self._steps == self._first - 1:
-            get_accelerator().synchronize()
-            get_accelerator().reset_peak_memory_stats()
-            self._began_s = time.perf_counter()
+            self._begin()
         if self._saved is not None and name == "forward":
             with self._saved.watched():
                 yield
@@ -118,6 +117,8 @@ class TrialProfile:
         Raises:
             SystemExit: code 0, on every rank.
         """
+        if self._is_done:  # the script has caught the end; what is written stays
+            sys.exit(0)
         self._steps += 1
         self._ends_s.append(time.perf_counter())
         if self._saved is not None:
@@ -125,6 +126,14 @@ class TrialProfile:
         elif self._steps >= self._last:
             assert self._config.metric_path is not None
             self._leave(self._config.metric_path, lambda: self._metrics(batch_size))
+        elif self._steps == self._first - 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Start the clock of the steps to measure."""
+        get_accelerator().synchronize()
+        get_accelerator().reset_peak_memory_stats()
+        self._began_s = time.perf_counter()
 
     def _leave(self, path: str, content: Callable[[], Mapping[str, Any]]) -> None:
         """Write the file on rank 0 and end every rank. None goes before its peers have what they wait for from it."""
@@ -133,6 +142,7 @@ class TrialProfile:
         comm.barrier()
         if comm.get_rank() == 0:
             write_json(path, found)
+        self._is_done = True
         sys.exit(0)
 
     def _metrics(self, batch_size: int) -> dict[str, Any]:
@@ -159,14 +169,18 @@ class TrialProfile:
         params = [(name, _numel(param), param.requires_grad) for name, param in self._model.named_parameters()]
         accelerator = get_accelerator()
         is_host = bool(accelerator.is_synchronized_device())
-        memory = accelerator.available_memory() if is_host else accelerator.total_memory()
+        if is_host:  # each rank's part of what is left, and what it has itself by now
+            left = accelerator.available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            memory = left + accelerator.memory_allocated()
+        else:
+            memory = accelerator.total_memory()
         num_forwards = max(self._saved.num_forwards, 1)
         info = {
             "num_params": sum(numel for _, numel, _ in params),
             "trainable_num_params": sum(numel for _, numel, trains in params if trains),
             "activation_mem_per_gpu": self._saved.num_bytes // num_forwards,
             "world_size": comm.get_world_size(),
-            "memory_per_gpu": int(memory) // (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_host else 1),
+            "memory_per_gpu": int(memory),
             "is_host": is_host,
             **self._facts,
         }

@@ -79,7 +79,8 @@ def _launch(argv: Sequence[str]) -> NoReturn:
         check_launcher(arguments)
     hosts = choose_hosts(arguments)
     if arguments.autotuning is not None:
-        _tune(argv, arguments, hosts)
+        arguments = parse_arguments(_tune(argv, arguments, hosts))
+        hosts = choose_hosts(arguments)
     os.environ.update(read_environment_files())
     if kind is not None:
         _start_many(kind, arguments, hosts)
@@ -96,16 +97,18 @@ def _launch(argv: Sequence[str]) -> NoReturn:
     _become_node(plan, 0, arguments)
 
 
-def _tune(argv: Sequence[str], args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> None:
-    """Search as --autotuning asks. After `run` the job that follows is in `args`; after `tune` this process ends."""
+def _tune(argv: Sequence[str], args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> list[str]:
+    """Search as --autotuning asks. After `run` the words of the job that follows; after `tune` this process ends."""
     from deepspeed.autotuning.autotuner import tune_command  # late: it loads torch
 
     flags = list(argv[: len(argv) - len(args.user_args) - 1])
     at = next(at for at, word in enumerate(flags) if word.partition("=")[0] == "--autotuning")
     del flags[at : at + (1 if "=" in flags[at] else 2)]
     args.launcher_flags = flags
-    if not tune_command(args, hosts):
+    words = tune_command(args, hosts)
+    if words is None:
         sys.exit(0)
+    return words
 
 
 def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from torch import nn
 
@@ -68,6 +69,19 @@ def test_a_job_finds_out_about_its_model(make_engine, tmp_path):
     assert (info["world_size"], info["micro_batch"]) == (1, 4)
 
 
+def test_on_a_host_what_the_job_has_itself_is_no_lack(make_engine, tmp_path, monkeypatch):
+    path = tmp_path / "info.json"
+    engine = make_engine(
+        nn.Linear(4, 2), autotuning=autotuning(model_info={"profile": True}, model_info_path=str(path))
+    )
+    accelerator = get_accelerator()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(accelerator, "available_memory", lambda: 600)
+    monkeypatch.setattr(accelerator, "memory_allocated", lambda: 50)
+    assert steps(engine, 1) == 1
+    assert json.loads(path.read_text())["memory_per_gpu"] == 600 // 2 + 50
+
+
 def test_an_end_before_the_beginning_is_refused(make_engine, tmp_path):
     section = autotuning(metric_path=str(tmp_path / "m"), start_profile_step=7, end_profile_step=5)
     with pytest.raises(ConfigError, match=r"end_profile_step: found 5, which is before start_profile_step \(7\)"):
@@ -101,3 +115,25 @@ def test_a_step_that_waited_for_others_on_the_host_changes_no_figure(make_engine
     monkeypatch.setattr("deepspeed.autotuning.trial.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert steps(make_engine(nn.Linear(4, 2), autotuning=section), 10) == 5
     assert json.loads(path.read_text())["latency"] == 1000.0
+
+
+def test_loading_of_data_counts_in_the_first_measured_step_too(make_engine, tmp_path, monkeypatch):
+    now = [0.0]
+    path = tmp_path / "metrics.json"
+    section = autotuning(metric_path=str(path), start_profile_step=2, end_profile_step=2)
+    monkeypatch.setattr("deepspeed.autotuning.trial.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    engine = make_engine(nn.Linear(4, 2), autotuning=section)
+    assert steps(engine, 1) is None
+    now[0] += 5.0
+    assert steps(engine, 1) == 1
+    assert json.loads(path.read_text())["latency"] == 5000.0
+
+
+def test_a_script_that_catches_the_end_changes_no_figure(make_engine, tmp_path):
+    path = tmp_path / "metrics.json"
+    section = autotuning(metric_path=str(path), start_profile_step=1, end_profile_step=1)
+    engine = make_engine(nn.Linear(4, 2), autotuning=section)
+    assert steps(engine, 1) == 1
+    written = path.read_bytes()
+    assert steps(engine, 1) == 1
+    assert path.read_bytes() == written

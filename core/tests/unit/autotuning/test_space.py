@@ -9,9 +9,9 @@ from deepspeed.errors import ConfigError
 OFFLOAD = "zero_optimization.offload_optimizer.device"
 
 
-def make(user, info=None, said=None, **section):
+def make(user, info=None, said=None, ran=None, **section):
     config = DeepSpeedConfig({"autotuning": {"enabled": True, **section}}, batch_required=False).autotuning
-    return Space(user, config, info or ModelInfo(ranks=4), said)
+    return Space(user, config, info or ModelInfo(ranks=4), said, ran)
 
 
 def values(points, key):
@@ -66,6 +66,20 @@ def test_a_global_batch_that_is_written_stays():
     assert values(points, MICRO_BATCH) == [1, 2, 3, 4, 6, 12]
     settled = space.settle(points[3])
     assert (settled["train_batch_size"], settled[MICRO_BATCH], settled["gradient_accumulation_steps"]) == (48, 4, 3)
+
+
+def test_a_list_keeps_those_that_divide_the_global_batch():
+    space = make({MICRO_BATCH: [3, 4, 6, 8], "train_batch_size": 48})
+    assert values(space.coarse(), MICRO_BATCH) == [3, 4, 6]
+    with pytest.raises(
+        ConfigError, match=r"train_micro_batch_size_per_gpu: found \[5, 7\]; none divides train_batch_s"
+    ):
+        make({MICRO_BATCH: [5, 7], "train_batch_size": 48}).coarse()
+
+
+def test_what_the_command_accumulates_stays():
+    space = make({MICRO_BATCH: 1}, said={"gradient_accumulation_steps": 4})
+    assert space.settle(space.coarse()[0])["gradient_accumulation_steps"] == 4
 
 
 def test_no_micro_batch_that_fits_is_an_error():
@@ -186,6 +200,13 @@ def test_what_cannot_fit_is_left_out():
 def test_an_estimate_alone_ends_no_search():
     info = ModelInfo(parameters=MODEL, activation_bytes=0, memory_bytes=1, num_params=16_000_000)
     assert len(make({"zero_optimization": {}}, info).coarse()) == 1
+
+
+def test_what_needs_no_more_than_a_job_that_ran_is_not_left_out():
+    info = ModelInfo(parameters=MODEL, activation_bytes=2**20, memory_bytes=2**20, num_params=16_000_000, ranks=4)
+    user = {"zero_optimization": {"stage": [1, 2, 3]}, MICRO_BATCH: [1, 1024]}
+    space = make(user, info, ran={STAGE: 2, MICRO_BATCH: 1})
+    assert [(point[STAGE], point[MICRO_BATCH]) for point in space.coarse()] == [(2, 1), (3, 1)]
 
 
 # ---- flags of a script ------------------------------------------------------------------------------------------

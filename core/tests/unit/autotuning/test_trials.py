@@ -3,9 +3,11 @@
 import argparse
 import base64
 import json
+import signal
 import sys
 
 import pytest
+from deepspeed.autotuning.autotuner import Autotuner, _signals, tune_command
 from deepspeed.autotuning.report import best_of, draw, score_of, summary
 from deepspeed.autotuning.scheduler import Command, ResourceManager, TrialResult, read_result, said_by
 from deepspeed.autotuning.trial import write_json
@@ -18,6 +20,8 @@ CONFIG = {"train_micro_batch_size_per_gpu": "auto"}
 def config_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("no configuration")
     return "ds.json"
 
 
@@ -42,6 +46,14 @@ def command(*arguments):
             ["--deepspeed", "train", "--deepspeed_config", "ds.json"],
             ["--deepspeed", "train", "--deepspeed_config", "new"],
         ),
+        (
+            ["--deepspeed", "notes.txt", "--deepspeed_config", "ds.json"],
+            ["--deepspeed", "notes.txt", "--deepspeed_config", "new"],
+        ),
+        (
+            ["--deepspeed", "other.json", "--deepspeed_config=ds.json"],
+            ["--deepspeed", "other.json", "--deepspeed_config=new"],
+        ),
     ],
 )
 def test_each_way_to_give_a_configuration_is_found(config_file, arguments, replaced):
@@ -52,7 +64,8 @@ def test_each_way_to_give_a_configuration_is_found(config_file, arguments, repla
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--deepspeed"], ["--deepspeed", "--lr"], ["--deepspeed_config", "none.json"]]
+    "arguments",
+    [[], ["--deepspeed"], ["--deepspeed", "--lr"], ["--deepspeed_config", "none.json"], ["--deepspeed", "notes.txt"]],
 )
 def test_a_command_without_a_configuration_is_refused(config_file, arguments):
     with pytest.raises(ConfigError, match="--autotuning: found no configuration among the arguments of train.py"):
@@ -64,6 +77,20 @@ def test_flags_of_the_script_are_told(config_file):
     mapped = {"-b": 4, "--zero": 2, "--new": True}
     assert found.with_config("c", mapped) == ["--deepspeed_config", "c", "-b", "4", "--zero=2", "--new", "true"]
     assert said_by(found, {"micro ": "-b", "stage": "--zero", "other": "--absent"}) == {"micro": 8, "stage": 1}
+
+
+def test_a_switch_keeps_the_word_after_it(config_file):
+    found = command("--deepspeed_config", "ds.json", "--bf16", "--lr", "1e-3", "--fp16", "-b", "-1", "--last")
+    kept = ["--deepspeed_config", "c", "--bf16", "--lr", "1e-3"]
+    assert found.with_config("c", {"--bf16": True, "--fp16": False, "-b": 4}) == [*kept, "-b", "4", "--last"]
+    assert found.with_config("c", {"--last": 2})[-2:] == ["--last", "2"]
+    assert found.value_of("--bf16") is None
+
+
+def test_each_place_of_a_flag_gets_the_value(config_file):
+    found = command("-b", "1", "--deepspeed_config", "ds.json", "-b=2", "-b", "8")
+    assert found.with_config("c", {"-b": 4}) == ["-b", "4", "--deepspeed_config", "c", "-b=4", "-b", "4"]
+    assert said_by(found, {"micro": "-b"}) == {"micro": 8}
 
 
 def result(stage, micro, throughput, **others):
@@ -138,7 +165,7 @@ ENDS = {
 def manager(config_file, tmp_path, monkeypatch):
     """Makes a `ResourceManager` whose jobs run `text` in place of the launcher."""
 
-    def make(text, *, limit_s=60.0, session="s", reuses=lambda found: True):
+    def make(text, *, limit_s=60.0, session="s", reuses=lambda found: True, machines=()):
         made = ResourceManager(
             command("--deepspeed_config", config_file),
             results=tmp_path / "results",
@@ -146,6 +173,7 @@ def manager(config_file, tmp_path, monkeypatch):
             limit_s=limit_s,
             session=session,
             reuses=reuses,
+            machines=machines,
         )
         made.job = lambda arguments: [sys.executable, "-I", "-S", "-c", text, *arguments]
         return made
@@ -189,6 +217,8 @@ def test_an_equal_trial_is_not_made_twice(manager, tmp_path):
     trial(manager(MEASURES))
     (tmp_path / "train.py").write_text("second")
     assert "not again" in trial(manager(fails)).reason
+    trial(manager(MEASURES))
+    assert "not again" in trial(manager(fails, machines=["fewer"])).reason
 
 
 def test_an_error_is_not_kept_and_a_lack_of_memory_is(manager):
@@ -200,3 +230,81 @@ def test_an_error_is_not_kept_and_a_lack_of_memory_is(manager):
 def test_a_former_figure_is_not_taken_for_one_of_a_trial_that_failed(manager):
     trial(manager(MEASURES))
     assert trial(manager("raise SystemExit('wrong')"), micro=2).metrics == {}
+
+
+# ---- a search ---------------------------------------------------------------------------------------------------
+
+
+def arguments_of(**others):
+    known = {"num_gpus": None, "num_nodes": None, "include": "", "exclude": "", "autotuning": "run"}
+    words = ["--deepspeed_config", "ds.json"]
+    return argparse.Namespace(user_script="train.py", user_args=words, **{**known, **others})
+
+
+@pytest.fixture
+def searches(config_file, tmp_path):
+    """Makes an `Autotuner` of a section."""
+
+    def make(section=None, hosts=None, **flags):
+        config = {"train_micro_batch_size_per_gpu": 1, "autotuning": {"enabled": True, **(section or {})}}
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        return Autotuner(arguments_of(**flags), hosts)
+
+    (tmp_path / "train.py").write_text("first")
+    return make
+
+
+def test_an_ignored_signal_stays_ignored():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+HOSTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}
+
+
+def test_ranks_are_those_that_the_section_leaves(searches):
+    assert searches(hosts=HOSTS)._count_ranks() == 12
+    found = searches({"num_gpus": 2, "num_nodes": 2}, HOSTS)
+    assert found.command.flags == ("--num_gpus", "2", "--num_nodes", "2")
+    assert found._count_ranks() == 4
+
+
+@pytest.mark.parametrize("flags", [{"include": "a:0"}, {"exclude": "a:1"}, {"num_gpus": 1, "num_nodes": 1}])
+def test_flags_of_the_command_decide_alone(searches, flags):
+    found = searches({"num_gpus": 4, "num_nodes": 2}, {"a": [0]}, **flags)
+    assert found.command.flags == ()
+    assert found._count_ranks() == 1
+
+
+def test_trials_of_other_machines_differ(searches):
+    machines = [
+        searches(hosts=HOSTS).rm.machines,
+        searches(hosts={**HOSTS, "c": [0, 1]}).rm.machines,
+        searches(num_gpus=2).rm.machines,
+        searches({"num_gpus": 4}).rm.machines,
+    ]
+    assert all(one != other for at, one in enumerate(machines) for other in machines[:at])
+
+
+def test_the_job_that_follows_is_that_of_the_best(searches, monkeypatch):
+    searches({"num_gpus": 4})
+
+    def tune(autotuner):
+        autotuner.optimal_arguments = ["--deepspeed_config", "best"]
+
+    monkeypatch.setattr(Autotuner, "tune", tune)
+    words = ["--num_gpus", "4", "train.py", "--deepspeed_config", "best"]
+    assert tune_command(arguments_of(), {}) == words
+    assert tune_command(arguments_of(autotuning="tune"), {}) is None
+
+
+def test_no_operation_is_no_figure():
+    empty = result(0, 1, 10.0)
+    empty.metrics["FLOPS_per_gpu"] = 0.0
+    assert score_of(empty, "flops") is None
