@@ -7,6 +7,7 @@ row of the table (`report.py`). A search that was cut short goes on where it was
 
 import itertools
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,9 @@ from deepspeed.autotuning.trial import check_steps, write_json
 from deepspeed.autotuning.tuners import MICRO_BATCH, TUNERS, Budget, Point, search
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.training import AutotuningConfig
-from deepspeed.errors import ConfigError, counted
+from deepspeed.errors import ConfigError, counted, whole_number
+from deepspeed.log import logger
+from deepspeed.ops.op_builder.lock import locked
 
 _PROFILE = "profile_model_info"
 #: flags of transformers' Trainer, which wants them to say what the configuration says
@@ -78,9 +81,10 @@ class Autotuner:
         self.optimal_arguments: list[str] = []
         self._space: Space | None = None
         self._results_dir = Path(config.results_dir).absolute()
-        former = _read_json(self._results_dir / "tuning.json")
-        goes_on = bool(former) and not former["finished"] and "overwrite" not in config.model_fields_set
-        session = former["session"] if goes_on else uuid.uuid4().hex[:12]
+        self._num_params = _num_params(config)
+        former = _read_state(self._results_dir / "tuning.json")
+        goes_on = former is not None and not former["finished"] and "overwrite" not in config.model_fields_set
+        session = former["session"] if former is not None and goes_on else uuid.uuid4().hex[:12]
         self.rm = ResourceManager(
             self.command,
             results=self._results_dir,
@@ -95,8 +99,13 @@ class Autotuner:
         """Search, and write `ds_config_optimal.json`, `cmd_optimal.txt`, `summary.txt` and the picture.
 
         Raises:
-            ConfigError: no trial gave a figure.
+            ConfigError: no trial gave a figure, or a folder is in use or cannot be written.
         """
+        _make_folder(self.rm.exps_dir, "exps_dir")
+        with _alone_in(self._results_dir):
+            self._tune()
+
+    def _tune(self) -> None:
         began_s = time.monotonic()
         config = self.autotuning_config
         self._write_state(finished=False)
@@ -161,7 +170,8 @@ class Autotuner:
             table.add(result, is_best=best is result)
             self.best = best
             self._write_state(finished=False)
-            return score_of(result, config.metric)
+            score = score_of(result, config.metric)
+            return math.nan if score is None and not (result.lasts and result.reason) else score
 
         return measure
 
@@ -169,8 +179,7 @@ class Autotuner:
         """The space, with what a job has found out about the model, or what the configuration says."""
         config = self.autotuning_config
         said = said_by(self.command, self.mappings)
-        given = config.model_info or {}
-        info = ModelInfo(num_params=int(given.get("num_params", 0)), ranks=self._count_ranks())
+        info = ModelInfo(num_params=self._num_params, ranks=self._count_ranks())
         if info.num_params:
             return Space(self.user_config, config, info, said)
         space = Space(self.user_config, config, info, said)
@@ -362,11 +371,63 @@ def _range(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def _read_json(path: Path) -> Any:
+def _num_params(config: AutotuningConfig) -> int:
+    """What `model_info` says of the model's size; 0: nothing."""
+    given = (config.model_info or {}).get("num_params", 0)
+    if isinstance(given, float) and given.is_integer():  # 1.3e9
+        given = int(given)
+    return whole_number("autotuning.model_info.num_params", given, least=0)
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """The state of the former search; None: there was none, or the file is of something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unusable(path.parent, "results_dir", error) from None
+    except ValueError:  # no JSON, or no UTF-8
+        found = None
+    wanted = {"session": str, "finished": bool}
+    if isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in wanted.items()):
+        return found
+    logger.warning("%s: is not the state of a search; it begins from nothing", path)
+    return None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder of results, and let no other search into it as long as this one runs.
+
+    Raises:
+        ConfigError: another one is in it, or it cannot be written.
+    """
+
+    def refuse(holder: str, waited_s: float) -> None:
+        raise ConfigError(
+            f"autotuning.results_dir: {holder} is searching in {folder}; wait for it or end it, or give this search "
+            "another folder"
+        ) from None
+
+    _make_folder(folder, "results_dir")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / ".lock", refuse))
+        except OSError as error:
+            raise _unusable(folder, "results_dir", error) from None
+        yield
+
+
+def _make_folder(folder: Path, key: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, key, error) from None
+
+
+def _unusable(folder: Path, key: str, error: OSError) -> ConfigError:
+    return ConfigError(f"autotuning.{key}: cannot use {folder}: {error.strerror}; give a folder that can be written")
 
 
 complete(__name__)

@@ -138,12 +138,20 @@ def best_of(results: Sequence[TrialResult], metric: str) -> TrialResult | None:
 def draw(results: Sequence[TrialResult], metric: str, path: Path) -> str:
     """Draw the metric over the micro-batch, a line for each setting of the rest; the sentence that says where.
 
-    Without matplotlib nothing is drawn, and the sentence says so: a search of hours does not fail for its picture.
+    Without matplotlib, or where it fails, the sentence says so: a search of hours does not fail for its picture.
     """
     try:
-        import matplotlib as mpl
-    except ImportError:
+        _draw(results, metric, path)
+    except ModuleNotFoundError:
         return "no picture was drawn: that needs matplotlib, which is not installed; pip install matplotlib"
+    except Exception as error:  # noqa: BLE001 - of another package, whatever it raises
+        return f"no picture was drawn: {type(error).__name__}: {error}"
+    return f"picture: {path}"
+
+
+def _draw(results: Sequence[TrialResult], metric: str, path: Path) -> None:
+    import matplotlib as mpl  # late: few installations have it
+
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -165,7 +173,6 @@ def draw(results: Sequence[TrialResult], metric: str, path: Path) -> str:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
-    return f"picture: {path}"
 
 
 def _rest(settings: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Trials as jobs: `ResourceManager` starts the user's command with a trial's configuration, and keeps what came of it.
 
     results_dir/
+    ├── .lock                  locked as long as a search runs
     ├── tuning.json            the search: its number, whether it is over, every trial so far
     └── z1_tmbspg8_gas1/       a trial
         ├── ds_config.json     what its ranks read
@@ -46,6 +47,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GRACE_S = 45.0  # for the launcher, which gives its ranks 30 s
 _TAIL_CHARS = 20_000
 _NO_MEMORY, _NO_RESULT = "out of memory", "no result"
+#: the launcher on the ranks that failed, see `launcher/failure.py`; other lines may speak of memory and mean nothing
+_VERDICT = re.compile(r"\bdeepspeed: rank .*(shown above: |failed as well: )")
+#: the last line of a traceback, or of C++, behind a rank's number where a launcher writes one
+_ERROR = re.compile(r"(\[?\w+\]?: ?)?([\w.]*(Error|Exception)\b|what\(\): )")
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc",
     re.IGNORECASE,
@@ -306,9 +311,11 @@ class ResourceManager:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if code == 0:
             return "the script ended before its steps were measured; let it make end_profile_step steps or more"
-        last = lines[-1] if lines else "it wrote nothing to stderr"
-        words = last.partition("shown above: ")[2] or last
-        if _OUT_OF_MEMORY.search(text):
+        verdicts = [line for line in lines if _VERDICT.search(line)]
+        errors = [line for line in lines if _ERROR.match(line)]
+        said = verdicts or errors[-1:] or lines[-1:] or ["it wrote nothing to stderr"]
+        words = said[0].partition("shown above: ")[2] or said[0]
+        if any(_OUT_OF_MEMORY.search(line) for line in said):
             return f"{_NO_MEMORY}: {words}"
         if code in (128 + signal.SIGKILL, -signal.SIGKILL):
             return f"{_NO_MEMORY}: a process was killed by SIGKILL, as the kernel does when the host has no more"

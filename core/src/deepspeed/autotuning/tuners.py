@@ -1,8 +1,8 @@
 """Tuners say which trial comes next: in their order (`GridSearchTuner`), at random, or where a model expects most.
 
-A tuner knows points and scores only. A point is a mapping of settings to values, a score is a number that is better
-when it is larger, and None where a trial has failed. `search` is the loop; what it calls to measure may be a job of
-many ranks or a table of recorded figures.
+A tuner knows points and scores only. A point is a mapping of settings to values. A score is a number that is better
+when it is larger, None where a trial had no memory or time, and NaN where it ended by an error. `search` is the loop;
+what it calls to measure may be a job of many ranks or a table of recorded figures.
 """
 
 import math
@@ -25,7 +25,8 @@ _LEAST_TRIALS = 5  # from so many on a model is believed that says that none is
 
 
 class Tuner:
-    """`Tuner` chooses among points. Larger micro-batches than one that failed, with else the same values, are left out.
+    """`Tuner` chooses among points. Larger micro-batches than one that had no memory or time, with else the same
+    values, are left out.
 
     Args:
         points: to choose from, in the order in which they are listed to a user.
@@ -40,8 +41,10 @@ class Tuner:
         return self.left[0] if self.left else None
 
     def tell(self, point: Point, score: float | None) -> None:
-        """A point has been measured: `score`, or None where it failed."""
+        """A point has been measured: `score`; None where memory or time was missing, as more samples would miss it."""
         self.left = [each for each in self.left if each != point]
+        if score is not None and math.isnan(score):
+            return
         if score is not None:
             self.scores.append((point, score))
             return
@@ -163,32 +166,37 @@ class Budget:
 
     Args:
         num_trials: at most.
-        early_stopping: so many trials in a row that are no better than the best end it; 0: none do.
+        early_stopping: so many trials in a row that are no better than the best, or that end by an error, end it; 0:
+            none do.
     """
 
     def __init__(self, num_trials: int, early_stopping: int) -> None:
         self.num_trials, self.early_stopping = num_trials, early_stopping
         self.spent = 0
-        self._in_vain = 0
+        self._in_vain = self._errors = 0
         self.best: tuple[Point, float] | None = None
 
     def begin_space(self) -> None:
         """Another part of the space begins, of which nothing is known yet."""
-        self._in_vain = 0
+        self._in_vain = self._errors = 0
 
     def tell(self, point: Point, score: float | None) -> None:
         """Count a trial."""
         self.spent += 1
-        is_better = score is not None and (self.best is None or score > self.best[1])
+        is_error = score is not None and math.isnan(score)
+        is_better = score is not None and not is_error and (self.best is None or score > self.best[1])
         if is_better:
             assert score is not None
             self.best = (point, score)
         self._in_vain = 0 if is_better else self._in_vain + 1
+        self._errors = self._errors + 1 if is_error else 0
 
     def end(self) -> str | None:
         """Return why no more trials are to be made here; None: more may be."""
         if self.spent >= self.num_trials:
             return f"tuner_num_trials {self.num_trials} is reached"
+        if self.early_stopping and self._errors >= self.early_stopping:
+            return f"{counted(self._errors, 'trial')} in a row ended by an error (tuner_early_stopping)"
         if self.early_stopping and self._in_vain >= self.early_stopping and self.best is not None:
             return f"{counted(self._in_vain, 'trial')} in a row no better (tuner_early_stopping)"
         return None

@@ -3,13 +3,15 @@
 import argparse
 import base64
 import json
+import math
 import signal
 import sys
 
 import pytest
 from deepspeed.autotuning.autotuner import Autotuner, _signals, tune_command
-from deepspeed.autotuning.report import best_of, draw, score_of, summary
+from deepspeed.autotuning.report import LiveTable, best_of, draw, score_of, summary
 from deepspeed.autotuning.scheduler import Command, ResourceManager, TrialResult, read_result, said_by
+from deepspeed.autotuning.space import ModelInfo, Space
 from deepspeed.autotuning.trial import write_json
 from deepspeed.errors import ConfigError
 
@@ -140,6 +142,12 @@ def test_no_matplotlib_is_no_failure(tmp_path, monkeypatch):
     assert "pip install matplotlib" in draw([result(0, 1, 10.0)], "throughput", tmp_path / "tuning.png")
 
 
+def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = draw([result(0, 1, 10.0)], "throughput", tmp_path / "none" / "tuning.png")
+    assert found.startswith("no picture was drawn: FileNotFoundError: ")
+
+
 # ---- jobs -------------------------------------------------------------------------------------------------------
 
 #: what a trial's engine would do; the path of its configuration is the last word
@@ -149,6 +157,7 @@ section = json.load(open(sys.argv[-1]))["autotuning"]
 json.dump({"throughput": 2.0, "latency": 1.0, "peak_memory": 0}, open(section["metric_path"], "w"))
 """
 SHOWN = "deepspeed: rank 0 ended. Its last words on stderr, shown above: KeyError: 1"
+AS_WELL = f"{SHOWN}\ndeepspeed: rank 1 failed as well: "
 ENDS = {
     "pass": "the script ended before its steps were measured; let it make end_profile_step steps or more",
     "raise SystemExit(3)": "exit code 3: it wrote nothing to stderr",
@@ -157,6 +166,11 @@ ENDS = {
     "import os; os.kill(os.getpid(), 9)": "out of memory: a process was killed by SIGKILL, as the kernel does when the "
     "host has no more",
     f"raise SystemExit({SHOWN!r})": "exit code 1: KeyError: 1",
+    "import sys; print('beware of out of memory', file=sys.stderr); raise KeyError(1)": "exit code 1: KeyError: 1",
+    f"raise SystemExit({AS_WELL + 'ValueError: 2'!r})": "exit code 1: KeyError: 1",
+    f"raise SystemExit({AS_WELL + 'MemoryError: 2'!r})": "out of memory: KeyError: 1",
+    r"raise SystemExit('0: torch.OutOfMemoryError: CUDA out of memory\nsrun: error: a: task 0')": "out of memory: "
+    "0: torch.OutOfMemoryError: CUDA out of memory",
     "import signal; signal.pause()": "no result after 0.5 s (autotuning.trial_limit)",
 }
 
@@ -308,3 +322,58 @@ def test_no_operation_is_no_figure():
     empty = result(0, 1, 10.0)
     empty.metrics["FLOPS_per_gpu"] = 0.0
     assert score_of(empty, "flops") is None
+
+
+def test_a_second_search_in_the_folder_is_refused(searches, tmp_path, monkeypatch):
+    first, second = searches(), searches()
+
+    def find_space(table):
+        second.tune()
+
+    monkeypatch.setattr(first, "_find_space", find_space)
+    with pytest.raises(
+        ConfigError, match=rf"autotuning\.results_dir: process \d+ on .* is searching in {tmp_path}/auto"
+    ):
+        first.tune()
+
+
+@pytest.mark.parametrize("name", ["results_dir", "exps_dir"])
+def test_a_folder_that_is_none_is_refused(searches, name):
+    with pytest.raises(ConfigError, match=rf"autotuning\.{name}: cannot use .*/train\.py: "):
+        searches({name: "train.py"}).tune()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"session": "old"}', '{"session": 1, "finished": false}', "{"])
+def test_a_state_that_says_nothing_is_left_aside_with_a_warning(searches, tmp_path, lines, text):
+    (tmp_path / "autotuning_results").mkdir()
+    (tmp_path / "autotuning_results" / "tuning.json").write_text(text)
+    assert searches().rm.session != "old"
+    assert any("tuning.json: is not the state of a search; it begins from nothing" in each for _, each in lines)
+
+
+@pytest.mark.parametrize(("given", "found"), [(72, 72), (1.3e9, 1_300_000_000), (None, 0)])
+def test_the_number_of_parameters_is_a_number(searches, given, found):
+    assert searches({"model_info": {"num_params": given} if given else {}})._num_params == found
+
+
+def test_a_word_is_no_number_of_parameters(searches):
+    with pytest.raises(
+        ConfigError, match=r"autotuning\.model_info\.num_params: asked for '1\.3B', allowed is an integer"
+    ):
+        searches({"model_info": {"num_params": "1.3B"}})
+
+
+def test_an_error_says_nothing_about_larger_micro_batches(searches, monkeypatch):
+    search = searches()
+    ends = iter(["exit code 1: KeyError", "out of memory: MemoryError", "no result after 1 s"])
+
+    def run(name, point, *others):
+        return TrialResult(name=name, settings=point, fingerprint="f", session="s", reason=next(ends))
+
+    monkeypatch.setattr(search.rm, "run_experiment", run)
+    space = Space(search.user_config, search.autotuning_config, ModelInfo())
+    measure = search._measure(space, LiveTable("throughput"))
+    (point,) = space.coarse()
+    assert math.isnan(measure(point))
+    assert measure(point) is None
+    assert measure(point) is None

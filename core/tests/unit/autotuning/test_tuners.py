@@ -1,6 +1,7 @@
 """Tuners against recorded and made-up figures: what they find, in how many trials, and when they stop."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -139,6 +140,24 @@ def test_larger_micro_batches_than_one_that_failed_are_left_out():
     reason = search(GridSearchTuner(points), measure, Budget(100, 0))
     assert seen == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 4), (1, 8)]
     assert reason == "every trial is measured"
+
+
+def test_an_error_leaves_larger_micro_batches():
+    seen = []
+    points = [{MICRO_BATCH: size} for size in (1, 2, 4, 8)]
+    outcomes = {1: 1.0, 2: math.nan, 4: None}
+    budget = Budget(100, 0)
+    search(GridSearchTuner(points), lambda point: seen.append(point) or outcomes[point[MICRO_BATCH]], budget)
+    assert seen == points[:3]
+    assert budget.best == (points[0], 1.0)
+
+
+def test_errors_alone_end_a_search():
+    budget = Budget(100, 3)
+    points = [{MICRO_BATCH: 2**power} for power in range(9)]
+    reason = search(GridSearchTuner(points), lambda point: math.nan, budget)
+    assert reason == "3 trials in a row ended by an error (tuner_early_stopping)"
+    assert (budget.spent, budget.best) == (3, None)
 
 
 def test_a_model_does_not_begin_with_the_largest():
