@@ -208,7 +208,7 @@ class Autotuner:
         return (num_nodes or 1) * max(num_gpus or get_accelerator().device_count(), 1)
 
     def _describe_machines(self) -> list[Any]:
-        """What a figure depends on besides configuration and command; without a context on a device."""
+        """List what a figure depends on besides configuration and command; no device gets a context for it."""
         accelerator = get_accelerator()
         hosts = {host: list(slots) for host, slots in self.active_resources.items()}
         devices = [accelerator.device_name(), accelerator.device_count()]
@@ -372,7 +372,7 @@ def _range(values: Sequence[Any]) -> str:
 
 
 def _num_params(config: AutotuningConfig) -> int:
-    """What `model_info` says of the model's size; 0: nothing."""
+    """Return what `model_info` says of the size of the model; 0: nothing."""
     given = (config.model_info or {}).get("num_params", 0)
     if isinstance(given, float) and given.is_integer():  # 1.3e9
         given = int(given)

@@ -146,7 +146,7 @@ class Command:
         return words
 
     def words(self, arguments: Sequence[str]) -> list[str]:
-        """What follows `deepspeed` in the command.
+        """Return what follows `deepspeed` in the command.
 
         Args:
             arguments: of the script.
