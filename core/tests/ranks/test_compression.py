@@ -149,7 +149,7 @@ def refused_job():
         deepspeed.initialize(model=build(), config=settings())
     config = settings(3)
     engine = deepspeed.initialize(model=init_compression(build(), config), config=config)[0]
-    with pytest.raises(ConfigError, match="redundancy_clean: found sharded weights in '.'.+save_16bit_model"):
+    with pytest.raises(ConfigError, match="redundancy_clean: found sharded weights, such as '.+save_16bit_model"):
         redundancy_clean(engine, config)
     engine.destroy()
     return True
