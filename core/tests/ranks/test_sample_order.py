@@ -224,6 +224,6 @@ def stages_job(section, folder):
 def test_a_stage_that_loads_nothing_saves_what_the_first_drew(metrics, tmp_path):
     drawn = run_ranks(3, stages_job, curriculum(metrics), str(tmp_path))
     files = sorted((tmp_path / "draws").glob("mp_rank_*_model_states.pt"))
-    states = [torch.load(file, weights_only=False)["data_sampler"] for file in files]
+    states = [torch.load(file, weights_only=True)["data_sampler"] for file in files]
     assert drawn[0]["consumed_samples"] == 2 * BATCH
     assert states == [drawn[0]] * 3

@@ -141,7 +141,7 @@ class VariableBatchSizeLR:
 
     Args:
         lr_scheduler: the other one; None: the rates of `optimizer` stay.
-        base_batch_size: the samples that these rates are meant for.
+        base_batch_size: the samples of a batch at these rates.
         batch_sizes: samples of each batch, in turn; after the last the first follows.
         dataloader: the loader that gives them; `load_state_dict` lets one of `dataloader_for_variable_batch_size` go
             on with the next batch.

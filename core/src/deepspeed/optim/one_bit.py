@@ -42,7 +42,32 @@ class OneBitOptimizer(ReferenceOptimizer):
     #: attributes by which ranks agree on what they send
     phase_options: tuple[str, ...] = ()
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float | Tensor,
+        bias_correction: bool,
+        betas: tuple[float, float],
+        eps: float,
+        eps_inside_sqrt: bool,
+        weight_decay: float,
+        max_grad_norm: float,
+        amsgrad: bool,
+        **others: float,
+    ) -> None:
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
+        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            **others,
+        }
         super().__init__(params, defaults)
         #: what is left to send, by parameter
         self.rounding: dict[Tensor, RoundingErrors] = {}
@@ -154,8 +179,25 @@ class OneBitOptimizer(ReferenceOptimizer):
         average(self.ranks, values, [self.rounding[param] for param in params], tag="1-bit average")
 
 
+class TwoPhaseOptimizer(OneBitOptimizer):
+    """An optimizer whose second moments stay after `freeze_step` updates, from when on momenta are averaged."""
+
+    phase_options = ("freeze_step",)
+    freeze_step: int
+
+    def begin_phase(self) -> None:
+        self.keeps_gradients = self.num_updates >= self.freeze_step
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.keeps_gradients
+
+    def past_variances(self, step: int) -> int:
+        return min(step, self.freeze_step)
+
+
 @absent_members("runtime.fp16.onebit.adam:OnebitAdam")
-class OnebitAdam(OneBitOptimizer):
+class OnebitAdam(TwoPhaseOptimizer):
     """1-bit Adam (H. Tang et al., arXiv 2102.02888, algorithm 1), with Adam's bias correction and AdamW's decay.
 
     Of update t, with g the gradient, T = `freeze_step`, and A(x) the average over ranks in one bit:
@@ -185,8 +227,6 @@ class OnebitAdam(OneBitOptimizer):
     Raises ConfigError for a value out of range, for `amsgrad=True`, which 1-bit Adam has not, and for `max_grad_norm`.
     """
 
-    phase_options = ("freeze_step",)
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -201,29 +241,18 @@ class OnebitAdam(OneBitOptimizer):
         max_grad_norm: float = 0.0,
         amsgrad: bool = False,
     ) -> None:
-        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
-        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
         self.freeze_step = checked_count("freeze_step", freeze_step)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-
-    def begin_phase(self) -> None:
-        self.keeps_gradients = self.num_updates >= self.freeze_step
-
-    @property
-    def is_frozen(self) -> bool:
-        return self.keeps_gradients
-
-    def past_variances(self, step: int) -> int:
-        return min(step, self.freeze_step)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            amsgrad=amsgrad,
+        )
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
         params = self.trained(params, group)

@@ -10,19 +10,18 @@ from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.optimizer import check_options
 from deepspeed.optim.one_bit import (
-    OneBitOptimizer,
+    TwoPhaseOptimizer,
     adam_roots,
     checked_count,
     dense_gradients,
     mask_momentum,
-    refuse_not_here,
     roots_of,
     update_variances,
 )
 
 
 @absent_members("runtime.fp16.onebit.lamb:OnebitLamb")
-class OnebitLamb(OneBitOptimizer):
+class OnebitLamb(TwoPhaseOptimizer):
     """1-bit LAMB (C. Li et al., arXiv 2104.06069, algorithm 1).
 
     LAMB's trust ratio needs a second moment of now, which the second phase has not: it takes the mean of the ratios of
@@ -54,8 +53,6 @@ class OnebitLamb(OneBitOptimizer):
     Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
     """
 
-    phase_options = ("freeze_step",)
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -77,28 +74,27 @@ class OnebitLamb(OneBitOptimizer):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
         check_options(max_coeff=max_coeff, min_coeff=min_coeff)
-        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
         _check_range("min_coeff", min_coeff, 0.0, "max_coeff", max_coeff)
         _check_range("factor_min", factor_min, 0.0, "factor_max", factor_max)
         _check_range("coeff_beta", coeff_beta, 0.0, "the number", 1.0)
         _check_range("factor_threshold", factor_threshold, 0.0, "the number", 1.0)
         self.freeze_step = checked_count("freeze_step", freeze_step)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         self.factor_max, self.factor_min = factor_max, factor_min
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            amsgrad=amsgrad,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )
         self._coeffs: dict[Tensor, Tensor] = {}  # parameter -> what its last update was multiplied by, beside lr
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -106,16 +102,6 @@ class OnebitLamb(OneBitOptimizer):
         the groups."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [float(self._coeffs[param]) for param in params if param in self._coeffs]
-
-    def begin_phase(self) -> None:
-        self.keeps_gradients = self.num_updates >= self.freeze_step
-
-    @property
-    def is_frozen(self) -> bool:
-        return self.keeps_gradients
-
-    def past_variances(self, step: int) -> int:
-        return min(step, self.freeze_step)
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
         params = self.trained(params, group)

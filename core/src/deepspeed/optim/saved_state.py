@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import CheckpointError
-from deepspeed.optim.traits import _is_a, _loaded, _unwrapped
+from deepspeed.optim.traits import _is_a, _loaded, unwrapped
 
 _BY_PARAMETER = ("parameter_scalars", "parameter_states")  # dicts of states within a flat group's
 _COUNTERS = frozenset({"step", "variance_step"})  # some keep it in the state, some in the group, some not at all
@@ -103,7 +103,7 @@ def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
     """Return the most states of its own size that a parameter gets; 2 for an optimizer that the table here lacks."""
-    kind = _kind_of(_unwrapped(optimizer))
+    kind = _kind_of(unwrapped(optimizer))
     if kind is None:
         return 2
     groups = optimizer.param_groups
@@ -127,7 +127,7 @@ def check_saved_state(
     Raises:
         CheckpointError: names both.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = unwrapped(optimizer)
     kind, saved, own = _kind_of(optimizer), state_names(states), state_names(optimizer.state.values())
     options, defaults = _numbers(param_groups), _numbers([optimizer.defaults])
     lacks = defaults - {name for group in param_groups for name in group}
@@ -154,14 +154,14 @@ def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[
     Raises:
         CheckpointError: names what is missing.
     """
-    kind = _kind_of(_unwrapped(optimizer))
+    kind = _kind_of(unwrapped(optimizer))
     for state in states:
         names = state_names([state])
         missing = kind.states - names if kind is not None and (names or _counts(state)) else frozenset()
         if missing:
             raise CheckpointError(
                 f"optimizer state: found states ({', '.join(sorted(names or {'step'}))}) without "
-                f"{', '.join(sorted(missing))}, which {type(_unwrapped(optimizer)).__name__} needs; load another tag, "
+                f"{', '.join(sorted(missing))}, which {type(unwrapped(optimizer)).__name__} needs; load another tag, "
                 "or with load_optimizer_states=False"
             )
 
@@ -186,7 +186,7 @@ def check_needed(
     Raises:
         CheckpointError: names what is missing.
     """
-    kind = _kind_of(_unwrapped(optimizer))
+    kind = _kind_of(unwrapped(optimizer))
     if kind is None:
         return
     needed = {"step"} | {name for name in kind.optional if kind.states and group.get(_SWITCHES.get(name, ""))}
@@ -198,7 +198,7 @@ def check_needed(
             because = f", as {_SWITCHES[missing[0]]} is on" if missing[0] in _SWITCHES else ""
             raise CheckpointError(
                 f"optimizer state: found no {missing[0]} beside {', '.join(sorted(moments))}, which "
-                f"{type(_unwrapped(optimizer)).__name__} needs{because}; load another tag, or with "
+                f"{type(unwrapped(optimizer)).__name__} needs{because}; load another tag, or with "
                 "load_optimizer_states=False"
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.traits import _unwrapped
+from deepspeed.optim.traits import unwrapped
 
 #: states with one number per element, and those of them that are sums of squares, or largest values
 _MOMENTS = frozenset(
@@ -62,7 +62,7 @@ def check_options(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         CheckpointError: one has another type than here, or a value that it cannot have.
     """
-    defaults = _unwrapped(optimizer).defaults
+    defaults = unwrapped(optimizer).defaults
     for index, (here, there) in enumerate(zip(optimizer.param_groups, saved, strict=False)):
         for name, value in there.items():
             own = here.get(name)

@@ -53,13 +53,13 @@ def is_elementwise(optimizer: Any) -> bool:
     said = getattr(optimizer, "is_elementwise", None)
     if isinstance(said, bool):
         return said
-    return any(_is_a(_unwrapped(optimizer), known) for known in (*_ELEMENTWISE, *_loaded(_OURS)))
+    return any(_is_a(unwrapped(optimizer), known) for known in (*_ELEMENTWISE, *_loaded(_OURS)))
 
 
 def looks_at_whole(optimizer: Any) -> bool:
     """Whether an optimizer that is not `is_elementwise` is known to need whole parameters; else nothing is known."""
     said_so = getattr(optimizer, "is_elementwise", None) is False
-    return said_so or isinstance(_unwrapped(optimizer), (*_WHOLE, *_loaded(_WHOLE_FRONTS)))
+    return said_so or isinstance(unwrapped(optimizer), (*_WHOLE, *_loaded(_WHOLE_FRONTS)))
 
 
 def is_tested_with_zero(optimizer: Any) -> bool:
@@ -68,36 +68,36 @@ def is_tested_with_zero(optimizer: Any) -> bool:
     DeepSpeed's documented list (Adam, AdamW, Adagrad, Lion, Muon, in torch's and in its own classes), and SGD.
     """
     known = (*_TESTED_WITH_ZERO, *_loaded(_OURS), *_loaded(_MUON))
-    return any(_is_a(_unwrapped(optimizer), each) for each in known)
+    return any(_is_a(unwrapped(optimizer), each) for each in known)
 
 
 def averages_in_step(optimizer: Any) -> bool:
     """Whether the optimizer's ranks average more than gradients in its step (`deepspeed.optim.one_bit`)."""
-    return isinstance(_unwrapped(optimizer), tuple(_loaded(_AVERAGING)))
+    return isinstance(unwrapped(optimizer), tuple(_loaded(_AVERAGING)))
 
 
 def phase_settings(optimizer: Any) -> dict[str, int]:
     """Return what such an optimizer has beside its groups that decides what its ranks send."""
-    settings: dict[str, int] = getattr(_unwrapped(optimizer), "phase_settings", {})
+    settings: dict[str, int] = getattr(unwrapped(optimizer), "phase_settings", {})
     return settings
 
 
 def kept_options(optimizer: Any) -> frozenset[str]:
     """Return the options of groups that a load leaves as this run has them."""
-    names: frozenset[str] = getattr(_unwrapped(optimizer), "kept_options", frozenset())
+    names: frozenset[str] = getattr(unwrapped(optimizer), "kept_options", frozenset())
     return names
 
 
 def takes_only_sparse(optimizer: Any) -> bool:
     """Whether the optimizer refuses dense gradients."""
-    return isinstance(_unwrapped(optimizer), torch.optim.SparseAdam)
+    return isinstance(unwrapped(optimizer), torch.optim.SparseAdam)
 
 
 def arguments_of_step(optimizer: Any) -> list[str]:
     """The arguments without which the optimizer's `step` cannot be called, such as the closure of LBFGS. A wrapper is
     asked for its `.optimizer`, too."""
     needed: dict[str, None] = {}
-    for each in (optimizer, _unwrapped(optimizer)):
+    for each in (optimizer, unwrapped(optimizer)):
         try:
             # of the class: a schedule puts a wrapper of its own into the object
             parameters = list(inspect.signature(type(each).step).parameters.values())[1:]
@@ -113,14 +113,14 @@ def is_host_front(optimizer: Any) -> bool:
 
     See `zero_force_ds_cpu_optimizer`. Subclasses count, whatever their step: the user knows what it costs.
     """
-    return isinstance(_unwrapped(optimizer), tuple(_loaded(_HOST_FRONTS)))
+    return isinstance(unwrapped(optimizer), tuple(_loaded(_HOST_FRONTS)))
 
 
 def _loaded(table: tuple[tuple[str, tuple[str, ...]], ...]) -> list[type]:
     return [getattr(sys.modules[module], name) for module, names in table if module in sys.modules for name in names]
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
     while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     # Accelerate's wrapper is itself a torch Optimizer

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from deepspeed._absent_members import absent_members
-from deepspeed.ops.optimizer import check_options
 from deepspeed.optim.one_bit import (
     OneBitOptimizer,
     checked_count,
     dense_gradients,
     mask_momentum,
-    refuse_not_here,
     roots_of,
     step_by_moments,
     update_variances,
@@ -149,22 +147,21 @@ class ZeroOneAdam(OneBitOptimizer):
         local_step_clipper: int = 16,
         amsgrad: bool = False,
     ) -> None:
-        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        check_options(bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad)
-        refuse_not_here(type(self).__name__, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
         self.var_freeze_step = checked_count("var_freeze_step", var_freeze_step)
         self.var_update_scaler = checked_count("var_update_scaler", var_update_scaler)
         self.local_step_scaler = checked_count("local_step_scaler", local_step_scaler)
         self.local_step_clipper = checked_count("local_step_clipper", local_step_clipper)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            amsgrad=amsgrad,
+        )
         self._local: dict[Tensor, _LocalSteps] = {}
 
     def begin_phase(self) -> None:

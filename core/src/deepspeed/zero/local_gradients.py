@@ -21,7 +21,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.comm.work import DONE
 from deepspeed.errors import ConfigError
 from deepspeed.optim.one_bit import OneBitOptimizer
-from deepspeed.optim.traits import _unwrapped
+from deepspeed.optim.traits import unwrapped
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.zero.placement import exact_norm
 from deepspeed.zero.stages import ZeroStage
@@ -82,7 +82,7 @@ def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) ->
     Raises:
         ConfigError: parameters or states are divided among ranks, where no rank has what the others average.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = unwrapped(optimizer)
     assert isinstance(optimizer, OneBitOptimizer)
     _refuse(optimizer, stage, mesh, units)
     optimizer.join(units.dense.reduce_group)
