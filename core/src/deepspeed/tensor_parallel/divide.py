@@ -253,10 +253,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _weight(module: nn.Module, path: str) -> Tensor:
-    is_linear = isinstance(module, nn.Linear) and (
-        type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
-    )
-    if not is_linear and not _is_transposed(module):
+    if not is_plain_linear(module) and not _is_transposed(module):
         raise ConfigError(
             f"{path}: found a {type(module).__module__}.{type(module).__qualname__}, and only layers that compute as "
             "torch.nn.Linear does can be divided; divide the model before its layers are replaced by others, or keep "
@@ -265,6 +262,13 @@ def _weight(module: nn.Module, path: str) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a layer computes x W^T + b and nothing else: `torch.nn.Linear`, or Falcon's, which does the same."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
 
 
 def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:

@@ -21,7 +21,7 @@ from deepspeed.ops.quantizer.layers import StoredExperts, StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear, stack_packed
 from deepspeed.ops.transformer import Linear, linear
 from deepspeed.ops.transformer.linear import linear_kernel
-from deepspeed.tensor_parallel.divide import ranks_of_experts
+from deepspeed.tensor_parallel.divide import is_plain_linear, ranks_of_experts
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.ranks import sum_over
 
@@ -223,8 +223,7 @@ def _is_transposed(linear: nn.Module) -> bool:
         return linear.transposed
     if isinstance(linear, RowParallelLinear):
         return linear.transposed
-    is_plain = type(linear).forward is nn.Linear.forward  # one that compresses itself is not, nor one of a user's own
-    if isinstance(linear, nn.Linear) and is_plain and not isinstance(linear, StoredLayer):
+    if is_plain_linear(linear) and not isinstance(linear, StoredLayer):
         return False
     if type(linear).__name__ == "Conv1D" and hasattr(linear, "nf"):
         return True
