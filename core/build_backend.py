@@ -1,7 +1,9 @@
-"""setuptools' build backend, except that a wheel is built from a temporary copy of this folder.
+"""setuptools' build backend, except that wheels are built from a temporary copy of this folder, with `_old/` flat.
 
 setuptools builds in the source tree and leaves `build/` and `*.egg-info` there; a file that was deleted from the source
 is then still in `build/`, and so in the next wheel. An editable install needs its `*.egg-info` and is left as it is.
+In the source, DeepSpeed's packages that hold nothing but old addresses stand in `_old/`, so that a listing shows what
+exists; in a wheel they stand where they are imported from, for tools that read code without running it.
 """
 
 import contextlib
@@ -61,6 +63,9 @@ def _copy() -> Iterator[None]:
     source = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="ds_core_build_") as folder:
         copy = shutil.copytree(source, os.path.join(folder, "source"), ignore=_LEFT_OUT, symlinks=True)
+        package = os.path.join(copy, "src", "deepspeed")
+        for name in os.listdir(os.path.join(package, "_old")):
+            shutil.move(os.path.join(package, "_old", name), package)
         os.chdir(copy)
         try:
             yield

@@ -15,6 +15,7 @@ from deepspeed.compatibility import FEATURES, MODULES
 
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "core/src/deepspeed"
+_OLD = _SOURCE / "_old"  # on the path of the package, and flat in a wheel
 _PAGE = _ROOT / "docs/reference/old-addresses.md"
 _LINE_LENGTH = 120
 # beside runtime and utils: packages of nothing but old addresses
@@ -93,24 +94,29 @@ def render() -> dict[Path, str]:
     for old, module in MODULES.items():
         files[_absent_path(old)] = _ABSENT.format(by=_BY, title=FEATURES[module.feature].title)
     for package, modules in _packages().items():
-        path = _SOURCE.joinpath(*package.split("."), "__init__.py")
+        path = _path(package) / "__init__.py"
         files[path] = _package(package, modules, PACKAGES.get(package, {}))
     return {**files, _PAGE: _page()}
 
 
 def existing() -> set[Path]:
-    """Every generated file, and every file in the folders that hold nothing but old addresses."""
-    old = {path for folder in ("runtime", "utils") for path in (_SOURCE / folder).rglob("*.py")}
-    return old | {path for path in _SOURCE.rglob("*.py") if _BY in path.read_text(encoding="utf-8")}
+    """Every generated file, and every file in the folder that holds nothing but old addresses."""
+    return {*_OLD.rglob("*.py")} | {path for path in _SOURCE.rglob("*.py") if _BY in path.read_text(encoding="utf-8")}
+
+
+def _path(old: str) -> Path:
+    """The path of a module without its ending: beside what is written, or in `_old/` where its package is not."""
+    parts = old.split(".")
+    return (_SOURCE if (_SOURCE / parts[0]).is_dir() else _OLD).joinpath(*parts)
 
 
 def _module(old: str) -> Path:
-    return _SOURCE.joinpath(*old.split(".")).with_suffix(".py")
+    return _path(old).with_suffix(".py")
 
 
 def _absent_path(old: str) -> Path:
     has_modules = any(other.startswith(f"{old}.") for other in [*MODULES, *ALIASES, *COLLECTIONS])
-    return _SOURCE.joinpath(*old.split("."), "__init__.py") if has_modules else _module(old)
+    return _path(old) / "__init__.py" if has_modules else _module(old)
 
 
 def _packages() -> dict[str, set[str]]:
@@ -125,8 +131,7 @@ def _packages() -> dict[str, set[str]]:
 
 
 def _alias(old: str, new: str, beside: dict[str, str]) -> str:
-    # lint looks away in runtime/ and utils/ only
-    noqa = "" if old.startswith(("runtime.", "utils.")) else "  # noqa: F403"
+    noqa = "" if _module(old).is_relative_to(_OLD) else "  # noqa: F403"
     addresses = _block(f'    "{name}": "deepspeed.{address}"' for name, address in sorted(beside.items()))
     arguments = _block(["__name__", new, f"{{{addresses}    }}"]) if beside else f"__name__, {new}"
     program = _PROGRAM.format(new=new) if _is_program(new) else ""

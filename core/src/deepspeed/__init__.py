@@ -80,6 +80,8 @@ __all__ = ["__version__", "version", *sorted(_NAMES)]  # noqa: PLE0604
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
 
+__path__.append(f"{__path__[0]}/_old")  # DeepSpeed's packages whose content lives elsewhere here; flat in a wheel
+
 
 class _AbsentModules:
     """The last finder of `sys.meta_path`, for DeepSpeed's modules that this version does not have."""
