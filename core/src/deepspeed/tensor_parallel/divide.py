@@ -265,7 +265,7 @@ def _weight(module: nn.Module, path: str) -> Tensor:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a layer computes x W^T + b and nothing else: `torch.nn.Linear`, or Falcon's, which does the same."""
+    """Return whether a layer computes x W^T + b and nothing else: `torch.nn.Linear`, or Falcon's, which equals it."""
     if not isinstance(module, nn.Linear):
         return False
     return type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
