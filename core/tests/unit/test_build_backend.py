@@ -31,5 +31,6 @@ def test_a_wheel_is_built_beside_the_sources_and_holds_no_old_file(tmp_path):
         assert done.returncode == 0, done.stderr
     assert sorted(tree.rglob("*")) == before
     names = zipfile.ZipFile(out / done.stdout.splitlines()[-1]).namelist()
-    assert {"deepspeed/__init__.py", "deepspeed/py.typed"} <= set(names)
+    assert {"deepspeed/__init__.py", "deepspeed/py.typed", "deepspeed/runtime/constants.py"} <= set(names)
+    assert not any("/_old/" in name for name in names)
     assert "deepspeed/stale.py" not in names
