@@ -26,6 +26,7 @@ from torch import nn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 BOTH = {**WEIGHTS, **GRADIENTS}
+LOCO = {**GRADIENTS, "zeropp_loco_param": {"err_beta": 0.75, "reset_T": 4}}
 #: copies of the shards, or of the weights, in groups of two ranks
 MICS, HPZ = {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}
 #: nothing stays whole between forward and backward, so that hpZ gathers from its copy
@@ -252,7 +253,8 @@ def bytes_job(zero):
 
 
 def test_a_quarter_and_an_eighth_of_the_bytes_are_sent():
-    exact, found = (run_ranks(2, bytes_job, zero)[0] for zero in ({}, BOTH))
+    exact, found, loco = (run_ranks(2, bytes_job, zero)[0] for zero in ({}, BOTH, {**BOTH, **LOCO}))
+    assert found == loco, "errors are sent with gradients"
     scales = 1 / 256  # one per block of 256, of fp32
     assert found["all_gather"] / exact["all_gather"] == pytest.approx(1 / 4 + scales)
     assert found["all_to_all"] / exact["reduce_scatter"] == pytest.approx(1 / 8 + scales)
@@ -342,9 +344,9 @@ class Bomb(torch.autograd.Function):
         raise ArithmeticError("bomb")
 
 
-def abandon_job(fails):
+def abandon_job(fails, zero):
     """A backward fails on all ranks with quantized collectives in flight, which the comms logger records."""
-    engine = create_engine(linears(), comms_logger={"enabled": True})
+    engine = create_engine(linears(), zero, comms_logger={"enabled": True})
     x = torch.ones(4, 128)
     if fails:
         handle = engine.module[0].register_forward_hook(lambda module, args, output: Bomb.apply(output))
@@ -361,5 +363,168 @@ def abandon_job(fails):
 
 
 @pytest.mark.usefixtures("direct")
-def test_training_goes_on_after_a_backward_that_failed():
-    assert run_ranks(2, abandon_job, True) == run_ranks(2, abandon_job, False)
+@pytest.mark.parametrize("zero", [BOTH, LOCO], ids=["both", "loco"])
+def test_training_goes_on_after_a_backward_that_failed(zero):
+    assert run_ranks(2, abandon_job, True, zero) == run_ranks(2, abandon_job, False, zero)
+
+
+# ----- error feedback ------------------------------------------------------------------------------------------------
+
+
+class Dot(nn.Module):
+    """Has x as the gradient of its weight, whatever the weight is."""
+
+    def __init__(self, numel=1001):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def create_dot(zero, **keys):
+    zero = {"stage3_param_persistence_threshold": 0, **zero}
+    return make_engine(Dot(), 3, zero_optimization=zero, optimizer={"type": "SGD", "params": {"lr": 1}}, **keys)
+
+
+def gradient(rank, number, numel=1001):
+    """The gradient of one micro-batch. Blocks differ in size; the sums over ranks and batches are not near zero."""
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + number))
+    return (torch.sin(torch.arange(numel) + rank) + 0.1 * noise) * torch.logspace(-2, 1, numel)
+
+
+def reduced(engine, *numbers):
+    """The gradient that the step gets of micro-batches of these numbers; then makes the step."""
+    for number in numbers:
+        x = gradient(dist.get_rank(), number) if isinstance(number, int) else number
+        engine.backward(engine(x.to(engine.module.weight.dtype)))
+        if number is not numbers[-1]:
+            engine.step()
+    found = safe_get_full_grad(engine.module.weight)
+    engine.step()
+    return found
+
+
+def rounded(x, bits):
+    """What arrives of x: by blocks of 256, to the nearest multiple of the scale."""
+    most = 2 ** (bits - 1) - 1
+    blocks = []
+    for block in x.split(256):
+        scale = (block.abs().max() * (1 / most)).clamp_min(torch.finfo(torch.float32).tiny)
+        blocks.append((block * (1 / scale)).round().clamp(-most, most) * scale)
+    return torch.cat(blocks)
+
+
+def simulated(world_size, num_steps, num_micros, beta, reset_steps):
+    """The gradients of each step, of all ranks in one process: LoCo's formulas, part by part."""
+    shard = -(-1001 // (2 * world_size)) * 2
+    errors = [torch.zeros(world_size, shard) for _ in range(world_size)]
+    for step in range(num_steps):
+        total = torch.zeros(world_size, shard)
+        for micro in range(num_micros):
+            arrived = torch.zeros(world_size, shard)
+            for rank in range(world_size):
+                own = gradient(rank, num_micros * step + micro) / num_micros * (1 / world_size)
+                own = torch.nn.functional.pad(own, (0, world_size * shard - 1001)).view(world_size, shard)
+                for part in range(world_size):
+                    wanted = errors[rank][part] + own[part]
+                    sent = rounded(wanted, 4)
+                    arrived[part] += sent
+                    error = errors[rank][part] * beta + (wanted - sent) * (1 - beta)
+                    errors[rank][part] = rounded(error, 8)
+            total += arrived
+        yield total.view(-1)[:1001]
+        if (step + 1) % reset_steps == 0:
+            for error in errors:
+                error.zero_()
+
+
+def loco_job(num_steps, num_micros):
+    engine = create_dot(LOCO, gradient_accumulation_steps=num_micros)
+    batches = torch.arange(num_steps * num_micros).view(num_steps, num_micros).tolist()
+    return [reduced(engine, *numbers) for numbers in batches]
+
+
+@pytest.mark.parametrize(("world_size", "num_micros"), [(2, 1), (3, 1), (2, 2)])
+def test_error_feedback_is_that_of_plain_torch(world_size, num_micros):
+    expected = list(simulated(world_size, 6, num_micros, 0.75, 4))
+    for found in run_ranks(world_size, loco_job, 6, num_micros):
+        for step, (own, wanted) in enumerate(zip(found, expected, strict=True)):
+            torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-7, msg=lambda text, step=step: f"{step}: {text}")
+
+
+def mean_job(zero, nums_steps):
+    """The largest error of the mean gradient over the first steps, over the largest of its block."""
+    engine = create_dot(zero)
+    exact, found, errors = 0, 0, []
+    for step in range(max(nums_steps)):
+        exact += sum(gradient(rank, step).double() for rank in range(2)) / 2
+        found += reduced(engine, step).double()
+        if step + 1 in nums_steps:
+            missed = ((found - exact) / (step + 1)).split(256)
+            errors.append(max((a.norm() / b.norm()).item() for a, b in zip(missed, (exact / (step + 1)).split(256))))
+    return errors
+
+
+def test_errors_of_the_mean_fall_with_feedback_and_stay_without():
+    loco = {**GRADIENTS, "zeropp_loco_param": {}}
+    plain, found = (run_ranks(2, mean_job, zero, (1, 8, 64))[0] for zero in (GRADIENTS, loco))
+    assert found[0] == plain[0], "the first step has nothing to make up for"
+    assert found[0] > 2 * found[1] > 10 * found[2]
+    assert plain[2] > 5 * found[2]
+
+
+def without_errors_job(event, folder, zero):
+    """What is reduced after an event which leaves no errors, and what a new engine reduces; then in a second step."""
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}} if event == "overflow" else {}
+    engine = create_dot(zero, **keys)
+    first = [reduced(engine, number) for number in (7, 8, 9)]
+    assert engine.sharding.options.stage.held_bytes >= 1001
+    if event == "overflow":
+        bad = gradient(0, 1)
+        bad[700] = torch.inf
+        reduced(engine, bad if dist.get_rank() == 0 else gradient(1, 1) * 1000)
+        assert not engine.was_step_applied()
+        keys["fp16"]["initial_scale_power"] = 3
+    elif event == "load":
+        engine.save_checkpoint(folder)
+        reduced(engine, 9)
+        engine.load_checkpoint(folder)
+    elif event == "reset":
+        reduced(engine, 9)
+    found = [reduced(engine, number) for number in (7, 8)]
+    new = create_dot(zero, **keys)
+    return first[:2], found, [reduced(new, number) for number in (7, 8)]
+
+
+def added_job():
+    """A group that is added trains with the errors of the others, which stay."""
+    model = nn.ModuleList([Dot(), Dot(33)])
+    model.forward = lambda x: model[0](x) + model[1](x[:33])
+    model[1].requires_grad_(False)
+    zero = {"stage3_param_persistence_threshold": 0, **LOCO}
+    engine = make_engine(model, 3, zero_optimization=zero, optimizer={"type": "SGD", "params": {"lr": 1}})
+    found = []
+    for number in range(3):
+        if number == 1:
+            model[1].requires_grad_(True)
+            engine.optimizer.add_param_group({"params": list(model[1].parameters())})
+        engine.backward(engine(gradient(dist.get_rank(), number)))
+        found.append([safe_get_full_grad(each.weight) for each in model[: 1 + (number > 0)]])
+        engine.step()
+    return found
+
+
+def test_errors_stay_when_a_group_is_added():
+    for found in run_ranks(2, added_job):
+        for step, expected in enumerate(simulated(2, 3, 1, 0.75, 4)):
+            torch.testing.assert_close(found[step][0], expected, rtol=1e-6, atol=1e-7)
+        assert [len(each) for each in found] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("event", ["overflow", "load", "reset", ""])
+def test_what_leaves_no_errors(event, tmp_path):
+    """Of `Dot` a gradient does not depend on weights, so that what differs are errors."""
+    for first, found, new in run_ranks(2, without_errors_job, event, str(tmp_path), LOCO):
+        assert all(map(torch.equal, found, new)) == bool(event)
+        assert event == "overflow" or all(map(torch.equal, first, new))

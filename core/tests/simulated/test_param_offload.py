@@ -174,6 +174,7 @@ def test_shards_leave_the_device(sim_ranks):
             {"zero_hpz_partition_size": 2},
             {"mics_shard_size": 1},
             {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+            {"zeropp_loco_param": {}, "zero_quantized_gradients": True},
         ],
         lambda section: "mics_shard_size" not in section,
     ),

@@ -293,7 +293,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "zero_quantized_weights, _gradients, _nontrainable_weights",
             D,
             "Stage 3 only, below it they raise. Blocks of 256 elements; gradients by one all-to-all, not one within "
-            "nodes and one between them. `zeropp_loco_param` is refused.",
+            "nodes and one between them.",
+        ),
+        (
+            "zeropp_loco_param",
+            D,
+            "Errors in int8, on every rank. After a load, a skipped step and a change of the loss scale they begin at "
+            "zero. Without zero_quantized_gradients it raises.",
         ),
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
         (

@@ -50,6 +50,20 @@ class OffloadParamConfig(LaxSection):
     )
 
 
+class LocoConfig(LaxSection):
+    """`zeropp_loco_param`: what quantized gradients have lost is added to the next ones (LoCo, arXiv 2407.04480)."""
+
+    err_beta: Float = key(
+        0.8,
+        "Weight of former errors in their moving average; the newest has the rest. 0: the last error alone.",
+        ge=0,
+        lt=1,
+    )
+    reset_steps: Int = key(
+        1024, "Errors begin at zero again after so many steps.", unit="steps", ge=1, json_key="reset_T"
+    )
+
+
 @absent_members("runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig")
 class OffloadOptimizerConfig(LaxSection):
     """`offload_optimizer`: where optimizer states live and are updated."""
@@ -280,11 +294,7 @@ class ZeroConfig(LaxSection):
     zero_quantized_gradients: Flag = key(
         False, "Reduce the gradients of sharded parameters in int4 (ZeRO++); stage 3 only."
     )
-    zeropp_loco_param: Free | None = key(
-        None,
-        "Error feedback of quantized gradients (LoCo).",
-        support=refused("gradients are quantized without error feedback in this version"),
-    )
+    zeropp_loco_param: LocoConfig | None = key(None, "Error feedback of `zero_quantized_gradients` (LoCo); null: none.")
     mics_shard_size: Int = key(
         -1,
         "MiCS: ranks over which stage 3 shards a copy of the model; a divisor of the ranks that average a gradient. "

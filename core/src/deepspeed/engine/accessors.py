@@ -181,7 +181,10 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
     "zero_use_cpu_optimizer": ("zero_optimization.offload_optimizer", _updates_on_host),
-    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
+    "zeropp_loco_param": (
+        "zero_optimization.zeropp_loco_param",
+        lambda section: section and section.model_dump(by_alias=True),
+    ),
 }
 
 #: answered from the engine itself

@@ -3,6 +3,7 @@
 Called once per engine by `build.py`; beside it, this file alone reads the root of the configuration.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from deepspeed.precision.policy import DynamicLossScaler, LossScaler
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
+from deepspeed.zero.quantized import ErrorFeedback
 from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.stages import STAGES, ZeroStage
 from deepspeed.zero.unit_groups import ReplicationMode, UnitGroups
@@ -119,7 +121,7 @@ def create_sharding(
         )
     wire = config.communication_data_type
     options = ShardingOptions(
-        stage=_choose_stage(zero.stage, optimizer, mesh, units),
+        stage=_choose_stage(zero, optimizer, mesh, units),
         model_dtype=precision.model_dtype,
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
@@ -150,12 +152,17 @@ def create_sharding(
     return (of_plugin or Sharding)(options, ranks, group)
 
 
-def _choose_stage(stage: int, optimizer: Optimizer | None, mesh: Mesh, units: UnitGroups) -> ZeroStage:
+def _choose_stage(zero: ZeroConfig, optimizer: Optimizer | None, mesh: Mesh, units: UnitGroups) -> ZeroStage:
     if optimizer is not None and averages_in_step(optimizer):
         from deepspeed.zero.local_gradients import stage_of  # late: few runs ask for it
 
-        return stage_of(optimizer, stage, mesh, units)
-    return STAGES[0 if optimizer is None and stage < 3 else stage]
+        return stage_of(optimizer, zero.stage, mesh, units)
+    stage = STAGES[0 if optimizer is None and zero.stage < 3 else zero.stage]
+    if not zero.zero_quantized_gradients:
+        return stage
+    loco = zero.zeropp_loco_param
+    feedback = ErrorFeedback(loco.err_beta, loco.reset_steps) if loco is not None else None
+    return dataclasses.replace(stage, quantizes_gradients=True, feedback=feedback)
 
 
 def create_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:
@@ -174,7 +181,6 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
         model_persistence_numel=zero.model_persistence_threshold,
         min_granularity=zero.module_granularity_threshold,
         quantizes_weights=zero.zero_quantized_weights,
-        quantizes_gradients=zero.zero_quantized_gradients,
         keeps_frozen_in_int8=zero.zero_quantized_nontrainable_weights,
         checks_values=zero.enable_sanity_checks,
         home=home,
@@ -189,6 +195,11 @@ def refuse_quantized(zero: ZeroConfig) -> None:
                 f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "
                 f"and gradients in their own dtype; set stage to 3, or {name} to false"
             )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        raise ConfigError(
+            "zero_optimization.zeropp_loco_param: found it with zero_quantized_gradients false, where gradients are "
+            "sent as they are and leave no error to make up for; set zero_quantized_gradients to true, or omit it"
+        )
 
 
 def _predivide_factor(config: DeepSpeedConfig) -> float | None:

@@ -418,6 +418,8 @@ class Training:
                 self.lr_scheduler.skip_batch()
             sharding.gradients.zero_grad()
             precision.after_step(verdict)
+            if (feedback := sharding.options.stage.feedback) is not None:
+                feedback.end_step(keeps=verdict.applies and precision.loss_scaler.loss_scale == loss_scale)
         return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)
 
     def _step_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:

@@ -72,7 +72,6 @@ class GradientReduction:
         self._buckets = buckets
         self._by_unit = {bucket.index: bucket for bucket in buckets}
         self._stage = options.stage
-        self._quantizes = options.partitioning.quantizes_gradients
         self._open_window = open_window
         self._after_arrival = after_arrival
         self._name_of = units.name_of
@@ -202,8 +201,7 @@ class GradientReduction:
 
     def _launch(self, bucket: Bucket) -> None:
         self.num_issued += 1
-        reduce = partial(self._stage.reduce, self._units[bucket.index], quantizes=self._quantizes)
-        bucket.launch(reduce)
+        bucket.launch(partial(self._stage.reduce, self._units[bucket.index]))
 
     def _finish_early(self, max_in_flight: int) -> None:
         """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's

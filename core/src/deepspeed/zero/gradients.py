@@ -375,6 +375,7 @@ class Gradients:
             if not self._placement.is_offloaded:  # else copies are summed
                 self.memory.leave()
         self.zero_grad()
+        self._stage.drop_errors()
         self._dropped()
         give_up(works)
         if self.gathering is not None:
@@ -430,6 +431,7 @@ class Gradients:
     def drop(self) -> None:
         """Hold nothing any more; the units were dropped already."""
         self.memory.drop()
+        self._stage.drop_errors()
         self.rows, self._others = None, []
         self.reduction = self._create_reduction()
         self._shown, self._facts = ExposedGrads(), self._create_facts()

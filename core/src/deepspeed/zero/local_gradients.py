@@ -48,8 +48,8 @@ class LocalGradients(ZeroStage):
     def contributed(self, unit: Unit) -> tuple[int, int]:
         return self.result(unit) if self.optimizer.keeps_gradients else super().contributed(unit)
 
-    def reduce(self, unit: Unit, wire_N: Tensor, *, quantizes: bool) -> Work:
-        return DONE if self.optimizer.keeps_gradients else super().reduce(unit, wire_N, quantizes=quantizes)
+    def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
+        return DONE if self.optimizer.keeps_gradients else super().reduce(unit, wire_N)
 
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
         if not self.optimizer.keeps_gradients:

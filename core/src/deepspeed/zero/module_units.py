@@ -227,7 +227,6 @@ class Stage3Options:
     model_persistence_numel: int = 2**63 - 1  # of all that stay whole, at most
     min_granularity: int = 0
     quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
-    quantizes_gradients: bool = False  # gradients are sent in int4
     keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
     checks_values: bool = False  # compare what `GatheredParameters` only reads (`enable_sanity_checks`)
     home: ShardHome | None = None  # of the shards; None: the device
@@ -242,7 +241,6 @@ class Stage3Options:
             "stage3_model_persistence_threshold": self.model_persistence_numel,
             "stage3_module_granularity_threshold": self.min_granularity,
             "zero_quantized_weights": self.quantizes_weights,
-            "zero_quantized_gradients": self.quantizes_gradients,
             "zero_quantized_nontrainable_weights": self.keeps_frozen_in_int8,
             "enable_sanity_checks": self.checks_values,
             "offload_param.device": "none" if self.home is None else self.home.name,

@@ -3,6 +3,7 @@
     all_gather         each rank sends its shard in int8                                              (qwZ)
     reduce_scatter     each rank sends each peer its part in int4, by one all-to-all; the receiver
                        brings the parts back to fp32, adds them in rank order and rounds once         (qgZ)
+    ErrorFeedback      what int4 has left out of a rank's gradients, added to the next ones           (LoCo)
 
 Source: G. Wang et al., ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3. The all-to-all here has one step, not one within
 a node and one between nodes. Blocks of `BLOCK_NUMEL` elements have one fp32 scale each, symmetric around 0, so that
@@ -11,6 +12,16 @@ inf or nan comes back as nan: an overflow stays one. What is gathered is rounded
 
 A group of one rank sends nothing, and what the quantizer does not take (fp64, integers) is sent as it is.
 Called by `param_unit.py` for weights that a module is about to read, and by `ZeroStage.reduce` for gradients.
+
+[Note: error feedback] With Q4 and Q8 the rounding to int4 and int8, a rank that has the gradients g of a unit, and the
+errors e, zero at first, sends and keeps (X. Xie et al., LoCo, arXiv 2407.04480)
+
+    h = g + e,    send Q4(h),    e <- Q8(beta e + (1 - beta) (h - Q4(h)))
+
+So K reductions send the sum of K gradients, but for (e_0 - e_K) / (1 - beta) and what Q8 has rounded: the error of
+their mean falls with 1 / K until it is what Q8 loses, where without feedback it stays. `beta` 0 keeps the last error
+alone. Errors are as large as scaled gradients are, and of gradients that a step has used. So they begin at zero again
+where a step was skipped, or the loss scale changes, and an element that is inf or nan leaves none.
 
 [Note: rounded once] Weights that rest in int8 are packed again when they are loaded, from what `unpack` gave. In bf16
 and fp16 that makes the same codes and scales: the largest element m of a block comes back as m, and with it the scale.
@@ -21,6 +32,7 @@ Legend: N numel of a full buffer, S of a shard, W ranks, B bytes of a shard in f
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +47,10 @@ from deepspeed.ops.quantizer.groups import TINY
 
 #: elements with one scale: 0.125 bits more per element
 BLOCK_NUMEL = 256
-WEIGHT_BITS, GRADIENT_BITS = 8, 4
+WEIGHT_BITS, GRADIENT_BITS, ERROR_BITS = 8, 4, 8
+
+#: elements whose errors are brought to fp32 at once: what a core's cache holds, and on a device 64 MiB of buffers
+RUN_NUMEL, DEVICE_RUN_NUMEL = 2**15, 2**22
 
 _SCALE_BYTES = torch.float32.itemsize
 #: clears the bits of an fp32 scale that would make its product with an int8 code inexact
@@ -68,14 +83,29 @@ def all_gather_packed(
     return Followed(work, unpack, in_poll=full_N.device.type == "cpu")
 
 
-def reduce_scatter(ranks: GroupBackend, shard_S: Tensor, full_N: Tensor, *, tag: str | int | None = None) -> Work:
-    """`GroupBackend.reduce_scatter` with the parts in int4. `full_N` may be written as soon as this returns."""
+def reduce_scatter(
+    ranks: GroupBackend,
+    shard_S: Tensor,
+    full_N: Tensor,
+    *,
+    tag: str | int | None = None,
+    feedback: "ErrorFeedback | None" = None,
+) -> Work:
+    """`GroupBackend.reduce_scatter` with the parts in int4. `full_N` may be written as soon as this returns.
+
+    Args:
+        feedback: has the errors of what was sent with the same `tag` before.
+    """
     if not _is_quantized(ranks, shard_S):
         return ranks.reduce_scatter(shard_S, full_N, tag=tag)
     packing = ShardPacking(shard_S.numel(), GRADIENT_BITS)
     sent_WB, packed_WB = (_allocate(ranks, packing, full_N.device) for _ in range(2))
-    for part_S, packed_B in zip(full_N.view(ranks.world_size, -1), sent_WB, strict=True):
-        packing.pack(part_S, packed_B)
+    parts_WS = full_N.view(ranks.world_size, -1)
+    if feedback is not None:
+        feedback.pack(tag, parts_WS, sent_WB)
+    else:
+        for part_S, packed_B in zip(parts_WS, sent_WB, strict=True):
+            packing.pack(part_S, packed_B)
     work = ranks.all_to_all(packed_WB.view(-1), sent_WB.view(-1), tag=tag)
     return Followed(work, lambda: packing.unpack_sum(packed_WB, shard_S), in_poll=full_N.device.type == "cpu")
 
@@ -96,19 +126,21 @@ class ShardPacking:
     Args:
         numel: S, at least 1.
         bits: 8 or 4 per element.
+        run_numel: elements in one call of the quantizer, at most, in whole blocks; the bytes are the same.
     """
 
-    def __init__(self, numel: int, bits: int) -> None:
+    def __init__(self, numel: int, bits: int, run_numel: int = sys.maxsize) -> None:
         self.numel = numel
         self.bits = bits
+        self._run_blocks = run_numel // BLOCK_NUMEL
         num_full, num_left = divmod(numel, BLOCK_NUMEL)
         self._codes_start = _aligned((num_full + (num_left > 0)) * _SCALE_BYTES)
-        self._runs = list(self._cut(num_full, num_left))
-        self.num_bytes = _aligned(self._runs[-1].codes.stop)
+        self.runs = list(self._cut(num_full, num_left))
+        self.num_bytes = _aligned(self.runs[-1].codes.stop)
 
     def _cut(self, num_full: int, num_left: int) -> Iterator[_BlockRun]:
-        if num_full:
-            yield self._run(0, num_full, BLOCK_NUMEL)
+        for first in range(0, num_full, self._run_blocks):
+            yield self._run(first, min(self._run_blocks, num_full - first), BLOCK_NUMEL)
         if num_left:
             yield self._run(num_full, 1, num_left)
 
@@ -125,10 +157,14 @@ class ShardPacking:
 
     def pack(self, numbers_S: Tensor, packed_B: Tensor) -> None:
         """Write `numbers_S`, fp32, bf16 or fp16, to `packed_B`, int8."""
-        for run in self._runs:
-            codes, scales = quantize(numbers_S[run.elements], run.num_blocks, self.bits)
-            packed_B[run.codes].copy_(codes.view(-1))
-            packed_B[run.scales].view(torch.float32).copy_(scales.view(-1))
+        for run in self.runs:
+            self.pack_run(run, numbers_S[run.elements], packed_B)
+
+    def pack_run(self, run: "_BlockRun", numbers: Tensor, packed_B: Tensor) -> None:
+        """Write the elements of one of `runs` to their places in `packed_B`."""
+        codes, scales = quantize(numbers, run.num_blocks, self.bits)
+        packed_B[run.codes].copy_(codes.view(-1))
+        packed_B[run.scales].view(torch.float32).copy_(scales.view(-1))
 
     def lasting(self, numbers_S: Tensor) -> Tensor:
         """`numbers_S` with its largest elements less by 2**-16 of themselves at most, so that packing in 8 bits what
@@ -136,7 +172,7 @@ class ShardPacking:
         if numbers_S.dtype is not torch.float32:
             return numbers_S
         limited_S = torch.empty_like(numbers_S)
-        for run in self._runs:
+        for run in self.runs:
             blocks = numbers_S[run.elements].view(run.num_blocks, -1)
             scale = (blocks.abs().amax(1, keepdim=True) * (1 / 127)).clamp_min(TINY)
             largest = 127 * (scale.view(torch.int32) & _EXACT_SCALE).view(torch.float32)
@@ -145,14 +181,19 @@ class ShardPacking:
 
     def unpack(self, packed_B: Tensor, numbers_S: Tensor) -> None:
         """Write what `pack` made to `numbers_S`, rounded to its dtype."""
-        for run in self._runs:
+        for run in self.runs:
             numbers = numbers_S[run.elements]
-            codes, scales = self._parts(run, packed_B)
-            numbers.copy_(dequantize(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
+            numbers.copy_(self.unpack_run(run, packed_B, numbers.dtype))
+
+    def unpack_run(self, run: "_BlockRun", packed_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """The elements of one of `runs`, 1-D."""
+        codes, scales = self._parts(run, packed_B)
+        numel = run.elements.stop - run.elements.start
+        return dequantize(codes, scales, self.bits, shape=(numel,), dtype=dtype)
 
     def unpack_sum(self, packed_WB: Tensor, sum_S: Tensor) -> None:
         """Write the sum of W packed shards to `sum_S`: added in fp32 in the order of ranks, rounded once."""
-        for run in self._runs:
+        for run in self.runs:
             numbers = sum_S[run.elements]
             codes, scales = self._parts(run, packed_WB)
             numbers.copy_(dequantize_reduce(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
@@ -167,6 +208,57 @@ class ShardPacking:
         codes = packed[..., run.codes].unflatten(-1, (run.num_blocks, -1))
         scales = packed[..., run.scales].view(torch.float32).unsqueeze(-1)
         return codes, scales
+
+
+class ErrorFeedback:
+    """`ErrorFeedback` keeps what int4 has left out of gradients that this rank has sent; see [Note: error feedback].
+
+    The errors of all N elements of a unit rest in int8 on every rank, from its first reduction on.
+
+    Args:
+        beta: how much of the former errors stays, 0 <= beta < 1.
+        reset_steps: steps after which errors begin at zero again.
+    """
+
+    def __init__(self, beta: float, reset_steps: int) -> None:
+        self.beta = beta
+        self.reset_steps = reset_steps
+        self._num_steps = 0  # since errors were zero
+        self._errors: dict[str | int | None, Tensor] = {}  # by what is sent: packed, (W, B)
+
+    def pack(self, key: str | int | None, parts_WS: Tensor, sent_WB: Tensor) -> None:
+        """Write `parts_WS` and the errors of `key`, in int4, to `sent_WB`, and keep the new errors."""
+        world_size, numel = parts_WS.shape
+        run_numel = RUN_NUMEL if parts_WS.device.type == "cpu" else DEVICE_RUN_NUMEL
+        sending, resting = (ShardPacking(numel, bits, run_numel) for bits in (GRADIENT_BITS, ERROR_BITS))
+        errors_WB = self._errors.get(key)
+        if errors_WB is None:  # all bytes 0 are zeros
+            shape = world_size, resting.num_bytes
+            errors_WB = self._errors[key] = torch.zeros(shape, dtype=torch.int8, device=parts_WS.device)
+        for part_S, error_B, sent_B in zip(parts_WS, errors_WB, sent_WB, strict=True):
+            for sent, kept in zip(sending.runs, resting.runs, strict=True):
+                error = resting.unpack_run(kept, error_B, torch.float32)
+                wanted = error + part_S[sent.elements]
+                sending.pack_run(sent, wanted, sent_B)
+                wanted.sub_(sending.unpack_run(sent, sent_B, torch.float32))
+                error.mul_(self.beta).add_(wanted, alpha=1 - self.beta).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                resting.pack_run(kept, error, error_B)
+
+    def end_step(self, *, keeps: bool) -> None:
+        """A step is over. `keeps`: its gradients were used, and the next ones are scaled as they were."""
+        self._num_steps += 1
+        if not keeps or self._num_steps >= self.reset_steps:
+            self.drop()
+
+    def drop(self) -> None:
+        """Begin at zero again, without memory."""
+        self._errors.clear()
+        self._num_steps = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the errors."""
+        return sum(errors_WB.nbytes for errors_WB in self._errors.values())
 
 
 def _is_quantized(ranks: GroupBackend, shard_S: Tensor) -> bool:

@@ -320,7 +320,7 @@ class Sharding:
     @property
     def held_bytes(self) -> int:
         """Bytes that stay allocated between steps for collectives and copies; no states."""
-        own = self.placement.held_bytes + self.gradients.memory.held_bytes
+        own = self.placement.held_bytes + self.gradients.memory.held_bytes + self.options.stage.held_bytes
         return own + sum(ranks.held_bytes for ranks in self.backends)
 
     def retire(self) -> None:

@@ -45,6 +45,16 @@ class ZeroStage:
     divides_states: bool = False
     divides_gradients: bool = False
     divides_parameters: bool = False
+    quantizes_gradients: bool = False  # they are sent in int4 (`zero_quantized_gradients`)
+    feedback: quantized.ErrorFeedback | None = None  # makes up for that (`zeropp_loco_param`); of one engine
+
+    def facts(self) -> dict[str, str]:
+        """Return, as text by key of the configuration, how gradients are sent, which all ranks must do alike."""
+        found = self.feedback
+        return {
+            "zero_quantized_gradients": str(self.quantizes_gradients),
+            "zeropp_loco_param": "none" if found is None else f"err_beta {found.beta}, reset_T {found.reset_steps}",
+        }
 
     # ---- the layout of a unit -----------------------------------------------------------------------------------
 
@@ -115,17 +125,13 @@ class ZeroStage:
         """
         return 1.0 / average
 
-    def reduce(self, unit: Unit, wire_N: Tensor, *, quantizes: bool) -> Work:
-        """Start to sum a bucket over the ranks that share its unit, into the `result` part of `wire_N`.
-
-        Args:
-            quantizes: send the gradients of divided parameters in int4 (`zero_quantized_gradients`).
-        """
+    def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
+        """Start to sum a bucket over the ranks that share its unit, into the `result` part of `wire_N`."""
         shards, tag = unit.ranks.shard_group, unit.index
         if not self.divides_states:
             return shards.all_reduce(wire_N, tag=tag)
-        if quantizes and unit.sharded is not None:
-            return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag)
+        if self.quantizes_gradients and unit.sharded is not None:
+            return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag, feedback=self.feedback)
         return shards.reduce_scatter(unit.shard_of(wire_N), wire_N, tag=tag)
 
     def gather_weights(self, unit: Unit) -> Work | None:
@@ -161,6 +167,17 @@ class ZeroStage:
 
     def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
         """Take what `rounding` gave on this rank; None: nothing is left, as other weights or states were loaded."""
+        self.drop_errors()
+
+    def drop_errors(self) -> None:
+        """Forget the errors of quantized gradients, and give their memory back."""
+        if self.feedback is not None:
+            self.feedback.drop()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the errors of quantized gradients."""
+        return 0 if self.feedback is None else self.feedback.held_bytes
 
 
 #: by `zero_optimization.stage`

@@ -258,6 +258,7 @@ class Units:
             "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
             "reduce_bucket_size": str(options.bucket_numel),
             "gradient_predivide_factor": str(options.predivide_factor),
+            **self._stage.facts(),
         }
         if self._stage.divides_parameters:
             facts |= options.partitioning.facts()

@@ -14,10 +14,6 @@ def check(**keys):
 ON = {"enabled": True}
 REFUSED = [
     (
-        "zero_optimization.zeropp_loco_param",
-        {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
-    ),
-    (
         "zero_optimization.offload_param.ratio",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),

@@ -236,6 +236,12 @@ def test_offload_is_told_from_the_section(make_engine):
     assert engine.zero_use_cpu_optimizer()
 
 
+def test_error_feedback_is_told_as_deepspeed_tells_it(make_engine):
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {"reset_T": 5}}
+    engine = make_engine(nn.Linear(4, 2), zero_optimization=zero)
+    assert engine.zeropp_loco_param() == {"err_beta": 0.8, "reset_T": 5}
+
+
 def test_data_types_and_scale_without_fp16(make_engine):
     engine = make_engine(nn.Linear(4, 2))
     assert engine.get_data_types() == (torch.float32, torch.float32)

@@ -3,13 +3,16 @@
 ranks/test_quantized.py sends them.
 """
 
+import re
+
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
+from deepspeed.zero import quantized
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.quantized import BLOCK_NUMEL, ShardPacking
+from deepspeed.zero.quantized import BLOCK_NUMEL, ErrorFeedback, ShardPacking
 from deepspeed.zero.unit_groups import UnitRanks
 from torch import nn
 
@@ -113,6 +116,65 @@ def test_a_stage_that_quantizes_nothing_refuses(make_engine, key, stage):
     key = f"zero_quantized_{key}"
     with pytest.raises(ConfigError, match=rf"optimization\.{key}: found true with zero_optimization\.stage {stage}"):
         make_engine(nn.Linear(2, 2), zero_optimization={"stage": stage, key: True})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {},
+            "zero_optimization.zeropp_loco_param: found it with zero_quantized_gradients false, where gradients are "
+            "sent as they are and leave no error to make up for; set zero_quantized_gradients to true, or omit it",
+        ),
+        ({"zero_quantized_gradients": True, "err_beta": 1.0}, "zeropp_loco_param.err_beta: found 1.0"),
+        ({"zero_quantized_gradients": True, "reset_T": 0}, "zeropp_loco_param.reset_T: found 0"),
+    ],
+)
+def test_error_feedback_of_nothing_is_refused(make_engine, keys, message):
+    keys = dict(keys)
+    loco = {name: keys.pop(name) for name in ("err_beta", "reset_T") if name in keys}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_engine(nn.Linear(2, 2), zero_optimization={"stage": 3, "zeropp_loco_param": loco, **keys})
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_are_added_to_what_is_sent_next(monkeypatch, dtype, numel):
+    """Of two ranks' parts; the first is zero, so that its errors are. In runs of two blocks."""
+    monkeypatch.setattr(quantized, "RUN_NUMEL", 2 * BLOCK_NUMEL)
+    x = numbers(numel, dtype)
+    packing, feedback = ShardPacking(numel, 4), ErrorFeedback(0.5, 10)
+    parts_WS = torch.stack([torch.zeros_like(x), x])
+    sent_WB = torch.empty(2, packing.num_bytes, dtype=torch.int8)
+    error = torch.zeros(numel)
+    for _ in range(3):
+        feedback.pack("unit", parts_WS, sent_WB)
+        none, came = torch.empty_like(parts_WS, dtype=torch.float32)
+        packing.unpack(sent_WB[0], none)
+        packing.unpack(sent_WB[1], came)
+        assert not none.any()
+        assert torch.equal(came, there_and_back(x.float() + error, 4))
+        error = there_and_back(0.5 * error + 0.5 * (x.float() + error - came), 8)
+    assert feedback.held_bytes == 2 * ShardPacking(numel, 8).num_bytes
+    feedback.end_step(keeps=False)
+    assert feedback.held_bytes == 0
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_leaves_no_error(bad):
+    x = numbers(3 * BLOCK_NUMEL)
+    packing, feedback = ShardPacking(x.numel(), 4), ErrorFeedback(0.5, 10)
+    broken = x.clone()
+    broken[BLOCK_NUMEL] = bad
+    sent_WB = torch.empty(1, packing.num_bytes, dtype=torch.int8)
+    came = torch.empty_like(x)
+    for each in (broken, x):
+        feedback.pack("unit", each.view(1, -1), sent_WB)
+        packing.unpack(sent_WB[0], came)
+        assert bool(came[:BLOCK_NUMEL].isfinite().all())
+        assert bool(came[BLOCK_NUMEL : 2 * BLOCK_NUMEL].isfinite().all()) == (each is x)
+    found, plain = came.split(BLOCK_NUMEL), there_and_back(x, 4).split(BLOCK_NUMEL)
+    assert [torch.equal(*blocks) for blocks in zip(found, plain, strict=True)] == [False, True, False]
 
 
 def test_one_rank_sends_nothing_and_quantizes_nothing(make_engine):
