@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from setuptools import build_meta
@@ -63,11 +64,16 @@ def _copy() -> Iterator[None]:
     source = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="ds_core_build_") as folder:
         copy = shutil.copytree(source, os.path.join(folder, "source"), ignore=_LEFT_OUT, symlinks=True)
-        package = os.path.join(copy, "src", "deepspeed")
-        for name in os.listdir(os.path.join(package, "_old")):
-            shutil.move(os.path.join(package, "_old", name), package)
+        _flatten(Path(copy, "src", "deepspeed"))
         os.chdir(copy)
         try:
             yield
         finally:
             os.chdir(source)
+
+
+def _flatten(package: Path) -> None:
+    for path in (package / "_old").iterdir():
+        path.rename(package / path.name)
+    stub = package / "__init__.pyi"
+    stub.write_text(stub.read_text(encoding="utf-8").replace("deepspeed._old", "deepspeed"), encoding="utf-8")

@@ -30,7 +30,9 @@ def test_a_wheel_is_built_beside_the_sources_and_holds_no_old_file(tmp_path):
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert sorted(tree.rglob("*")) == before
-    names = zipfile.ZipFile(out / done.stdout.splitlines()[-1]).namelist()
+    wheel = zipfile.ZipFile(out / done.stdout.splitlines()[-1])
+    names = wheel.namelist()
     assert {"deepspeed/__init__.py", "deepspeed/py.typed", "deepspeed/runtime/constants.py"} <= set(names)
-    assert not any("/_old/" in name for name in names)
+    assert not any("_old" in name.split("/") for name in names)
+    assert b"from deepspeed import utils as utils" in wheel.read("deepspeed/__init__.pyi")
     assert "deepspeed/stale.py" not in names
