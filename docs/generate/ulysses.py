@@ -1,12 +1,12 @@
 """Draw which rank has which tokens and heads under Ulysses: `python ulysses.py [--check]`.
 
-The colors come from `deepspeed.sequence.heads`, for four query heads and two KV heads on three ranks.
+The colors come from `deepspeed.sequence.exchange`, for four query heads and two KV heads on three ranks.
 """
 
 import sys
 from pathlib import Path
 
-from deepspeed.sequence.heads import HeadDivision
+from deepspeed.sequence.exchange import HeadDivision
 
 _PICTURE = Path(__file__).parents[2] / "docs/images/ulysses.svg"
 _COLORS = ("#4c78a8", "#f58518", "#54a24b")

@@ -467,7 +467,7 @@ def plain_job(kind, stages, stage, module_keys, keys):
     ],
 )
 def test_messages_that_wait_for_those_before_them(stages, kind, keys, module_keys):
-    """As NCCL's do; see `pipe/message_order.py`."""
+    """As NCCL's do; see `pipe/timeline.py`."""
     found = run_ranks(stages, ordered_job, kind, stages, 0, module_keys, keys)
     assert found == run_ranks(stages, plain_job, kind, stages, 0, module_keys, keys)
 

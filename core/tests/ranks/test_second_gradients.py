@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.moe.dispatch import _Drop, _Gather, send_rows
-from deepspeed.sequence.chunked import ChunkedAttention
+from deepspeed.sequence.blockwise import ChunkedAttention
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.loss import _GatherTokens, vocab_parallel_cross_entropy
 from deepspeed.sequence.ring import RingAttention

@@ -40,8 +40,7 @@ from deepspeed.cli.console import answer_stream, make_console, make_parser, make
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
 from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
-from deepspeed.plugins.admission import named
-from deepspeed.plugins.entry_points import distribution_of, one_line, read_entry_points
+from deepspeed.plugins.admission import distribution_of, named, one_line, read_entry_points
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.current import AcceleratorChoice

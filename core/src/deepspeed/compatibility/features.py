@@ -71,7 +71,7 @@ FEATURES = {
         "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",
     ),
     "FPDT": Feature(
-        "DeepSpeed's FPDT layer", "use deepspeed.sequence.chunked.ChunkedAttention within DistributedAttention"
+        "DeepSpeed's FPDT layer", "use deepspeed.sequence.blockwise.ChunkedAttention within DistributedAttention"
     ),
     "sparse attention": Feature("sparse attention", "use torch.nn.attention.flex_attention"),
     "linear layers of stage 3": Feature(

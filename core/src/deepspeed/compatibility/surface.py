@@ -614,7 +614,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.sequence.fpdt_layer.FPDT_Attention",
             N,
-            "`deepspeed.sequence.chunked.ChunkedAttention` keeps chunks in host memory.",
+            "`deepspeed.sequence.blockwise.ChunkedAttention` keeps chunks in host memory.",
         ),
         ("deepspeed.sequence.loss.vocab_sequence_parallel_cross_entropy", W, "As documented."),
         (

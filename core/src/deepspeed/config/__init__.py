@@ -5,8 +5,7 @@ room may import `errors` and `log` only; it never imports torch (data types stay
 Read `root.py` first, then `base.py` (what a key declares) and `intake.py` (what happens to a user's dict).
 """
 
-from deepspeed.config.read import read_config
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import read_config, redacted
 from deepspeed.config.root import DeepSpeedConfig
 
 __all__ = ["DeepSpeedConfig", "read_config", "redacted"]

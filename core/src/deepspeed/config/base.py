@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import redacted
 
 AUTO = "auto"
 """Hugging Face's placeholder: its Trainer or Accelerate fills the value before DeepSpeed sees it."""

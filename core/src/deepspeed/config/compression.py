@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet
-from deepspeed.config.bounds import brief, shown_key
 from deepspeed.config.intake import parse_section
+from deepspeed.config.read import brief, shown_key
 from deepspeed.errors import ConfigError
 
 _SNIP = quiet("for snip_momentum, which needs neural_compressor and is refused")

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Section, default_of, flag, is_same, json_keys, section_of
-from deepspeed.config.bounds import brief, check_bounds, shown_key
 from deepspeed.config.precision import BF16Config, FP16Config
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import brief, check_bounds, redacted, shown_key
 from deepspeed.config.unknown import unknown_key
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig

@@ -1,19 +1,150 @@
 """A config from wherever the user keeps it, as a dict: path, dict, JSON text, hjson text, base64 of either.
 
 `read_config` is called by `DeepSpeedConfig` and by the command line tools. Keys that appear twice are refused.
+`check_bounds` keeps a config so small that whoever walks it later cannot fail, and messages show only the beginning of
+a value. `redacted` is a config, or a part of one, without the secrets in it: whatever prints or saves a config, or
+shows a value that the user wrote, calls it.
 """
 
 import base64
 import binascii
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.config.bounds import MAX_CHARACTERS, MAX_DIGITS, brief, check_bounds, cut, too_deep
-from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
+
+MAX_CHARACTERS = 1024 * 1024
+MAX_DEPTH = 64
+MAX_VALUES = 20_000
+MAX_DIGITS = 20
+_MAX_BITS = 64
+
+
+def check_bounds(value: Any, path: str = "") -> None:
+    """Raise ConfigError unless `value` and all it contains is nested little, with text for keys and 64-bit integers.
+
+    path: dotted key of `value`, for messages. A dict that contains itself is nested too deeply.
+    """
+    pending = [(path, value, 0)]
+    num_values = 0
+    while pending:
+        where, inner, depth = pending.pop()
+        num_values += 1
+        if isinstance(inner, int) and inner.bit_length() > _MAX_BITS:
+            found = f"an integer of more than {_MAX_BITS} bits"
+            raise ConfigError(f"{where or 'config'}: found {found}; write a smaller one")
+        if not isinstance(inner, Mapping | list | tuple):
+            continue
+        if depth >= MAX_DEPTH:
+            raise too_deep(path or "config")
+        if num_values + len(inner) > MAX_VALUES:
+            raise ConfigError(f"{path or 'config'}: found more than {MAX_VALUES} values; write fewer")
+        pending += [(name, item, depth + 1) for name, item in _items(inner, where)]
+
+
+def too_deep(what: str) -> ConfigError:
+    """The error for a config that is nested too deeply."""
+    return ConfigError(f"{what}: is nested too deeply; found more than {MAX_DEPTH} levels")
+
+
+def _items(container: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(container, Mapping):
+        yield from ((where, item) for item in container)
+        return
+    for name, item in container.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{where or 'config'}: the key {brief(name)} is not text; put it in double quotes")
+        yield (f"{where}.{shown_key(name)}" if where else shown_key(name)), item
+
+
+def brief(value: Any) -> str:
+    """The repr of a value, cut to what a message can show."""
+    return cut(repr(value))
+
+
+def shown_key(written: str) -> str:
+    """A key as one printable word of a message."""
+    return cut(written if written.isprintable() else repr(written), 80)
+
+
+def cut(text: str, length: int = 200) -> str:
+    """The text, or its beginning and an ellipsis."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+REDACTED = "<redacted>"
+
+# "apiKey", "API-KEY" and "api_key" are one name: see _words.
+_SECRET = re.compile(
+    r"(^|_)(api|access|account|auth|private|secret|shared|signing|encryption|storage|session|license|ssh)_?keys?($|_)"
+    r"|(^|_)(password|passwd|passphrase|pwd|secret|credential|authorization|bearer|connection_string|dsn|webhook)s?($|_)"
+    r"|(^|_)(auth|jwt|cookie)s?$"
+    r"|(^|_)tokens?(_value)?$"
+)
+_PLUGIN_ARGUMENTS = "monitor_plugins"  # only the plugin knows what its arguments mean
+_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: a password may have one
+_QUERY_OF_URL = re.compile(r"(?<=[?&;])([^=&;?#\s]+)=([^&;#\s]+)")
+_SIGNATURES = frozenset({"sig", "signature", "x_amz_signature", "x_goog_signature"})  # of a link that opens a file
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """`value` with `REDACTED` in place of each secret; a copy where anything changes inside.
+
+    Args:
+        value: of a config: nested dicts and lists of plain values.
+        key: the key, or dotted path, under which `value` was written.
+
+    A secret is text (or a section) under a key that says so (`api_key`, `password`, `...token`, `secret`, ...), any
+    text among the arguments of `monitor_plugins`, and in a URL the user information and what such a key of the query
+    has. A number is one only under a password or secret: `max_tokens: 512` stays.
+    """
+    names = key.split(".")
+    return _redacted(value, names[-1], hides_text=_PLUGIN_ARGUMENTS in names)
+
+
+def _redacted(value: Any, name: str, hides_text: bool) -> Any:
+    if _is_secret(name, value):
+        return REDACTED
+    if isinstance(value, Mapping):
+        hides = hides_text or name == _PLUGIN_ARGUMENTS
+        return {inner: _redacted(item, str(inner), hides) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_redacted(item, "", hides_text) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, str):
+        return REDACTED if hides_text and value else _without_secrets_of_urls(value)
+    return value
+
+
+def _without_secrets_of_urls(text: str) -> str:
+    if "://" not in text:
+        return text
+    return _QUERY_OF_URL.sub(_redacted_pair, _USER_OF_URL.sub(f"{REDACTED}@", text))
+
+
+def _redacted_pair(pair: re.Match[str]) -> str:
+    name, value = pair.groups()
+    is_secret = _words(name) in _SIGNATURES or _is_secret(name, value)
+    return f"{name}={REDACTED}" if is_secret else pair.group()
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in ("", "auto")):
+        return False
+    words = _words(name)
+    counts = words.endswith(("token", "tokens")) and isinstance(value, int | float)  # a number of tokens
+    return bool(_SECRET.search(words)) and not counts
+
+
+def _words(name: str) -> str:
+    """A key in snake case."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return re.sub(r"[^a-z0-9]+", "_", spaced.lower())
+
 
 _LONGEST_PATH = 4096
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]

@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, PrivateAttr
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
-from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.compression import CompressionConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
@@ -40,8 +39,7 @@ from deepspeed.config.parallel import (
     TensorParallelConfig,
 )
 from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, DType, FP16Config, TorchAutocastConfig
-from deepspeed.config.read import ConfigSource, file_of, naming_file, read_config
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import ConfigSource, brief, file_of, naming_file, read_config, redacted
 from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.training import (
     ActivationCheckpointingConfig,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config.base import Section, Support, declared, default_of, is_same
-from deepspeed.config.bounds import cut
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import cut, redacted
 from deepspeed.config.training import OptimizerConfig, switched_on
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once

@@ -9,7 +9,7 @@ import difflib
 import os
 from collections.abc import Collection
 
-from deepspeed.config.bounds import shown_key
+from deepspeed.config.read import shown_key
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 

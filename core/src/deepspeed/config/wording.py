@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Says, Section, default_of, json_keys, section_of
-from deepspeed.config.bounds import brief
-from deepspeed.config.redact import redacted
+from deepspeed.config.read import brief, redacted
 from deepspeed.errors import ConfigError
 
 T = TypeVar("T")

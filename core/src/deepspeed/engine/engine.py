@@ -26,10 +26,10 @@ from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.data.loader import check_data
 from deepspeed.engine import export
 from deepspeed.engine.accessors import with_accessors
+from deepspeed.engine.export import refuse_unknown_division, whole_weights
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import EXIT_CODE, Saving
 from deepspeed.engine.training import Accumulation, Training
-from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once

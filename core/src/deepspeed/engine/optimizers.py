@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed import log
-from deepspeed.config.bounds import brief
+from deepspeed.config.read import brief
 from deepspeed.config.training import OptimizerConfig, SchedulerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_host_front

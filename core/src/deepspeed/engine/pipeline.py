@@ -26,7 +26,6 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.pipe.batch import Batch, DataFailed, take_batch
-from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import (
     DataParallelSchedule,
@@ -38,6 +37,7 @@ from deepspeed.pipe.schedule import (
     ZeroBubbleSchedule,
 )
 from deepspeed.pipe.stage import Stage
+from deepspeed.pipe.timeline import in_message_order
 from deepspeed.pipe.topology import PipelineParallelGrid, layout_of
 from deepspeed.precision.policy import add_dtype_hint
 

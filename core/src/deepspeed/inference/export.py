@@ -20,7 +20,7 @@ from deepspeed.checkpoint.load import Position
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
-from deepspeed.engine.whole_model import tensor_parallel_whole
+from deepspeed.engine.export import tensor_parallel_whole
 from deepspeed.errors import ConfigError
 from deepspeed.inference.checkpoint import JSON_NAME
 from deepspeed.parallel.mesh import Mesh

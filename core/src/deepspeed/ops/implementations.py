@@ -17,7 +17,7 @@ from deepspeed.accelerator.current import plugin_of
 from deepspeed.errors import DeepSpeedError, OpUnavailable, first_line
 from deepspeed.ops.documented import OPS
 from deepspeed.plugins import ACCELERATORS, FEATURES, plugin_manager
-from deepspeed.plugins.entry_points import KINDS
+from deepspeed.plugins.admission import KINDS
 
 Source = Literal["device", "host", "plugin", "reference"]
 

@@ -2,7 +2,7 @@
 
 Where the library moves messages while the host computes, the next receive is posted as soon as the one before it has
 come, so that it arrives during the computation. Where streams do both, receives are posted where the schedule has them,
-which is then one in the order of messages (`message_order.py`): other stages wait for it.
+which is then one in the order of messages (`timeline.py`): other stages wait for it.
 
 What is sent is a value, a tensor or a tuple of tensors, and a header that describes it. A header is an int64 tensor of
 `HEADER_NUMEL`: whether the value is a tuple, the number of tensors, and for each tensor dtype, whether it requires a

@@ -1,7 +1,7 @@
 """Memory and traffic of training on paper: `plan`, behind `ds_plan`.
 
-`shape.py` (the model), `share.py` (what a rank has of it), `tape.py` and `blocks.py` (activations), `units.py` and
-`memory.py` (states, buffers, the peak), `traffic.py` (bytes sent), `search.py` (all meshes).
+`shape.py` (the model), `share.py` (what a rank has of it), `tape.py` and `blocks.py` (activations), `memory.py`
+(units, states, buffers, the peak), `traffic.py` (bytes sent), `search.py` (all meshes).
 """
 
 from deepspeed.planning.memory import Memory, estimate_measured, estimate_memory

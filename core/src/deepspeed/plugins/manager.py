@@ -21,15 +21,20 @@ import pluggy
 from deepspeed.errors import PluginError, shown, stated
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import hookspecs
-from deepspeed.plugins.admission import BLOCK_VARIABLE, NAMES_VARIABLE, blocked, check_api, named, refusal
-from deepspeed.plugins.entry_points import (
+from deepspeed.plugins.admission import (
     ACCELERATORS,
+    BLOCK_VARIABLE,
     FEATURES,
     KINDS,
+    NAMES_VARIABLE,
+    blocked,
+    check_api,
     distribution_of,
     import_plugin,
+    named,
     one_line,
     read_entry_points,
+    refusal,
 )
 from deepspeed.plugins.offer import Offer
 from deepspeed.plugins.probing import call_with_limit, import_timeout_s, inside_probe, is_lent, timeout_s

@@ -8,10 +8,23 @@
 (arXiv 2205.14135, appendix B; arXiv 2310.01889, section 3.) Ring attention and chunked attention are loops over these.
 All sums are in fp32. Shape legend: B batch, H query heads, G KV heads, T queries, S keys, K width of a head. Query
 heads of a group share a KV head: G divides H.
+
+`ChunkedAttention` is the method of FPDT (arXiv 2408.16978, section 4) as a local attention: queries, keys, values and
+the context are cut in chunks that wait on the host, and the device computes one pair of them at a time. The inputs, the
+context and their gradients are whole where autograd passes them; what attention itself keeps until the backward is on
+the host. Chunks come back without waiting for the host where its memory is page-locked.
+
+    DistributedAttention(ChunkedAttention(chunk_size=65536), group, scatter_idx=2, gather_idx=1)
 """
+
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.accelerator import get_accelerator
 
 
 def forward_block(
@@ -86,3 +99,109 @@ def _scores(q_BHTK: Tensor, k_BGSK: Tensor, scale: float, diagonal: int | None) 
 
 def _grouped(tensor_BHTK: Tensor, num_kv: int) -> Tensor:
     return tensor_BHTK.unflatten(1, (num_kv, -1))
+
+
+class ChunkedAttention(torch.nn.Module):
+    """Attention to all keys, chunk by chunk.
+
+    Args:
+        chunk_size: tokens of a chunk.
+        causal: whether a token sees only itself and those before it.
+        offload: keep chunks in host memory; on the host they stay where they are.
+        scale: on the scores; default: the width of a head to the power -1/2.
+        sequence_dim: of the inputs and the context; default: [B, T, H, K].
+        head_dim: of the inputs and the context.
+    """
+
+    def __init__(
+        self,
+        chunk_size: int,
+        causal: bool = True,
+        offload: bool = True,
+        scale: float | None = None,
+        sequence_dim: int = 1,
+        head_dim: int = 2,
+    ) -> None:
+        super().__init__()
+        if chunk_size < 1:
+            raise ValueError(f"ChunkedAttention: chunk_size is {chunk_size}; give at least one token")
+        (batch_dim,) = {0, 1, 2} - {sequence_dim, head_dim}
+        self.chunk_size, self.causal, self.offload, self.scale = chunk_size, causal, offload, scale
+        self._order = (batch_dim, head_dim, sequence_dim, 3)
+        self._back = tuple(self._order.index(dim) for dim in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The context, in the layout and dtype of the queries; key and value may have fewer heads."""
+        tensors = (each.permute(self._order) for each in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        context: Tensor = _Chunked.apply(*tensors, self.chunk_size, self.causal, self.offload, scale)  # type: ignore[no-untyped-call]
+        return context.permute(self._back)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, chunk_size: int, causal: bool, offload: bool, scale: float
+    ) -> Tensor:
+        ctx.device, ctx.causal, ctx.scale, ctx.offload = query.device, causal, scale, offload
+        queries, keys, values = (
+            [_store(each, offload) for each in t.split(chunk_size, dim=2)] for t in (query, key, value)
+        )
+        outs, sums = [], []
+        context = torch.empty_like(query)
+        for number, stored in enumerate(queries):
+            q = _load(stored, ctx.device)
+            out, lse = None, None
+            for other in range(number + 1 if causal else len(keys)):
+                k, v = _load(keys[other], ctx.device), _load(values[other], ctx.device)
+                block = forward_block(q, k, v, scale, 0 if causal and other == number else None)
+                out, lse = block if out is None or lse is None else merge(out, lse, *block)
+            assert out is not None
+            assert lse is not None
+            context.narrow(2, number * chunk_size, q.shape[2]).copy_(out)
+            outs.append(_store(out.to(query.dtype), offload))
+            sums.append(_store(lse, offload))
+        ctx.chunk_size = chunk_size
+        ctx.numbers = [len(each) for each in (queries, keys, values, outs, sums)]
+        ctx.save_for_backward(*queries, *keys, *values, *outs, *sums)  # on the host these may be the inputs themselves
+        return context
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        queries, keys, values, outs, sums = ([*islice(saved, number)] for number in ctx.numbers)
+        grads = grad.split(ctx.chunk_size, dim=2)
+        deltas = [delta(part, _load(out, ctx.device)) for part, out in zip(grads, outs, strict=True)]
+        grad_q: dict[int, Tensor] = {}
+        grad_k, grad_v = [], []
+        for other in range(len(keys)):
+            k, v = _load(keys[other], ctx.device), _load(values[other], ctx.device)
+            sum_k = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+            sum_v = torch.zeros_like(sum_k)
+            for number in range(other if ctx.causal else 0, len(queries)):
+                q, lse = _load(queries[number], ctx.device), _load(sums[number], ctx.device)
+                diagonal = 0 if ctx.causal and other == number else None
+                own, of_k, of_v = backward_block(grads[number], q, k, v, deltas[number], lse, ctx.scale, diagonal)
+                sum_k += of_k
+                sum_v += of_v
+                former = grad_q.get(number)
+                grad_q[number] = _store(own if former is None else own + _load(former, ctx.device), ctx.offload)
+            grad_k.append(_store(sum_k.to(grad.dtype), ctx.offload))
+            grad_v.append(_store(sum_v.to(grad.dtype), ctx.offload))
+        whole = []
+        for chunks in ([grad_q[number] for number in range(len(queries))], grad_k, grad_v):
+            whole.append(torch.cat([_load(each, ctx.device).to(grad.dtype) for each in chunks], dim=2))
+        return (*whole, None, None, None, None)
+
+
+def _store(tensor: Tensor, offload: bool) -> Tensor:
+    """A chunk where it waits."""
+    if not offload or tensor.device.type == "cpu":
+        return tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return get_accelerator().pin_memory(host).copy_(tensor.detach())
+
+
+def _load(stored: Tensor, device: torch.device) -> Tensor:
+    return stored.to(device, non_blocking=True)

@@ -28,8 +28,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.layout import read_layout
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.sequence.channel import channel, check_layout
-from deepspeed.sequence.exchange import gather_heads, scatter_heads
-from deepspeed.sequence.heads import divide_heads
+from deepspeed.sequence.exchange import divide_heads, gather_heads, scatter_heads
 from deepspeed.sequence.layer import repeat_heads
 
 

@@ -5,7 +5,7 @@
 
 Two all-to-alls a layer: one brings all tokens of this rank's heads together, the local attention runs, one brings all
 heads of this rank's tokens together. Key and value may have fewer heads than the query (grouped heads), and heads need
-not divide evenly; see `heads.py`.
+not divide evenly; see `exchange.py`.
 """
 
 from typing import Any
@@ -17,8 +17,7 @@ from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, counted
 from deepspeed.sequence.channel import channel, check_layout
-from deepspeed.sequence.exchange import gather_heads, scatter_heads
-from deepspeed.sequence.heads import HeadDivision, divide_heads
+from deepspeed.sequence.exchange import HeadDivision, divide_heads, gather_heads, scatter_heads
 
 
 @absent_members("sequence.layer:DistributedAttention")

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from deepspeed.cli import conformance
-from deepspeed.cli.conformance import main
-from deepspeed.cli.conformance_report import as_markdown, conclusion, follow, left_out_rows, skip_rows, theme_rows
+from deepspeed.cli.conformance import as_markdown, conclusion, follow, left_out_rows, main, skip_rows, theme_rows
 from deepspeed.testing import forked
 from deepspeed.testing.suite import THEMES
 from rich.console import Console

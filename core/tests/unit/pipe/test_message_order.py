@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.schedule import (
     BufferOpInstruction,
     InferenceSchedule,
@@ -16,7 +15,7 @@ from deepspeed.pipe.schedule import (
     TrainSchedule,
     ZeroBubbleSchedule,
 )
-from deepspeed.pipe.timeline import peer
+from deepspeed.pipe.timeline import in_message_order, peer
 
 SENDS, RECEIVES = (SendActivation, SendGrad), (RecvActivation, RecvGrad)
 PLAIN = [TrainSchedule, InferenceSchedule, ZeroBubbleSchedule]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.sequence.chunked import ChunkedAttention
+from deepspeed.sequence.blockwise import ChunkedAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -36,12 +36,12 @@ def test_context_and_gradients_of_whole_attention(chunk_size, causal, num_kv, di
 
 
 def test_no_block_is_larger_than_a_chunk(monkeypatch):
-    from deepspeed.sequence import chunked
+    from deepspeed.sequence import blockwise
 
     shapes = []
-    forward = chunked.forward_block
+    forward = blockwise.forward_block
     monkeypatch.setattr(
-        chunked, "forward_block", lambda q, k, *rest: shapes.append((q.shape[2], k.shape[2])) or forward(q, k, *rest)
+        blockwise, "forward_block", lambda q, k, *rest: shapes.append((q.shape[2], k.shape[2])) or forward(q, k, *rest)
     )
     q = torch.randn(1, 10, 1, 4)
     ChunkedAttention(4)(q, q, q)

@@ -1,7 +1,7 @@
 """Which heads each rank computes: every head once, KV heads where they are needed."""
 
 import pytest
-from deepspeed.sequence.heads import HeadDivision
+from deepspeed.sequence.exchange import HeadDivision
 
 DIVISIONS = [
     (heads, kv, ranks)

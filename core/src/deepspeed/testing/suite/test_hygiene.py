@@ -19,7 +19,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import explain
 from deepspeed.ops.implementations import builder_names, call_quietly, construct, implemented, incompatible
 from deepspeed.plugins import plugin_manager
-from deepspeed.plugins.entry_points import ACCELERATORS
+from deepspeed.plugins.admission import ACCELERATORS
 from deepspeed.testing import requirements
 
 # A probe is asked in each process that is started with no DS_ACCELERATOR. Measured on a busy machine: room for that.
