@@ -26,8 +26,8 @@ os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")  # freed buffers leave
 import resident_memory
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from torch import Tensor, nn
 
 K, WIDTH, INNER = 2, 256, 512

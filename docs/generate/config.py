@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.base import Section, declared, default_of, section_of
-from deepspeed.config.wording import allowed
+from deepspeed.config.intake import allowed
 from pydantic_core import PydanticUndefined
 
 PAGE = Path(__file__).parents[1] / "reference" / "config.md"

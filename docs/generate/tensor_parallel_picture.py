@@ -7,9 +7,8 @@ The weights of a Llama layer, each with the part of every rank, as the plan in `
 import sys
 from pathlib import Path
 
-from deepspeed.tensor_parallel.cuts import cut_dim
 from deepspeed.tensor_parallel.plans import PLANS
-from deepspeed.tensor_parallel.shares import share_heads
+from deepspeed.tensor_parallel.ranges import cut_dim, share_heads
 from torch.distributed.tensor import Shard
 
 PICTURE = Path(__file__).parents[1] / "images" / "tensor_parallel.svg"

@@ -14,8 +14,8 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.experts import ExpertMLP, StackedExperts
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks

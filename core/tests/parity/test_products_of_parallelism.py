@@ -10,8 +10,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.pipe import LayerSpec, PipelineModule

@@ -6,7 +6,7 @@ import threading
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm import libraries
+from deepspeed.comm import backend
 from deepspeed.comm.group_backend import forget, group_backend
 from deepspeed.comm.record import plain
 from deepspeed.comm.torch_group import TorchGroup
@@ -167,7 +167,7 @@ def mesh_job():
     with pytest.raises(CommError, match=r"the shape \(3, 2\), .* and 4 ranks"):
         dist.initialize_mesh_device((3, 2), ("a", "b"))
     groups = [mesh.get_group(name) for name in ("data_parallel", "sequence_parallel")]
-    assert [libraries.timeout_of(group) for group in groups] == [libraries.timeout_of(world)] * 2
+    assert [backend.timeout_of(group) for group in groups] == [backend.timeout_of(world)] * 2
     assert line.get_group("all").size() == 4
     value = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(value, group=groups[0])

@@ -19,8 +19,8 @@ from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.errors import CheckpointError
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.testing.distributed import run_ranks

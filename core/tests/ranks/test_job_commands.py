@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.cli import collectives
 from deepspeed.cli.collectives import MODULE, Timing, figures, sizes
-from deepspeed.cli.rank_report import differences, show
+from deepspeed.cli.report_parts import differences, show
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
 from rich.console import Console

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.moe.dispatch import send_rows, token_ranks
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks

@@ -5,7 +5,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.mpu import mesh_of_mpu
+from deepspeed.parallel.mesh import mesh_of_mpu
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import weight_of
 from deepspeed.testing.models import Scale

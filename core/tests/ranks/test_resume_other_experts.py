@@ -5,8 +5,8 @@ import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.checkpoint.convert import convert
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.parallel import groups
 from deepspeed.testing.distributed import run_ranks

@@ -5,8 +5,8 @@ import copy
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.testing.distributed import run_ranks
 
 from .test_resume_other_mesh import Divided

@@ -3,8 +3,8 @@
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.parallel import groups
 from deepspeed.testing.engines import make_engine
 from torch import nn

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import counted
-from deepspeed.parallel.sharded_params import is_sharded
+from deepspeed.parallel.model_part import is_sharded
 
 
 @dataclass(frozen=True)

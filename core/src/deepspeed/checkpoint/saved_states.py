@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.tensors import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_values import check_numbers, master_dtype
+from deepspeed.optim.saved_state import check_numbers, master_dtype
 from deepspeed.zero.layout import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key

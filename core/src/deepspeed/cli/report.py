@@ -102,7 +102,7 @@ def collect_features() -> list[dict[str, Any]]:
 
 def show_features(rows: Sequence[dict[str, Any]], console: Console, verbose: bool) -> None:
     """Print the rows; `verbose` adds origins and tracebacks."""
-    from deepspeed.cli.choice_report import show_tracebacks
+    from deepspeed.cli.report_parts import show_tracebacks
 
     if not rows:
         console.print("Feature plugins: none", markup=False)
@@ -150,13 +150,13 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
 
     Returns:
         The keys of `collect_why`, `versions` (name -> version or None), `paths`, `toolkits` and `machine` (see
-        `machine_report`), `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of
+        `report_parts`), `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of
         `op_report`).
     """
     why = collect_why()
     from deepspeed.accelerator.current import explain
-    from deepspeed.cli.machine_report import collect_machine, collect_paths, collect_toolkits
     from deepspeed.cli.op_report import build_ops, collect_ops
+    from deepspeed.cli.report_parts import collect_machine, collect_paths, collect_toolkits
 
     choice = None if why["chosen"]["error"] else explain()
     return {
@@ -178,7 +178,7 @@ def collect_why() -> dict[str, Any]:
     `environment`), `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
     """
     backends = import_torch()
-    from deepspeed.cli.choice_report import collect_choice
+    from deepspeed.cli.report_parts import collect_choice
 
     return {"torch_backends": backends, **collect_choice(), "overwritten_by": foreign_deepspeed()}
 
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare_ranks(report: dict[str, Any], options: argparse.Namespace) -> int:
     """Show on rank 0 the reports of all ranks. Exit code 1 where a rank has no accelerator or cannot be reached."""
-    from deepspeed.cli.rank_report import differences, facts_of, gather, show
+    from deepspeed.cli.report_parts import differences, facts_of, gather, show
     from deepspeed.errors import DeepSpeedError
 
     with answer_stream() if options.json else nullcontext(sys.stdout) as answer:
@@ -288,7 +288,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _show(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
-    from deepspeed.cli.choice_report import show_explanation
+    from deepspeed.cli.report_parts import show_explanation
 
     if options.explain_accelerator:
         show_explanation(report, console, options.verbose and not options.hide_errors_and_warnings)
@@ -299,8 +299,7 @@ def _show(report: dict[str, Any], console: Console, options: argparse.Namespace)
 
 
 def _show_all(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
-    from deepspeed.cli.choice_report import show_choice
-    from deepspeed.cli.machine_report import show_machine
+    from deepspeed.cli.report_parts import show_choice, show_machine
 
     verbose = options.verbose and not options.hide_errors_and_warnings
     _show_pasted(report, console, ops=not options.hide_operator_status)

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed._absent import complete
-from deepspeed.comm import libraries, transports
+from deepspeed.comm import backend, transports
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import backend_for_barriers
 from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
@@ -69,7 +69,7 @@ def get_world_group() -> ProcessGroup:
     """The group of every rank; `CommError` before `init_distributed`."""
     group = torch_dist.group.WORLD if is_initialized() else None
     if group is None:
-        raise libraries.no_group_error("get_world_group")
+        raise backend.no_group_error("get_world_group")
     return group
 
 
@@ -81,7 +81,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = No
 
     timeout: of its collectives; None: that of the world's group.
     """
-    timeout = libraries.timeout_of(get_world_group()) if timeout is None else timeout
+    timeout = backend.timeout_of(get_world_group()) if timeout is None else timeout
     return torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout, **kwargs)
 
 
@@ -131,14 +131,14 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     """
     members = group or get_world_group()
     is_ordered = not async_op and threading.current_thread() is threading.main_thread()
-    if isinstance(members, ProcessGroup) and is_ordered and libraries.is_gloo(members):
+    if isinstance(members, ProcessGroup) and is_ordered and backend.is_gloo(members):
         try:
             plain(backend_for_barriers(members)).barrier()  # recorded here
         except BaseException:
             give_up()
             raise
         return None
-    devices = libraries.barrier_devices(members) if device_ids is None else device_ids
+    devices = backend.barrier_devices(members) if device_ids is None else device_ids
     return torch_dist.barrier(group=group, async_op=async_op, device_ids=devices)
 
 

@@ -6,8 +6,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.libraries import library_by_device, no_group_error
+from deepspeed.comm.backend import GroupBackend, library_by_device, no_group_error
 from deepspeed.comm.record import RecordedGroup, comms_logger, waits
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, PluginError

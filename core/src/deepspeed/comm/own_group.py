@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distr
 
 from deepspeed.comm import failure
 from deepspeed.comm.arrivals import Arrivals, name_of
-from deepspeed.comm.libraries import is_gloo, timeout_of
+from deepspeed.comm.backend import is_gloo, timeout_of
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once

@@ -29,11 +29,10 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm import comm
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.backend import GroupBackend, no_group_error
 from deepspeed.comm.environment import RankPlacement, find_placement, loopback_address
 from deepspeed.comm.failure import note_own_end_at_exit
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
-from deepspeed.comm.libraries import no_group_error
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, counted, environment_int, first_line, shown
 from deepspeed.log import log_dist

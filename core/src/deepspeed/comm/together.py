@@ -21,9 +21,9 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.arrivals import Arrivals
+from deepspeed.comm.backend import host_or_device, timeout_of
 from deepspeed.comm.failure import ended_clause, unheard
 from deepspeed.comm.give_up import begin_use, follow, give_up, standing
-from deepspeed.comm.libraries import host_or_device, timeout_of
 from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
 from deepspeed.errors import CommError, first_line

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.backend import Capabilities, Work, barrier_devices, library_by_device
 from deepspeed.comm.issued import CARRIER_NUMEL, Collective
-from deepspeed.comm.libraries import barrier_devices, library_by_device
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, StagingPool, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import DONE, Followed, as_work, parts_of

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.backend import GroupBackend, host_or_device, no_group_error
 from deepspeed.comm.failure import PeerFailed, ended_clause
-from deepspeed.comm.libraries import host_or_device, no_group_error
 from deepspeed.errors import CommError, ConfigError, first_line
 
 _FAILURE, _MEETING = b"!", b"="  # begin no JSON

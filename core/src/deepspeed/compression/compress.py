@@ -40,7 +40,7 @@ from deepspeed.config.compression import CompressionConfig, compression_section,
 from deepspeed.config.read import ConfigSource, read_config
 from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.expert_params import is_moe_param
-from deepspeed.parallel.sharded_params import is_sharded
+from deepspeed.parallel.model_part import is_sharded
 
 __all__ = [
     "check_deepspeed_config",

@@ -3,24 +3,243 @@
 Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `parse_section` by whoever holds one section
 alone; never changes the user's dict. The functions of DeepSpeed's `runtime.config_utils` are for scripts that read
 sections of a dict themselves.
+
+A key that no section declares is an error where it is a slip of a known one, else it causes a warning. A slip is a
+known key mistyped, with a word left out or cut short, or in the wrong place. What resembles nothing may be a key of a
+newer DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses that too.
+
+Types and errors are in a user's words: what is allowed for a key (`allowed`, also of the reference page), and a
+pydantic complaint as one line of a ConfigError.
 """
 
+import difflib
 import functools
-from collections.abc import Iterator, Mapping
+import os
+import re
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.base import AUTO, Section, default_of, flag, is_same, json_keys, section_of
+from deepspeed.config.base import AUTO, Says, Section, default_of, flag, is_same, json_keys, section_of
 from deepspeed.config.precision import BF16Config, FP16Config
 from deepspeed.config.read import brief, check_bounds, redacted, shown_key
-from deepspeed.config.unknown import unknown_key
-from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
+
+T = TypeVar("T")
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    type(None): "null",
+    Any: "anything",
+}
+_BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+
+
+def validated(path: str, model: type[Section], build: Callable[[], T]) -> T:
+    """Run `build` (a pydantic validation of `model`) and raise its first complaint as a ConfigError at `path`."""
+    try:
+        return build()
+    except ValidationError as error:
+        raise ConfigError(_first_complaint(path, model, error)) from None
+
+
+def _first_complaint(path: str, model: type[Section], error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    names = [path] if path else []
+    info: FieldInfo | None = None
+    inner: type[Section] | None = model
+    for part in first["loc"]:
+        if inner is not None:
+            name = json_keys(inner).get(str(part))
+            if name is None:
+                continue  # pydantic's own label for a branch of a union
+            info = inner.model_fields[name]
+            names.append(info.alias or name)
+            inner = section_of(info)
+        elif isinstance(part, int):
+            names[-1] += f"[{part}]"
+    where = ".".join(names) or "config"
+    if info is None:
+        return f"{where}: {first['msg']}"
+    if first["type"] == "missing":
+        return f"{where}: is missing; write {allowed(info)}"
+    hint = "; write it without quotes" if _is_quoted(first["input"]) and _takes_number(info) else ""
+    value = first["input"] if hint else redacted(first["input"], where)  # a number in quotes is no secret
+    return f"{where}: found {brief(value)}; allowed: {allowed(info)}{hint}"
+
+
+def _is_quoted(value: object) -> bool:
+    """Whether it is a text that would be a number or a truth value if it were not in quotes."""
+    return isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.I) is not None
+
+
+def _takes_number(info: FieldInfo) -> bool:
+    text = allowed(info)
+    return "integer" in text or "number" in text or "true or false" in text
+
+
+def allowed(info: FieldInfo) -> str:
+    """Say what a key accepts, for example "an integer >= 1 or null"."""
+    text = _words(info.annotation, info.metadata)
+    if default_of(info) == AUTO and '"auto"' not in text:
+        text += ' or "auto"'
+    return text
+
+
+def _words(annotation: Any, metadata: Any = ()) -> str:
+    said = next((item for item in metadata if isinstance(item, Says)), None)
+    if said is not None:
+        return said.text + _bounds(metadata)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        base, *rest = get_args(annotation)
+        return _words(base, [*rest, *metadata])
+    if origin in (Union, types.UnionType):
+        parts = [_words(part, metadata if part is not type(None) else ()) for part in get_args(annotation)]
+        return " or ".join(dict.fromkeys(parts))
+    if origin is Literal:
+        return " or ".join(f'"{item}"' if isinstance(item, str) else str(item) for item in get_args(annotation))
+    if origin is list:
+        return f"a list, each item {_words(get_args(annotation)[0])}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
+        return "an object"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))) + _bounds(metadata)
+
+
+def _bounds(metadata: Any) -> str:
+    found = []
+    for item in metadata:
+        inner = [item, *getattr(item, "metadata", ())]  # a FieldInfo inside Annotated carries its own list
+        found += [f" {sign} {getattr(one, name)}" for one in inner for name, sign in _BOUNDS if hasattr(one, name)]
+    return " and".join(dict.fromkeys(found))
+
+
+VARIABLE = "DS_CONFIG_STRICT"
+_MAX_LENGTH = 80  # of a key that is compared letter by letter
+_MANY_WORDS = 4  # so that a key can lack one and still be known
+_SHORTEST = 3  # letters of a word's short form
+
+
+def unknown_key(
+    written: str,
+    path: str,
+    known: Collection[str],
+    *,
+    former: Collection[str] = (),
+    top_level: Collection[str] = (),
+    elsewhere: Collection[str] = (),
+    tolerated: bool,
+    closed: bool = False,
+) -> None:
+    """Raise ConfigError for the key `written` of the section at `path`, or warn once.
+
+    known: every accepted spelling of the section's keys.  former: their older names.
+    top_level: keys of the config that the section is in.  elsewhere: those of its other sections.
+    tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level.
+    closed: every unknown key is an error.
+    """
+    # the value is not shown: a mistyped `api_key` would print a secret
+    where = f"{path}.{shown_key(written)}" if path else shown_key(written)
+    near = _nearest(written, (*known, *former), 1 if tolerated else 2)
+    misplaced = None if tolerated else _misplaced(written, known, top_level)
+    if near is None and misplaced is None and written not in elsewhere:
+        near = by_words(written, known)
+    is_slip = near is not None or misplaced is not None or not written.isprintable()
+    is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
+    hint = f"did you mean '{near}'?" if near is not None else misplaced or _hint(written, known)
+    if not is_slip and not _is_strict():
+        warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
+        return
+    rest = f"{VARIABLE}=1 refuses it; remove the key" if not is_slip else f"allowed: {', '.join(sorted(known))}"
+    raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
+
+
+def _misplaced(written: str, known: Collection[str], top_level: Collection[str]) -> str | None:
+    """Return the hint for a key of the top level or for the beginning of a known key; None if it is neither."""
+    extended = [key for key in known if key.startswith(f"{written}_")]
+    if extended:
+        return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"
+    return "it is a key of the top level, close the braces before it" if written in top_level else None
+
+
+def _hint(written: str, known: Collection[str]) -> str:
+    head, _, rest = written.partition(".")
+    if rest and head in known:
+        return f'a dot does not nest: write "{shown_key(head)}": {{"{shown_key(rest)}": ...}}'
+    near = difflib.get_close_matches(written[:_MAX_LENGTH].lower(), known, n=1)
+    return f"did you mean '{near[0]}'?" if near else ""
+
+
+def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
+    """The known key that is at most so many letters away, capitals aside; short keys must be nearer."""
+    typed = written.lower()
+    if len(typed) > _MAX_LENGTH:
+        return None
+    by_distance = {key: _distance(typed, key.lower(), min(limit, max(1, len(typed) // 4))) for key in sorted(known)}
+    found = [key for key, distance in by_distance.items() if distance is not None]
+    return min(found, key=lambda key: by_distance[key] or 0) if found else None
+
+
+def by_words(written: str, known: Collection[str]) -> str | None:
+    """The only known key that `written` is by its words, which underscores part: one of four or more is left out, but
+    the first, or words are shorter or longer forms of one another ("grad_accum_steps", "stage3_max_live_params")."""
+    words = written.lower().split("_")
+    found = [key for key in known if _leaves_one_out(words, key.split("_")) or _shortens(words, key.split("_"))]
+    return found[0] if len(found) == 1 else None
+
+
+def _leaves_one_out(words: list[str], wanted: list[str]) -> bool:
+    if len(wanted) < _MANY_WORDS or len(words) != len(wanted) - 1:
+        return False
+    return any(words == wanted[:place] + wanted[place + 1 :] for place in range(1, len(wanted)))
+
+
+def _shortens(words: list[str], wanted: list[str]) -> bool:
+    others = [pair for pair in zip(words, wanted, strict=False) if pair[0] != pair[1]]
+    is_alike = len(words) == len(wanted) and len(wanted) >= _MANY_WORDS - 1 and 0 < len(others) < len(wanted)
+    return is_alike and all(_is_short_form(*sorted(pair, key=len)) for pair in others)
+
+
+def _is_short_form(short: str, long: str) -> bool:
+    """Whether the letters of `short` are some of those of `long`, in their order, from its first one on."""
+    if not (_SHORTEST <= len(short) < len(long) <= _MAX_LENGTH and (short + long).isalpha() and short[0] == long[0]):
+        return False
+    letters = iter(long)
+    return all(letter in letters for letter in short)
+
+
+def _distance(one: str, other: str, limit: int) -> int | None:
+    """Letters to add, drop, replace or exchange with their neighbor from one to the other; None: more than `limit`."""
+    if abs(len(one) - len(other)) > limit:
+        return None
+    before, above = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        line = [row]
+        for column, wanted in enumerate(other, 1):
+            cost = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and (letter, one[row - 2]) == (other[column - 2], wanted):
+                cost = min(cost, before[column - 2] + 1)
+            line.append(cost)
+        before, above = above, line
+    return above[-1] if above[-1] <= limit else None
+
+
+def _is_strict() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{VARIABLE}: found {value!r}; allowed: 0 or 1")
+    return value == "1"
+
 
 S = TypeVar("S", bound=Section)
 

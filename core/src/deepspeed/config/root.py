@@ -19,7 +19,7 @@ from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.compression import CompressionConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
 from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
-from deepspeed.config.intake import naming_old_keys, take_in
+from deepspeed.config.intake import naming_old_keys, take_in, validated
 from deepspeed.config.monitor import (
     CometConfig,
     CommsLoggerConfig,
@@ -53,7 +53,6 @@ from deepspeed.config.training import (
     ProgressiveLayerDropConfig,
     SchedulerConfig,
 )
-from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.elasticity.config import ElasticityConfig as ElasticConfig
 from deepspeed.elasticity.config import ElasticityConfigError

@@ -25,7 +25,7 @@ from deepspeed.data.analyzer import DistributedDataAnalyzer, run_together
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import announce, warn_once
-from deepspeed.optim.saved_values import check_schedule
+from deepspeed.optim.saved_state import check_schedule
 
 _SECTION = "data_efficiency.data_sampling.dynamic_batching"
 _ORDERS = ("dataloader", "random", "seqlen")

@@ -16,8 +16,15 @@ from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
 from deepspeed.log import warn_once
-from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
-from deepspeed.optim.saved_values import check_numbers, check_options, check_schedule, check_state
+from deepspeed.optim.saved_state import (
+    check_each_state,
+    check_needed,
+    check_numbers,
+    check_options,
+    check_saved_state,
+    check_schedule,
+    check_state,
+)
 from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as sharded_states
 from deepspeed.zero.param_unit import shape_of

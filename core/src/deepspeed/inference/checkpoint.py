@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed.checkpoint.model_ranks import DIVISION, Division, Source
 from deepspeed.checkpoint.tensors import JoinedTensor, StoredTensor
 from deepspeed.checkpoint.weight_files import WeightFile, open_weights
-from deepspeed.config.unknown import unknown_key
+from deepspeed.config.intake import unknown_key
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.parallel.model_part import ModelPart
 

@@ -29,8 +29,8 @@ from deepspeed.log import announce
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.policy import cast_buffers, cast_floating
+from deepspeed.tensor_parallel.derived_plans import check_policy
 from deepspeed.tensor_parallel.entry import divide_over
-from deepspeed.tensor_parallel.policy import check_policy
 
 # values that JSON does not have, and that are checked by themselves
 _OF_PYTHON = ("injection_policy", "injection_dict", "injection_policy_tuple")

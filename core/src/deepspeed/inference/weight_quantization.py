@@ -42,7 +42,7 @@ from deepspeed.ops.quantizer.layers import (
     weights_to_store,
 )
 from deepspeed.ops.quantizer.stored_form import StoredForm
-from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
+from deepspeed.parallel.model_part import can_reshard, is_sharded, reshard, whole_shape
 from deepspeed.zero.construct import Init
 
 _KEY = "weight_quantization"

@@ -22,8 +22,8 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.config.parallel import ExpertParallelConfig
 from deepspeed.errors import ConfigError, counted
 from deepspeed.moe.dispatch import dispatch, token_ranks
+from deepspeed.moe.experts import grouped_linear
 from deepspeed.moe.gate import Routing
-from deepspeed.moe.stacked import grouped_linear
 from deepspeed.ops.experts import DOWN, has_params_of_experts, inner_of, is_experts, is_transposed, up_name
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.mesh import Mesh

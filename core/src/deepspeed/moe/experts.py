@@ -1,18 +1,167 @@
-"""The experts that a rank holds: copies of a user's module, each run on a contiguous slice of the rows."""
+"""The experts that a rank holds: copies of a user's module, or one kind of expert whose weights are stacked.
+
+Copies run on a contiguous slice of the rows each (`Experts`). Where weights are stacked, one grouped matrix product
+serves all experts (`StackedExperts`):
+
+    moe = MoE(1024, ExpertMLP(1024, 4096, activation="silu", gated=True), num_experts=64, k=2)
+
+The weights are [L, out, in], those of expert e at index e. Their numbers are those of single `ExpertMLP`s.
+
+Shape legend: N rows sorted by expert, L experts of this rank, H width, F inner width, I inputs, O outputs.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
-from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.expert_params import ModuleOfExperts
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, mark_names, mark_part, part_held
-from deepspeed.parallel.sharded_params import whole_shape
+from deepspeed.parallel.model_part import ModelPart, mark_names, mark_part, part_held, whole_shape
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+#: rows of grouped matrix products begin at multiples of so many bytes
+_ALIGNMENT_BYTES = 16
+
+
+class ExpertMLP(nn.Module):
+    """A feed-forward expert, `down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`; without biases.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F.
+        activation: one of `ACTIVATIONS`.
+        gated: as of Llama and Mixtral ("silu").
+
+    Raises:
+        ConfigError: for an unknown activation.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str = "gelu", *, gated: bool = False
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"ExpertMLP: found activation {activation!r}; give one of {', '.join(ACTIVATIONS)}")
+        self.activation = activation
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate = nn.Linear(hidden_size, intermediate_size, bias=False) if gated else None
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        act = ACTIVATIONS[self.activation]
+        inner = act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x)
+        output: Tensor = self.down(inner)
+        return output
+
+
+class StackedExperts(ModuleOfExperts):
+    """`ExpertMLP`s with parameters `up`, `gate` (gated ones) and `down` for all of them.
+
+    Args:
+        experts: of one kind and size; their weights are copied.
+        ep_size: ranks over which the experts of the layer are divided; parameters are marked with it.
+    """
+
+    def __init__(self, experts: Sequence[ExpertMLP], ep_size: int = 1) -> None:
+        super().__init__()
+        self.num_local_experts = len(experts)
+        self.activation = experts[0].activation
+        with torch.no_grad():  # clones: zero.Init gathers a weight that is used alone
+            self.up = nn.Parameter(torch.stack([expert.up.weight.clone() for expert in experts]))
+            gates = [expert.gate.weight.clone() for expert in experts if expert.gate is not None]
+            self.gate = nn.Parameter(torch.stack(gates)) if gates else None
+            self.down = nn.Parameter(torch.stack([expert.down.weight.clone() for expert in experts]))
+        self.mark_as_experts(ep_size)
+
+    def forward(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run expert e on its `counts[e]` rows; `rows_NH` is sorted by expert."""
+        act = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            inner_NF = act(grouped_linear(rows_NH, self.up, counts))
+        else:
+            inner_NF = act(grouped_linear(rows_NH, self.gate, counts)) * grouped_linear(rows_NH, self.up, counts)
+        return grouped_linear(inner_NF, self.down, counts)
+
+    def mark(self, path: str, part: int, num_parts: int) -> None:
+        """Say that these are part `part` of the experts of the layer, whose name is `path`."""
+        for name, param in self.named_parameters():
+            shape = getattr(param, "ds_shape", param.shape)
+            whole = torch.Size((shape[0] * num_parts, *shape[1:]))
+            mark_part(
+                param, ModelPart(whole, 0, ((part * shape[0], (part + 1) * shape[0]),), f"{path}.{name}"), over="ep"
+            )
+
+
+def grouped_linear(rows_NI: Tensor, weight_LOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """`F.linear` of the first `counts[0]` rows with `weight_LOI[0]`, of the next with `weight_LOI[1]`, and so on.
+
+    Under autocast in its dtype.
+    """
+    device = rows_NI.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows_NI, weight_LOI = rows_NI.to(dtype), weight_LOI.to(dtype)
+    out_NO: Tensor = _GroupedLinear.apply(rows_NI, weight_LOI, counts)
+    return out_NO
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, weight_LOI: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(rows_NI, weight_LOI)
+        ctx.counts = counts
+        return _by_group(rows_NI.contiguous(), weight_LOI.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_NI, weight_LOI = ctx.saved_tensors
+        grads_NO = grads_NO.contiguous()
+        to_rows, to_weight = None, None
+        if ctx.needs_input_grad[0]:
+            to_rows = _by_group(grads_NO, weight_LOI, ctx.counts)
+        if ctx.needs_input_grad[1]:
+            to_weight = _weight_gradient(grads_NO, rows_NI.contiguous(), ctx.counts)
+        return to_rows, to_weight, None
+
+
+def _by_group(rows_NA: Tensor, matrix_LAB: Tensor, counts: Sequence[int]) -> Tensor:
+    if _grouped_mm_serves(rows_NA, matrix_LAB):
+        return torch._grouped_mm(rows_NA, matrix_LAB, offs=_ends(counts, rows_NA.device))
+    out_NB = rows_NA.new_empty(len(rows_NA), matrix_LAB.shape[2])
+    for out, rows, matrix in zip(out_NB.split(list(counts)), rows_NA.split(list(counts)), matrix_LAB, strict=True):
+        torch.mm(rows, matrix, out=out)
+    return out_NB
+
+
+def _weight_gradient(grads_NO: Tensor, rows_NI: Tensor, counts: Sequence[int]) -> Tensor:
+    if _grouped_mm_serves(grads_NO, rows_NI):
+        return torch._grouped_mm(grads_NO.t(), rows_NI, offs=_ends(counts, rows_NI.device))
+    weight_LOI = rows_NI.new_empty(len(counts), grads_NO.shape[1], rows_NI.shape[1])
+    for out, grads, rows in zip(weight_LOI, grads_NO.split(list(counts)), rows_NI.split(list(counts)), strict=True):
+        torch.mm(grads.t(), rows, out=out)
+    return weight_LOI
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+
+
+def _grouped_mm_serves(*tensors: Tensor) -> bool:
+    """Whether torch's kernel takes them: rows aligned, some rows there, and an implementation for the device."""
+    widths = [width for tensor in tensors for width in tensor.shape[1:]]
+    is_aligned = all(width * tensors[0].element_size() % _ALIGNMENT_BYTES == 0 for width in widths)
+    return is_aligned and len(tensors[0]) > 0 and get_accelerator().is_grouped_mm_supported()
+
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
 ExpertSource = nn.Module | Callable[[], nn.Module]

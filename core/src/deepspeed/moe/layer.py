@@ -21,10 +21,9 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.dispatch import dispatch, token_ranks
-from deepspeed.moe.experts import Experts, ExpertSource, hold_experts, make_experts
+from deepspeed.moe.experts import Experts, ExpertSource, StackedExperts, hold_experts, make_experts
 from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.placement import BuiltExperts, part_to_make, send_experts
-from deepspeed.moe.stacked import StackedExperts
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
 from deepspeed.parallel.mesh import Mesh
@@ -88,7 +87,7 @@ class MoE(nn.Module):
     Args:
         hidden_size: H, width of inputs and outputs.
         expert: a module from [n, H] to [n, H], of which every expert is a copy; or a function that makes such a module,
-            for experts that differ from the start. `ExpertMLP`s of `stacked.py` are computed together.
+            for experts that differ from the start. `ExpertMLP`s of `experts.py` are computed together.
         num_experts: E, of the layer, on all ranks together.
         ep_size: ranks over which they are divided.
         k: experts per token.

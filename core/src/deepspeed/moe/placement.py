@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed.comm as dist
-from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.libraries import broadcast_together
+from deepspeed.comm.backend import GroupBackend, broadcast_together
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups

@@ -23,7 +23,7 @@ from deepspeed.optim.lr_arguments import (
     override_params,
     parse_arguments,
 )
-from deepspeed.optim.saved_values import number_in
+from deepspeed.optim.saved_state import number_in
 
 LR_SCHEDULE = "lr_schedule"
 

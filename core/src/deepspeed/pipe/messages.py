@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.comm.backend import Work
-from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.backend import Work, host_or_device
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.errors import ConfigError, counted
 

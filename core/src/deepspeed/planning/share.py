@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from deepspeed.errors import counted
 from deepspeed.planning.shape import ModelShape
-from deepspeed.tensor_parallel.shares import HeadShare, share_heads, spread
+from deepspeed.tensor_parallel.ranges import HeadShare, share_heads, spread
 
 
 @dataclass(frozen=True, kw_only=True)

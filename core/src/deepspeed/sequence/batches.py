@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up
-from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import counted, first_line
 from deepspeed.sequence.channel import channel

@@ -1,4 +1,4 @@
-"""The plans of models that no table knows: the one that a model brings, or one by the structure of its layers.
+"""Plans that are in no table: what a model brings, its structure, `partition_config`, and an injection policy.
 
 A transformers model may bring one: `base_model_tp_plan` of its config, and `_tp_plan` of its class. Else its own linear
 layers say:
@@ -10,17 +10,37 @@ layers say:
   row-parallel.
 
 Everything else stays whole. A model in which nothing is found is refused, with the reason.
+
+`tensor_parallel.partition_config` is a plan in DeepSpeed's documented form:
+
+    {"use_default_specs": false,
+     "layer_specs": [{"patterns": [".*\\\\.o_proj\\\\.weight$"], "partition_type": "row"},
+                     {"patterns": [".*\\\\.gate_up_proj\\\\.weight$"], "partition_type": "column",
+                      "shape": [2, -1], "partition_dim": 0}]}
+
+A pattern is a regular expression for the names of parameters, from their begin. The first that matches counts.
+`shape` says how a fused weight is divided along `partition_dim`: so many equal blocks, or blocks of the sizes in a
+list; each is divided by itself. Layers are cut at heads where the model's config has numbers of heads and the features
+are whole heads of its attention.
+
+`injection_policy`, the form of `init_inference`, names in each module of a class the linear layers that are
+row-parallel, whose outputs are summed over the ranks. The other linear layers of such a module are column-parallel:
+
+    {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
 """
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.cuts import along_of, role_of
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan, heads_of_model
+from deepspeed.tensor_parallel.ranges import along_of, role_of
 
 # transformers' names of styles; the output layer is divided with the embedding, see vocabulary.py
 _STYLES: Mapping[str, tuple[Placement, bool]] = {
@@ -51,7 +71,7 @@ def own_plan(model: nn.Module) -> TensorPlan | None:
             raise ConfigError(
                 f"tensor parallelism: the tp_plan of {type(model).__name__} divides {path} as {style!r}, and the "
                 f"styles that are known here are {', '.join(_STYLES)}; describe its layers in "
-                "tensor_parallel.partition_config"
+                "tensor_parallel.derived_plans"
             )
         placement, gathers = _STYLES[style]
         if isinstance(placement, Replicate):
@@ -60,7 +80,7 @@ def own_plan(model: nn.Module) -> TensorPlan | None:
         if role_of(path) == "fused" and not gathers:
             raise ConfigError(
                 f"tensor parallelism: the tp_plan of {type(model).__name__} divides the fused layer {path}, and does "
-                "not say how query, key and value lie in it; describe it in tensor_parallel.partition_config"
+                "not say how query, key and value lie in it; describe it in tensor_parallel.derived_plans"
             )
         if isinstance(module, nn.Linear):
             rules.append(Rule(path, placement, along_of(model, path, placement), gathers=gathers))
@@ -103,7 +123,7 @@ def plan_of_structure(model: nn.Module) -> TensorPlan:
             f"tensor parallelism: the structure of {type(model).__name__} does not show which of its layers can be "
             "divided: found no query, key, value and output layers in one module, and no module with two linear layers "
             f"of which the second undoes the shape of the first{hint}. Describe its layers in "
-            "tensor_parallel.partition_config"
+            "tensor_parallel.derived_plans"
         )
     return TensorPlan("by structure", tuple(rules), heads)
 
@@ -134,3 +154,194 @@ def _feed_forward(prefix: str, linears: dict[str, nn.Linear], others: list[nn.Mo
     for name in first:
         yield Rule(prefix + name, Shard(0))
     yield Rule(prefix + last, Shard(1))
+
+
+_KEY = "tensor_parallel.derived_plans"
+_TYPES = ("row", "column", "skip")
+_KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types")
+
+
+def plan_of_config(
+    config: Mapping[str, Any],
+    default: TensorPlan | None,
+    model_type: str,
+    model: nn.Module,
+    *,
+    is_stage: bool = False,
+) -> TensorPlan:
+    """The plan that `config` describes for `model`.
+
+    Args:
+        default: a plan for modules that no pattern names; None: these stay whole.
+        model_type: of the model; a spec may be for some types only.
+        is_stage: the model is a stage of a pipeline, of which another may have what the patterns match.
+
+    Raises:
+        ConfigError: for a malformed spec, a pattern that matches nothing, or no spec at all.
+    """
+    if unknown := set(config) - {"use_default_specs", "layer_specs"}:
+        raise ConfigError(f"{_KEY}: found the keys {sorted(unknown)}; it has use_default_specs and layer_specs")
+    specs = config.get("layer_specs") or []
+    if not specs and default is None:
+        raise ConfigError(f"{_KEY}.layer_specs: found none; give specs, or set use_default_specs to true")
+    rules: list[Rule] = []
+    decided: set[str] = set()
+    for place, spec in enumerate(specs):
+        _check(spec, f"{_KEY}.layer_specs[{place}]")
+        if model_type and spec.get("model_types") and model_type not in spec["model_types"]:
+            continue
+        patterns = [re.compile(pattern) for pattern in spec["patterns"]]
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            path, _, kind = name.rpartition(".")
+            if kind != "weight" or path in decided or not any(pattern.match(name) for pattern in patterns):
+                continue
+            decided.add(path)
+            rules.append(_rule(spec, path, model, f"{_KEY}.layer_specs[{place}]"))
+    if default is None and not is_stage and not any(isinstance(rule.weight, Shard) for rule in rules):
+        raise ConfigError(
+            f"{_KEY}.layer_specs: no pattern matches a weight of {type(model).__name__}, whose weights have names such "
+            f"as {', '.join([name for name, _ in model.named_parameters() if name.endswith('weight')][:3])}"
+        )
+    if default is not None:
+        return replace(default, name="partition_config", rules=(*rules, *default.rules))
+    return TensorPlan("partition_config", tuple(rules), heads_of_model(model))
+
+
+def _check(spec: Any, where: str) -> None:
+    if not isinstance(spec, Mapping) or not spec.get("patterns"):
+        raise ConfigError(f"{where}: found {spec!r}; a spec is an object with patterns and partition_type")
+    if unknown := set(spec) - set(_KEYS):
+        raise ConfigError(f"{where}: found the keys {sorted(unknown)}; a spec has {', '.join(_KEYS)}")
+    if spec.get("partition_type", "column") not in _TYPES:
+        raise ConfigError(
+            f"{where}.partition_type: found {spec['partition_type']!r}; the types are {', '.join(_TYPES)}"
+        )
+    for pattern in spec["patterns"]:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{where}.patterns: found {pattern!r}, which is no regular expression: {error}"
+            ) from error
+
+
+def _rule(spec: Mapping[str, Any], path: str, model: nn.Module, where: str) -> Rule:
+    kind = spec.get("partition_type", "column")
+    if kind == "skip":
+        return Rule(path, Replicate())
+    rule = Rule(path, Shard(0 if kind == "column" else 1))
+    blocks = _blocks(spec, rule, where)
+    if blocks != 1:
+        return replace(rule, blocks=blocks)
+    return replace(rule, along=along_of(model, path, rule.weight))
+
+
+def _blocks(spec: Mapping[str, Any], rule: Rule, where: str) -> int | tuple[int, ...]:
+    shape = spec.get("shape")
+    if shape is None:
+        return 1
+    assert isinstance(rule.weight, Shard)
+    dim = spec.get("partition_dim", rule.weight.dim)
+    if dim != rule.weight.dim or not isinstance(shape, list | tuple) or len(shape) <= dim:
+        raise ConfigError(
+            f"{where}: found shape {shape!r} with partition_dim {dim!r} and partition_type "
+            f"{spec.get('partition_type', 'column')!r}; a column is divided along dim 0 and a row along dim 1, and "
+            "shape has an entry for it: a number of equal blocks, or the list of their sizes"
+        )
+    blocks = shape[dim]
+    if isinstance(blocks, list | tuple):
+        return tuple(int(size) for size in blocks)
+    return int(blocks) if int(blocks) > 0 else 1
+
+
+Policy = Mapping[type[nn.Module], tuple[str, ...] | str]
+
+
+def plan_of_policy(model: nn.Module, policy: Any, table: TensorPlan | None) -> TensorPlan:
+    """The plan that the policy describes.
+
+    Args:
+        policy: by class of the model's layers the names of row-parallel linear layers.
+        table: that of the model's family, if there is one; it knows what names do not tell, such as fused layers and
+            position biases, and is taken where its row-parallel layers are those of the policy.
+
+    Raises:
+        ConfigError: as `check_policy`; for a fused layer, of which the policy does not tell how it is divided.
+    """
+    check_policy(model, policy)
+    rows = {path for path, is_row in _linears(model, policy) if is_row}
+    if table is not None:
+        of_table = {path for path in _all_linears(model) if _is_row(table, path)}
+        if rows == of_table:
+            return table
+    rules = []
+    for path, is_row in _linears(model, policy):
+        placement = Shard(1 if is_row else 0)
+        if not is_row and role_of(path) == "fused":
+            raise ConfigError(
+                f"injection_policy: found the layer {path} beside the named ones, in which query, key and value are "
+                "fused, and names do not tell how; use deepspeed.tp_model_init with tensor_parallel.derived_plans"
+            )
+        rules.append(Rule(path, placement, along_of(model, path, placement)))
+    return TensorPlan("injection_policy", tuple(rules), heads_of_model(model))
+
+
+def check_policy(model: nn.Module, policy: Any) -> None:
+    """Refuse a policy that does not fit the model.
+
+    Raises:
+        ConfigError: the policy has another form, names a class of which the model has no module, or a linear layer
+            that modules of that class do not have.
+    """
+    if not isinstance(policy, Mapping) or not all(isinstance(cls, type) for cls in policy):
+        raise ConfigError(
+            f"injection_policy: found {policy!r}; give a dict from classes of the model's layers to names of linear "
+            "layers in them, as {T5Block: ('SelfAttention.o', 'DenseReluDense.wo')}"
+        )
+    for cls, names in policy.items():
+        modules = [module for module in model.modules() if isinstance(module, cls)]
+        if not modules:
+            raise ConfigError(
+                f"injection_policy: found the class {cls.__name__}, of which {type(model).__name__} has no module; its "
+                f"layers are {', '.join(_classes_of_layers(model)) or 'in no list'}"
+            )
+        inside = {name for module in modules for name in _all_linears(module)}
+        for name in _names(names):
+            if not any(_ends(path, name) for path in inside):
+                raise ConfigError(
+                    f"injection_policy: found {name!r} for {cls.__name__}, which has no such linear layer; it has "
+                    f"{', '.join(sorted(inside)) or 'none'}"
+                )
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _ends(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _all_linears(module: nn.Module) -> list[str]:
+    return [
+        path for path, each in module.named_modules() if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"
+    ]
+
+
+def _linears(model: nn.Module, policy: Policy) -> Iterator[tuple[str, bool]]:
+    """Paths of the linear layers in modules of the policy's classes, and whether each is named."""
+    for path, module in model.named_modules():
+        for cls, names in policy.items():
+            if isinstance(module, cls):
+                for inner in _all_linears(module):
+                    yield f"{path}.{inner}" if path else inner, any(_ends(inner, name) for name in _names(names))
+
+
+def _is_row(plan: TensorPlan, path: str) -> bool:
+    rule = plan.rule_for(path)
+    return rule is not None and rule.weight == Shard(1)
+
+
+def _classes_of_layers(model: nn.Module) -> list[str]:
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return sorted({type(each).__name__ for layers in lists for each in layers})

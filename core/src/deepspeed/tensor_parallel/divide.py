@@ -22,16 +22,22 @@ from torch.distributed.tensor import Replicate, Shard
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
-from deepspeed.parallel.model_part import part_held
-from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
-from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
+from deepspeed.parallel.model_part import can_reshard, is_sharded, part_held, reshard, whole_shape
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from deepspeed.tensor_parallel.marks import mark_params, remember_parts, remember_sums
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
+from deepspeed.tensor_parallel.ranges import (
+    Cut,
+    HeadShare,
+    cut_dim,
+    hold_part,
+    mark_params,
+    remember_parts,
+    remember_sums,
+    share_heads,
+)
 from deepspeed.tensor_parallel.ranks import TensorRanks, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_norms import divide_sequence, find_stack
-from deepspeed.tensor_parallel.shares import HeadShare, share_heads
 from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
 
 #: inner features are cut at multiples of this: grouped products ask for rows of whole 16 bytes
@@ -55,7 +61,7 @@ def inner_features(experts: Any, path: str) -> int:
     if len(found) != 2 or len(up) != 3 or down != (up[0], up[2], up[1] // 2):
         raise ConfigError(
             f"{path}: found experts with {found}, but those that are divided have gate_up_proj, [experts, 2 F, H], and "
-            "down_proj, [experts, H, F]; keep them whole by tensor_parallel.partition_config"
+            "down_proj, [experts, H, F]; keep them whole by tensor_parallel.derived_plans"
         )
     return down[2]
 
@@ -211,13 +217,13 @@ def _find(
         if not plan.rules:  # of patterns, for a pipeline
             names = [name for name, _ in model.named_parameters() if name.endswith("weight")][:3]
             raise ConfigError(
-                "tensor_parallel.partition_config.layer_specs: no pattern matches a weight of any stage of the "
+                "tensor_parallel.derived_plans.layer_specs: no pattern matches a weight of any stage of the "
                 f"pipeline; those of this one have names such as {', '.join(names)}"
             )
         raise ConfigError(
             f"tensor parallelism: no layer of {type(model).__name__} is named as the plan {plan.name!r} expects "
             f"({', '.join(rule.path for rule in plan.rules[:4])} ...); describe its layers in "
-            "tensor_parallel.partition_config"
+            "tensor_parallel.derived_plans"
         )
     num_ranks = ranks.world_size
     shares: list[HeadShare] = []

@@ -16,13 +16,11 @@ from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.sharded_params import is_sharded, reshard
-from deepspeed.tensor_parallel.derived_plans import own_plan, plan_of_structure
+from deepspeed.parallel.model_part import is_sharded, reshard
+from deepspeed.tensor_parallel.derived_plans import Policy, own_plan, plan_of_config, plan_of_policy, plan_of_structure
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
-from deepspeed.tensor_parallel.marks import mark_params
-from deepspeed.tensor_parallel.partition_config import plan_of_config
 from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan
-from deepspeed.tensor_parallel.policy import Policy, plan_of_policy
+from deepspeed.tensor_parallel.ranges import mark_params
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.vocabulary import check_loss
 
@@ -35,9 +33,8 @@ def choose_plan(
     policy: Policy | None = None,
     is_stage: bool = False,
 ) -> TensorPlan:
-    """The plan for `model`, first that there is of: `partition_config`, `policy` (see `policy.py`), `preset_model`, the
-    table of its model type, the `tp_plan` that transformers gives it, and what its structure tells. `is_stage`: see
-    `plan_of_config`.
+    """The plan for `model`, first that there is of: `partition_config`, `policy`, `preset_model`, the table of its
+    model type, the `tp_plan` that transformers gives it, and what its structure says. `is_stage`: see `plan_of_config`.
 
     Raises:
         ConfigError: for an unknown preset, a malformed config, or a model whose structure does not tell.
@@ -125,7 +122,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
 
 
 def prepare_params(model: nn.Module) -> None:
-    """Called when an engine is built, once the parameters are on their device; see `marks.py`."""
+    """Called when an engine is built, once the parameters are on their device; see `ranges.py`."""
     for module, ranks in _divided(model):
         mark_params(module, ranks)
 
@@ -152,7 +149,7 @@ def divide_over(
     that axis, and of all ranks where the model is a stage of a pipeline.
 
     Args:
-        policy: names of its row-parallel layers, see `policy.py`; None: the plan is chosen by the model.
+        policy: names of its row-parallel layers, see `derived_plans.py`; None: the plan is chosen by the model.
         has_values: see `divide.divide_model`.
 
     Raises:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.tensor_parallel.plans import Rule
+from deepspeed.tensor_parallel.ranges import HeadShare
 from deepspeed.tensor_parallel.ranks import TensorRanks
-from deepspeed.tensor_parallel.shares import HeadShare
 
 _PER_HEAD = ("alibi", "attention_mask")
 _NUM_CHECKED = 2  # forwards: a wrong loader is wrong from the first on

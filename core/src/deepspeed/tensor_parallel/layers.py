@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 
 from deepspeed.errors import StateError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear, unpack_weight
-from deepspeed.parallel.sharded_params import whole_shape
+from deepspeed.parallel.model_part import whole_shape
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, scatter_sum, sum_gradient, sum_over
 
 

@@ -16,8 +16,8 @@ from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.model_part import part_held
 from deepspeed.tensor_parallel.inputs import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from deepspeed.tensor_parallel.marks import remember_sums
 from deepspeed.tensor_parallel.plans import TensorPlan
+from deepspeed.tensor_parallel.ranges import remember_sums
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_for_all, gather_for_block, take_part
 
 _KEY = "tensor_parallel.sequence_parallel"

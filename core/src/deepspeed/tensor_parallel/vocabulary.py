@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.model_part import part_held
-from deepspeed.parallel.sharded_params import whole_shape
-from deepspeed.tensor_parallel.cuts import Cut, hold_part
+from deepspeed.parallel.model_part import part_held, whole_shape
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
+from deepspeed.tensor_parallel.ranges import Cut, hold_part, spread
 from deepspeed.tensor_parallel.ranks import TensorRanks, sum_over
-from deepspeed.tensor_parallel.shares import spread
 
 
 class VocabParallelEmbedding(nn.Module):

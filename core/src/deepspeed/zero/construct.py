@@ -251,7 +251,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         unit.reshard = self._reshard
 
     def _reshard(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
-        """See `parallel.sharded_params.reshard`."""
+        """See `parallel.model_part.reshard`."""
         former = unit_of(param)
         assert former is not None
         if Init._depth > 0:

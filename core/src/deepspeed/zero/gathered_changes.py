@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once

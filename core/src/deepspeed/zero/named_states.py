@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
-from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment, master_dtype
+from deepspeed.optim.saved_state import (
+    check_dtype,
+    check_each_state,
+    check_moment,
+    check_needed,
+    check_options,
+    check_saved_state,
+    check_state,
+    is_moment,
+    master_dtype,
+)
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
 from deepspeed.zero.state_dict import restore_param_groups

@@ -38,7 +38,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.parted import RanksParted
 from deepspeed.errors import CommError, StateError
-from deepspeed.parallel.sharded_params import Reshard
+from deepspeed.parallel.model_part import Reshard
 from deepspeed.zero import quantized
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
@@ -116,7 +116,7 @@ class ParamUnit:
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         #: the `ModuleHooks` that gather it. A graph may hold the unit, and its hooks hold the module
         self.hooks_ref: weakref.ref[Any] | None = None
-        self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/sharded_params.py
+        self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/model_part.py
         self.checks_values = False  # contexts that only read it compare it with the shards (`enable_sanity_checks`)
         self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
         self.live = LiveNumel(self.numel)

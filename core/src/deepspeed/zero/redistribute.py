@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.parallel.model_part import ModelPart, part_held

@@ -30,8 +30,15 @@ from torch.optim import Optimizer
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, counted
-from deepspeed.optim.saved_state import check_each_state, check_needed, check_saved_state
-from deepspeed.optim.saved_values import OF_PARAMETERS, check_options, check_state, master_dtype
+from deepspeed.optim.saved_state import (
+    OF_PARAMETERS,
+    check_each_state,
+    check_needed,
+    check_options,
+    check_saved_state,
+    check_state,
+    master_dtype,
+)
 from deepspeed.optim.traits import kept_options
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.param_unit import shape_of

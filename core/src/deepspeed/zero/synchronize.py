@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.backend import GroupBackend, broadcast_together, serves
 from deepspeed.comm.group_backend import group_backend
-from deepspeed.comm.libraries import broadcast_together, serves
 from deepspeed.comm.values import check_same
 from deepspeed.parallel.expert_params import expert_groups
 from deepspeed.parallel.model_part import tied_stages

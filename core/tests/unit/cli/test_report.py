@@ -15,7 +15,7 @@ from deepspeed import _installation, env_report
 from deepspeed.accelerator import candidates, current
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.cli import machine_report, op_report, report
+from deepspeed.cli import op_report, report, report_parts
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import warn_once
 from deepspeed.ops.op_builder import OpBuilder
@@ -50,7 +50,7 @@ def shelf(monkeypatch):
         types.SimpleNamespace(name="worse", value="worse", dist=None, load=explode),
     ]
     manager = PluginManager({ACCELERATORS: entries, FEATURES: features}.__getitem__)
-    for holder in (current, candidates, report, machine_report):
+    for holder in (current, candidates, report, report_parts):
         monkeypatch.setattr(holder, "plugin_manager", lambda: manager)
     monkeypatch.setattr(current, "_choice", None)
     monkeypatch.setattr(current, "installed", None)
@@ -118,7 +118,7 @@ def test_paths_toolkits_and_limits_are_told(shelf, capsys, monkeypatch):
         lambda: {"A": Sim.Compiles, "B": Sim.Lacks, "C": Sim.Breaks, "D": Sim.Compiles, "E": object}
     )
     monkeypatch.setattr(shutil, "which", {"simcc": "/opt/sim/simcc"}.get)
-    monkeypatch.setattr(machine_report, "find_compiler", lambda: Toolchain(("g++",), "(Debian 12.2.0) 12.2.0\nfree"))
+    monkeypatch.setattr(report_parts, "find_compiler", lambda: Toolchain(("g++",), "(Debian 12.2.0) 12.2.0\nfree"))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 * 2**20, resource.RLIM_INFINITY))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=64 * 2**30, free=3 * 2**29))
     assert report.main(["--json"]) == 0
@@ -142,9 +142,9 @@ def test_paths_toolkits_and_limits_are_told(shelf, capsys, monkeypatch):
 
 
 def test_a_machine_without_shared_memory_and_without_a_limit(shelf, capsys, monkeypatch):
-    monkeypatch.setattr(machine_report, "_SHARED_MEMORY", "/nowhere")
+    monkeypatch.setattr(report_parts, "_SHARED_MEMORY", "/nowhere")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert set(machine_report.collect_machine().values()) == {None}
+    assert set(report_parts.collect_machine().values()) == {None}
     assert report.main([]) == 0
     assert "unlimited" in capsys.readouterr().out
 

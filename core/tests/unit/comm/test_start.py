@@ -275,7 +275,7 @@ _TIMEOUTS = """
 from datetime import timedelta
 import deepspeed, torch
 import deepspeed.comm as dist
-from deepspeed.comm.libraries import timeout_of
+from deepspeed.comm.backend import timeout_of
 
 how, stage = {how!r}, {stage}
 config = {{"train_batch_size": 1, "zero_optimization": {{"stage": stage}}}}

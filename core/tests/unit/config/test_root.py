@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.config import DeepSpeedConfig, unknown
+from deepspeed.config import DeepSpeedConfig, intake
 from deepspeed.config.base import json_keys, section_of
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.config.intake import parse_section
@@ -347,7 +347,7 @@ def test_no_other_key_of_deepspeeds_is_taken_for_a_slip(said):
     for section in sections_of(DeepSpeedConfig):
         known = json_keys(section)
         for key in sorted(everything - set(known)):
-            meant = unknown.by_words(key, known)
+            meant = intake.by_words(key, known)
             assert meant is None or meant.endswith("train_batch_size"), (section, key, meant)
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
-from deepspeed.moe.experts import Experts, hold_experts
+from deepspeed.moe.experts import ExpertMLP, Experts, StackedExperts, grouped_linear, hold_experts
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import ExpertMLP, StackedExperts, grouped_linear
 from torch import nn
 
 COUNTS = [3, 0, 5, 1]

@@ -2,9 +2,8 @@
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.cuts import cut_dim
 from deepspeed.tensor_parallel.plans import Along, Rule
-from deepspeed.tensor_parallel.shares import share_heads, spread
+from deepspeed.tensor_parallel.ranges import cut_dim, share_heads, spread
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard

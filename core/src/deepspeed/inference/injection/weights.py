@@ -1,7 +1,7 @@
 """The weights of a fused block: those of the layer's linears, side by side in one buffer that the parameters view.
 
 So no weight is held twice, and the model's state dict keeps its names and values. The experts of a layer are two
-grouped products, as `moe.stacked` makes them, in the place of a loop over experts; their weights stay the module's own.
+grouped products, as `moe.experts` makes them, in the place of a loop over experts; their weights stay the module's own.
 
 Shape legend: I input features, O output features, N tokens, K experts of a token, E experts, H features, F inner
 features, of this rank.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.inference.packed_experts import PackedExperts
-from deepspeed.moe.stacked import grouped_linear
+from deepspeed.moe.experts import grouped_linear
 from deepspeed.ops.experts import by_expert
 from deepspeed.ops.quantizer.layers import StoredExperts, StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear, stack_packed

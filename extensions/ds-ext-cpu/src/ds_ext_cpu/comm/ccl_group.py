@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.backend import Capabilities, Work, timeout_of
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.comm.transports import TensorCollectives, Transport
 from deepspeed.errors import CommError, first_line

@@ -30,9 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as torch_dist
 from deepspeed.comm import parted
-from deepspeed.comm.backend import Work
+from deepspeed.comm.backend import Work, timeout_of
 from deepspeed.comm.failure import FailureRecord
-from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.transports import StagingPool
 from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup

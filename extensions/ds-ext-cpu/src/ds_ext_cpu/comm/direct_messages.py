@@ -18,8 +18,8 @@ from collections import deque
 import torch
 import torch.distributed as torch_dist
 from deepspeed.comm import parted
+from deepspeed.comm.backend import timeout_of
 from deepspeed.comm.failure import FailureRecord, PeerFailed
-from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError
 from torch.distributed import ProcessGroup
