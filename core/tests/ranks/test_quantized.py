@@ -7,6 +7,7 @@ block over 127 (int8) or 7 (int4). unit/zero/test_quantized.py has the blocks th
 import contextlib
 import gc
 import os
+from itertools import pairwise
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -90,8 +91,8 @@ def test_collectives_are_within_the_rounding_and_equal_on_all_ranks(transport, w
 
 def create_engine(model=None, zero=BOTH, **keys):
     torch.manual_seed(0)
-    zero = {"stage3_param_persistence_threshold": 100, **zero}
-    return make_engine(tiny_gpt() if model is None else model, 3, zero_optimization=zero, **keys)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100, **zero}
+    return make_engine(tiny_gpt() if model is None else model, zero_optimization=zero, **keys)
 
 
 def batch(step=0):
@@ -122,11 +123,18 @@ def training_job(zero, precision):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "precision", "keys"), [(2, "bf16", {}), (3, "", {}), (4, "", {**MICS, **SMALLEST})]
+    ("world_size", "precision", "keys", "quantizes"),
+    [
+        (2, "bf16", {}, BOTH),
+        (3, "", {}, BOTH),
+        (4, "", {**MICS, **SMALLEST}, BOTH),
+        (3, "", {"stage": 1}, GRADIENTS),
+        (2, "bf16", {"stage": 2}, LOCO),
+    ],
 )
-def test_training_is_near_the_exact_one_and_ranks_stay_equal(world_size, precision, keys):
+def test_training_is_near_the_exact_one_and_ranks_stay_equal(world_size, precision, keys, quantizes):
     exact = run_ranks(world_size, training_job, keys, precision)
-    found = run_ranks(world_size, training_job, {**BOTH, **keys}, precision)
+    found = run_ranks(world_size, training_job, {**quantizes, **keys}, precision)
     assert found[0][0] != exact[0][0], "something is quantized"
     for (losses, weights, left), (exact_losses, _, _) in zip(found, exact, strict=True):
         assert losses[0] - losses[-1] > 0.9 * (exact_losses[0] - exact_losses[-1]) > 0
@@ -250,6 +258,14 @@ def bytes_job(zero):
         engine.step()
     engine.destroy()
     return counts
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_eighth_of_the_bytes_is_sent_to_owners(stage):
+    exact, found, loco = (run_ranks(2, bytes_job, {"stage": stage, **zero})[0] for zero in ({}, GRADIENTS, LOCO))
+    assert found == loco, "errors are sent with gradients"
+    assert found["all_to_all"] / exact["reduce_scatter"] == pytest.approx(1 / 8 + 1 / 256)
+    assert (found["reduce_scatter"], found["all_gather"]) == (0, exact["all_gather"])
 
 
 def test_a_quarter_and_an_eighth_of_the_bytes_are_sent():
@@ -383,8 +399,8 @@ class Dot(nn.Module):
 
 
 def create_dot(zero, **keys):
-    zero = {"stage3_param_persistence_threshold": 0, **zero}
-    return make_engine(Dot(), 3, zero_optimization=zero, optimizer={"type": "SGD", "params": {"lr": 1}}, **keys)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **zero}
+    return make_engine(Dot(), zero_optimization=zero, optimizer={"type": "SGD", "params": {"lr": 1}}, **keys)
 
 
 def gradient(rank, number, numel=1001):
@@ -415,16 +431,21 @@ def rounded(x, bits):
     return torch.cat(blocks)
 
 
-def simulated(world_size, num_steps, num_micros, beta, reset_steps):
-    """The gradients of each step, of all ranks in one process: LoCo's formulas, part by part."""
+def simulated(world_size, num_steps, num_micros, beta, reset_steps, adds_first=False):
+    """The gradients of each step, of all ranks in one process: LoCo's formulas, part by part.
+
+    Args:
+        adds_first: each rank adds its micro-batches up, and one reduction follows; else one follows each of them.
+    """
     shard = -(-1001 // (2 * world_size)) * 2
     errors = [torch.zeros(world_size, shard) for _ in range(world_size)]
     for step in range(num_steps):
         total = torch.zeros(world_size, shard)
-        for micro in range(num_micros):
+        numbers = list(range(num_micros * step, num_micros * (step + 1)))
+        for together in [numbers] if adds_first else [[number] for number in numbers]:
             arrived = torch.zeros(world_size, shard)
             for rank in range(world_size):
-                own = gradient(rank, num_micros * step + micro) / num_micros * (1 / world_size)
+                own = sum(gradient(rank, number) / num_micros * (1 / world_size) for number in together)
                 own = torch.nn.functional.pad(own, (0, world_size * shard - 1001)).view(world_size, shard)
                 for part in range(world_size):
                     wanted = errors[rank][part] + own[part]
@@ -439,16 +460,18 @@ def simulated(world_size, num_steps, num_micros, beta, reset_steps):
                 error.zero_()
 
 
-def loco_job(num_steps, num_micros):
-    engine = create_dot(LOCO, gradient_accumulation_steps=num_micros)
+def loco_job(stage, num_steps, num_micros):
+    engine = create_dot({**LOCO, "stage": stage}, gradient_accumulation_steps=num_micros)
     batches = torch.arange(num_steps * num_micros).view(num_steps, num_micros).tolist()
     return [reduced(engine, *numbers) for numbers in batches]
 
 
-@pytest.mark.parametrize(("world_size", "num_micros"), [(2, 1), (3, 1), (2, 2)])
-def test_error_feedback_is_that_of_plain_torch(world_size, num_micros):
-    expected = list(simulated(world_size, 6, num_micros, 0.75, 4))
-    for found in run_ranks(world_size, loco_job, 6, num_micros):
+@pytest.mark.parametrize(
+    ("stage", "world_size", "num_micros"), [(3, 2, 1), (3, 3, 1), (3, 2, 2), (1, 3, 1), (1, 2, 2), (2, 3, 2)]
+)
+def test_error_feedback_is_that_of_plain_torch(stage, world_size, num_micros):
+    expected = list(simulated(world_size, 6, num_micros, 0.75, 4, adds_first=stage == 1))
+    for found in run_ranks(world_size, loco_job, stage, 6, num_micros):
         for step, (own, wanted) in enumerate(zip(found, expected, strict=True)):
             torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-7, msg=lambda text, step=step: f"{step}: {text}")
 
@@ -497,6 +520,23 @@ def without_errors_job(event, folder, zero):
     return first[:2], found, [reduced(new, number) for number in (7, 8)]
 
 
+def twice_job(stage):
+    """Two backwards in one step, each of which reduces: what the first has left in the buffer is reduced again."""
+    engine = create_dot({**GRADIENTS, "stage": stage})
+    for number in range(2):
+        engine.backward(engine(gradient(dist.get_rank(), number)))
+    return safe_get_full_grad(engine.module.weight)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_reduction_of_a_step_rounds_by_half_a_scale(stage):
+    exact = sum(gradient(rank, number) for rank in range(2) for number in range(2)) / 2
+    for found in run_ranks(2, twice_job, stage):
+        for start, stop in pairwise((0, 256, 502, 758, 1001)):  # blocks of shards of 502
+            own, wanted = found[start:stop], exact[start:stop]
+            assert bool(((own - wanted).abs() <= 2 * wanted.abs().max() * INT4).all())
+
+
 def added_job():
     """A group that is added trains with the errors of the others, which stay."""
     model = nn.ModuleList([Dot(), Dot(33)])
@@ -522,9 +562,11 @@ def test_errors_stay_when_a_group_is_added():
         assert [len(each) for each in found] == [1, 2, 2]
 
 
-@pytest.mark.parametrize("event", ["overflow", "load", "reset", ""])
-def test_what_leaves_no_errors(event, tmp_path):
+@pytest.mark.parametrize(
+    ("event", "stage"), [("overflow", 3), ("overflow", 1), ("load", 3), ("load", 2), ("reset", 3), ("", 3)]
+)
+def test_what_leaves_no_errors(event, stage, tmp_path):
     """Of `Dot` a gradient does not depend on weights, so that what differs are errors."""
-    for first, found, new in run_ranks(2, without_errors_job, event, str(tmp_path), LOCO):
+    for first, found, new in run_ranks(2, without_errors_job, event, str(tmp_path), {**LOCO, "stage": stage}):
         assert all(map(torch.equal, found, new)) == bool(event)
         assert event == "overflow" or all(map(torch.equal, first, new))

@@ -292,8 +292,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "zero_quantized_weights, _gradients, _nontrainable_weights",
             D,
-            "Stage 3 only, below it they raise. Blocks of 256 elements; gradients by one all-to-all, not one within "
-            "nodes and one between them.",
+            "Weights at stage 3, gradients at stages 1 to 3; else they raise. Blocks of 256 elements; gradients by one "
+            "all-to-all, not one within nodes and one between them.",
         ),
         (
             "zeropp_loco_param",

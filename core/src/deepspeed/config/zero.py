@@ -292,7 +292,7 @@ class ZeroConfig(LaxSection):
         False, "Keep the shards of frozen parameters in int8 (ZeRO++); stage 3 only."
     )
     zero_quantized_gradients: Flag = key(
-        False, "Reduce the gradients of sharded parameters in int4 (ZeRO++); stage 3 only."
+        False, "Reduce gradients in int4 (ZeRO++); not at stage 0, and at stage 3 those of sharded parameters."
     )
     zeropp_loco_param: LocoConfig | None = key(None, "Error feedback of `zero_quantized_gradients` (LoCo); null: none.")
     mics_shard_size: Int = key(

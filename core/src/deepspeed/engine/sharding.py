@@ -188,13 +188,20 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
 
 
 def refuse_quantized(zero: ZeroConfig) -> None:
-    """Refuse ZeRO++ below stage 3, where weights are not gathered and gradients are reduced as they are."""
-    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+    """Refuse what of ZeRO++ the stage has no use for: weights are gathered for modules in stage 3 alone, and stage 0
+    needs whole sums on every rank."""
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, name) and zero.stage < 3:
             raise ConfigError(
-                f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "
-                f"and gradients in their own dtype; set stage to 3, or {name} to false"
+                f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, where every rank "
+                f"holds whole weights; set stage to 3, or {name} to false"
             )
+    if zero.zero_quantized_gradients and zero.stage == 0:
+        raise ConfigError(
+            "zero_optimization.zero_quantized_gradients: found true with zero_optimization.stage 0, where every rank "
+            "needs whole sums, which would be sent back in full; set stage to 1, where a rank needs those of its shard "
+            "alone, or zero_quantized_gradients to false"
+        )
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         raise ConfigError(
             "zero_optimization.zeropp_loco_param: found it with zero_quantized_gradients false, where gradients are "

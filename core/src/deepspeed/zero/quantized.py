@@ -49,8 +49,9 @@ from deepspeed.ops.quantizer.groups import TINY
 BLOCK_NUMEL = 256
 WEIGHT_BITS, GRADIENT_BITS, ERROR_BITS = 8, 4, 8
 
-#: elements whose errors are brought to fp32 at once: what a core's cache holds, and on a device 64 MiB of buffers
-RUN_NUMEL, DEVICE_RUN_NUMEL = 2**15, 2**22
+#: elements whose errors are brought to fp32 at once. Measured on a core for 2 M gradients: 14.5 ms at 2**17, 24 at
+#: 2**15, where 2.3 ms go without errors. On a device it is 64 MiB of buffers
+RUN_NUMEL, DEVICE_RUN_NUMEL = 2**17, 2**22
 
 _SCALE_BYTES = torch.float32.itemsize
 #: clears the bits of an fp32 scale that would make its product with an int8 code inexact

@@ -130,7 +130,8 @@ class ZeroStage:
         shards, tag = unit.ranks.shard_group, unit.index
         if not self.divides_states:
             return shards.all_reduce(wire_N, tag=tag)
-        if self.quantizes_gradients and unit.sharded is not None:
+        is_small = self.divides_parameters and unit.sharded is None  # as what is below the threshold of stage 3
+        if self.quantizes_gradients and not is_small:
             return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag, feedback=self.feedback)
         return shards.reduce_scatter(unit.shard_of(wire_N), wire_N, tag=tag)
 
