@@ -1,6 +1,6 @@
-"""Which ranges of a weight a rank holds, and the marks by which its parameters say so.
+"""The functions of this file say which ranges of a weight a rank holds, and mark its parameters so.
 
-The first functions spread heads, features and vocabulary tokens over tensor-parallel ranks, in integers. Sizes need not
+The first of them spread heads, features and vocabulary tokens over tensor-parallel ranks, in integers. Sizes need not
 be multiples of the number of ranks: the first ranks hold one more. A head is never divided. A `Cut` says the ranges by
 what lies along the divided dim of the weight; `along_of` reads from the model what lies there, where no table says it.
 
