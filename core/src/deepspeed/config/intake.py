@@ -128,6 +128,8 @@ VARIABLE = "DS_CONFIG_STRICT"
 _MAX_LENGTH = 80  # of a key that is compared letter by letter
 _MANY_WORDS = 4  # so that a key can lack one and still be known
 _SHORTEST = 3  # letters of a word's short form
+_MAX_OWNERS = 2  # sections that a key names by itself
+_NOWHERE: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
 def unknown_key(
@@ -137,14 +139,14 @@ def unknown_key(
     *,
     former: Collection[str] = (),
     top_level: Collection[str] = (),
-    elsewhere: Collection[str] = (),
+    elsewhere: Mapping[str, tuple[str, ...]] = _NOWHERE,
     tolerated: bool,
     closed: bool = False,
 ) -> None:
     """Raise ConfigError for the key `written` of the section at `path`, or warn once.
 
     known: every accepted spelling of the section's keys.  former: their older names.
-    top_level: keys of the config that the section is in.  elsewhere: those of its other sections.
+    top_level: keys of the config that the section is in.  elsewhere: those of its sections, with the sections' names.
     tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level.
     closed: every unknown key is an error.
     """
@@ -156,7 +158,12 @@ def unknown_key(
         near = by_words(written, known)
     is_slip = near is not None or misplaced is not None or not written.isprintable()
     is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
-    hint = f"did you mean '{near}'?" if near is not None else misplaced or _hint(written, known)
+    if near is not None:
+        hint = f"did you mean '{near}'?"
+    elif tolerated and written in elsewhere:
+        hint = _of_sections(elsewhere[written])
+    else:
+        hint = misplaced or _hint(written, known)
     if not is_slip and not _is_strict():
         warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
         return
@@ -170,6 +177,10 @@ def _misplaced(written: str, known: Collection[str], top_level: Collection[str])
     if extended:
         return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"
     return "it is a key of the top level, close the braces before it" if written in top_level else None
+
+
+def _of_sections(owners: tuple[str, ...]) -> str:
+    return f"it is a key of {' or '.join(owners)}, write it there" if len(owners) <= _MAX_OWNERS else ""
 
 
 def _hint(written: str, known: Collection[str]) -> str:
@@ -313,12 +324,12 @@ def _take_values(
         where = f"{path}.{shown_key(written)}" if path else shown_key(written)
         name = names.get(written)
         if name is None:
-            around = (json_keys(whole), _keys_below(whole)) if whole is not None else ((), ())
+            around = whole or (model if model.tolerates_unknown else None)
             unknown_key(
                 *(written, path, names),
                 former=model.moved,
-                top_level=around[0],
-                elsewhere=around[1],
+                top_level=json_keys(whole) if whole is not None else (),
+                elsewhere=_owners(around) if around is not None else {},
                 tolerated=model.tolerates_unknown,
                 closed=model.closed,
             )
@@ -353,10 +364,19 @@ def _take_value(
 
 
 @functools.cache
-def _keys_below(model: type[Section]) -> frozenset[str]:
-    """Keys of all sections in `model`, at any depth."""
-    sections = [section for info in model.model_fields.values() if (section := section_of(info)) is not None]
-    return frozenset().union(*(frozenset(json_keys(each)) | _keys_below(each) for each in sections))
+def _owners(model: type[Section]) -> Mapping[str, tuple[str, ...]]:
+    """Keys of all sections in `model`, at any depth -> dotted keys of the sections that have them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, info in model.model_fields.items():
+        section = section_of(info)
+        if section is None:
+            continue
+        path = info.alias or name
+        below = {key: tuple(f"{path}.{owner}" for owner in owners) for key, owners in _owners(section).items()}
+        for key in {**json_keys(section), **below}:
+            own = (path,) if key in json_keys(section) else ()
+            found[key] = (*found.get(key, ()), *own, *below.get(key, ()))
+    return found
 
 
 def auto_keys(value: Any, where: str) -> Iterator[str]:

@@ -242,6 +242,31 @@ def test_an_unknown_top_level_key_warns_once(said):
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "value", "owners"),
+    [
+        ("offload_optimizer", {"device": "cpu"}, "zero_optimization"),
+        ("stage3_param_persistence_threshold", 1, "zero_optimization"),
+        ("loss_scale", 0, "fp16 or amp"),
+        ("nvme_path", "/x", "zero_optimization.offload_optimizer or zero_optimization.offload_param"),
+    ],
+)
+def test_a_sections_key_at_the_top_level_is_told_its_section(written, value, owners, said, monkeypatch):
+    """A run would go on without offload, for example; no other key that looks alike is named."""
+    parse(**{written: value})
+    assert said() == [f"{written}: unknown config key, ignored; it is a key of {owners}, write it there"]
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    with pytest.raises(
+        ConfigError, match=rf"^{written}: found an unknown key; it is a key of {owners}, write it there$"
+    ):
+        parse(**{written: value})
+
+
+def test_a_key_of_many_sections_is_told_none_of_them(said):
+    parse(enabled=True)
+    assert said() == ["enabled: unknown config key, ignored"]
+
+
 def test_aio_below_zero_optimization_is_moved_and_said(said):
     """As the documentation of transformers has it."""
     zero, aio = {"stage": 3, "aio": {"queue_depth": 5}}, {"queue_depth": 5}
