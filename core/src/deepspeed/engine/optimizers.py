@@ -183,6 +183,7 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
                 f"scheduler: {type(scheduler).__name__}, which initialize() was given, is used in place of the "
                 f"config's {section.type}"
             )
+        _warn_of_another(scheduler, optimizer)
         return _checked(scheduler, given)
     if section is None or section.type is None:
         return None
@@ -190,6 +191,21 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
         scheduler_class(section.type)  # a name that is none is wrong all the same
         return None
     return create_scheduler(section.type, section.params, optimizer)
+
+
+def _warn_of_another(scheduler: Any, optimizer: Optimizer | None) -> None:
+    own = getattr(scheduler, "optimizer", None)
+    if optimizer is None or not isinstance(own, Optimizer):
+        return
+    groups = {id(group) for group in optimizer.param_groups}  # Accelerate moves groups into another optimizer
+    if own is optimizer or not groups.isdisjoint(map(id, own.param_groups)):
+        return
+    log.warn_once(
+        f"scheduler: {type(scheduler).__name__}, which initialize() was given, was made for an optimizer "
+        f"({type(own).__name__}) that this engine does not use: it changes no learning rate of the engine's "
+        f"{type(optimizer).__name__}. Give initialize() that optimizer too (optimizer=), or a callable that makes the "
+        "schedule (lr_scheduler=lambda optimizer: ...)"
+    )
 
 
 def _checked(scheduler: Any, given: Any) -> Any:

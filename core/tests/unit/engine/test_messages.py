@@ -8,6 +8,7 @@ import torch
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import resolve_batch
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
@@ -68,6 +69,30 @@ def test_one_line_says_which_schedule_is_used(net, single_rank, lines, form):
     )
     said = "scheduler: ConstantLR, which initialize() was given, is used in place of the config's WarmupLR"
     assert [text for _, text in lines if ": " in text and "which initialize() was given" in text] == [said]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("form", ["of another optimizer", "of the given one", "of groups that are shared"])
+def test_a_schedule_that_moves_no_rate_of_this_engine_is_told(net, single_rank, lines, form, stage):
+    """Torch alone warns of it, and blames the order of the calls."""
+    warn_once.cache_clear()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    keys = {
+        "of another optimizer": {},
+        "of the given one": {"optimizer": optimizer},
+        "of groups that are shared": {"optimizer": torch.optim.SGD(optimizer.param_groups, lr=0.5)},
+    }[form]
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=net, lr_scheduler=schedule, config=config, **keys)
+    said = (
+        "scheduler: StepLR, which initialize() was given, was made for an optimizer (Adam) that this engine does not "
+        "use: it changes no learning rate of the engine's SGD. Give initialize() that optimizer too (optimizer=), or a "
+        "callable that makes the schedule (lr_scheduler=lambda optimizer: ...)"
+    )
+    found = [text for _, text in lines if text.startswith("scheduler: ")]
+    assert found == ([said] if form == "of another optimizer" else [])
     engine.destroy()
 
 
