@@ -17,6 +17,7 @@ from deepspeed.launcher.plan import DEFAULT_GRACE_S, ElasticLimits
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_MAX_RESTARTS = 3
+_OF_TORCHRUN = {"nproc_per_node": "--num_gpus", "nnodes": "--num_nodes"}
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 
@@ -228,7 +229,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise ConfigError(
-            f"{unknown[0]}: no such flag{_did_you_mean(parser, unknown[0])}; `deepspeed --help` lists the flags"
+            f"{unknown[0]}: no such flag{_did_you_mean(parser, unknown[0])}; the script's own flags follow the script; "
+            "`deepspeed --help` lists the flags"
         )
     _check_resources(args)
     _check_elastic(args)
@@ -422,5 +424,8 @@ def _port(text: str) -> int:
 def _did_you_mean(parser: argparse.ArgumentParser, flag: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(flag.partition("=")[0], list(parser._option_string_actions), n=1)
-    return f", did you mean {near[0]}?" if near else ""
+    written = flag.partition("=")[0]
+    known = list(parser._option_string_actions)
+    near = _OF_TORCHRUN.get(written.lstrip("-").replace("-", "_"))
+    near = near or next(iter(difflib.get_close_matches(written, known, n=1)), None)
+    return f", did you mean {near}?" if near else ""

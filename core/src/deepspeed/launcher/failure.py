@@ -31,6 +31,12 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
+_LOCAL_RANK = re.compile(r"--local_rank\b")  # in the words of a script that does not take it
+_LOCAL_RANK_ADVICE = (
+    ". The launcher adds --local_rank to the script's arguments: let the script take it "
+    '(parser.add_argument("--local_rank", type=int)), or give `deepspeed` the flag --no_local_rank'
+)
+
 
 class RankEnd(NamedTuple):
     """A `RankEnd` says how one rank ended, and holds what the rank wrote at its end.
@@ -137,8 +143,9 @@ def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str, sh
     `return_code` is as in `subprocess`: negative for a signal. A traceback stands last; a signal's name stands last
     where there is no traceback, for then it is the whole story. `shown`: stderr was passed on to the console.
     """
-    verdict = f"rank {rank} (pid {pid}) {_verdict(return_code)}; the other ranks were stopped"
     traceback = find_traceback(stderr_tail) if return_code > 0 else ""
+    advice = _LOCAL_RANK_ADVICE if _LOCAL_RANK.search(_last_words(traceback, stderr_tail)) else ""
+    verdict = f"rank {rank} (pid {pid}) {_verdict(return_code)}; the other ranks were stopped{advice}"
     if shown:
         return f"deepspeed: {verdict}.{_shown_above(traceback, stderr_tail)}"
     if traceback:

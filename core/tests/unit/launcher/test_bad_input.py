@@ -53,7 +53,13 @@ BAD_LINES = {
     "--master_port 0": "--master_port: found '0'",
     "--hostfile missing --num_nodes 2": "--num_nodes 2: needs the names of the hosts",
     "--hostfile missing --force_multi": "--force_multi: needs the names of the hosts",
-    "--hostfile missing --include worker-1": "--include worker-1: needs the hosts to choose from",
+    "--hostfile missing --include worker-1": "--include worker-1: needs the hosts to choose from; give a --hostfile",
+    "--hostfile missing --include 0,1": "--include 0,1: names no host; for devices of this machine write localhost:0,1",
+    "--nproc_per_node 2": "--nproc_per_node: no such flag, did you mean --num_gpus?",
+    "--nproc-per-node=2": "--nproc-per-node=2: no such flag, did you mean --num_gpus?",
+    "--nnodes 2": "--nnodes: no such flag, did you mean --num_nodes?",
+    "--deepspeed_config ds.json": "--deepspeed_config: no such flag; the script's own flags follow the script",
+    "--deepspeed": "--deepspeed: no such flag; the script's own flags follow the script",
 }
 
 

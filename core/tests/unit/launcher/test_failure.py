@@ -65,6 +65,21 @@ def test_what_the_console_shows_already_is_not_repeated():
     assert describe_failure(0, 42, -9, "", shown=True).endswith("was killed by SIGKILL; the other ranks were stopped.")
 
 
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.py: error: unrecognized arguments: --local_rank=1",
+        SIMPLE.replace("boom", "Some specified arguments are not used by the HfArgumentParser: ['--local_rank=1']"),
+    ],
+)
+def test_a_script_that_does_not_take_the_local_rank_is_told_the_flag(words, shown):
+    text = describe_failure(1, 42, 2, f"usage: train.py\n{words}\n", shown=shown)
+    assert "The launcher adds --local_rank to the script's arguments" in text
+    assert "--no_local_rank" in text
+    assert "--no_local_rank" not in describe_failure(1, 42, 1, f"local_rank is 1\n{SIMPLE}\n", shown=shown)
+
+
 def test_chained_exceptions_stay_together():
     assert find_traceback("noise\n" + CHAINED) == CHAINED
 

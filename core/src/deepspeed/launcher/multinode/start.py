@@ -190,6 +190,8 @@ def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
     if found is None:
         flag, text = ("--include", args.include) if args.include else ("--exclude", args.exclude)
         if text and not all(is_local(host) for host in parse_node_list(text, flag)):
+            if text.replace(",", "").isdecimal():
+                raise ConfigError(f"{flag} {text}: names no host; for devices of this machine write localhost:{text}")
             raise ConfigError(f"{flag} {text}: needs the hosts to choose from; give a --hostfile")
         return {}
     hosts = parse_inclusion_exclusion(found, args.include, args.exclude)
