@@ -17,7 +17,7 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
 from deepspeed.checkpoint.layout import is_remote, location, store_failures
-from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
+from deepspeed.checkpoint.load import LoadedCheckpoint, Position, why_no_latest
 from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.checkpoint.module_files import ModuleFiles
 from deepspeed.checkpoint.reader import Reader
@@ -266,7 +266,7 @@ class Checkpointer:
             logger.warning(
                 "no checkpoint was loaded, everything is as it was: there is no file %s. %s",
                 directory / layout.LATEST_FILE,
-                tag_folder_hint(directory) or "Pass a tag if there is a checkpoint without that file.",
+                why_no_latest(directory),
             )
             return None
         reader = Reader(

@@ -289,6 +289,15 @@ def find_folder(load_dir: Path, tag: str) -> Path:
     return folder
 
 
+def why_no_latest(load_dir: Path) -> str:
+    """Say what is at `load_dir` instead of the folder of all tags, or what to pass."""
+    if not load_dir.exists():
+        return f"The folder {load_dir.absolute()} does not exist."
+    if not load_dir.is_dir():
+        return f"{load_dir} is no folder; give the one that save_checkpoint was given."
+    return tag_folder_hint(load_dir) or "Pass a tag if there is a checkpoint without that file."
+
+
 def tag_folder_hint(load_dir: Path) -> str:
     """Say what to pass when `load_dir` is the folder of one tag and not of all tags; else return an empty text."""
     path = load_dir.absolute()

@@ -93,6 +93,27 @@ def test_a_foreign_latest_is_refused(tmp_path, content):
         read_latest(tmp_path)
 
 
+def test_a_load_that_finds_no_latest_says_what_is_there_instead(make_training, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.chdir(tmp_path)
+    training = make_training(world_size=1)
+    Checkpointer().save("saved", "new", model_state=training.model_state(), shard_state=training.shard_state(0))
+    (tmp_path / "empty").mkdir()
+    said = {
+        "absent": f"The folder {tmp_path / 'absent'} does not exist.",
+        "saved/latest": "saved/latest is no folder; give the one that save_checkpoint was given.",
+        "saved/new": "This is the folder of one tag: pass 'saved' and tag='new'.",
+        "empty": "Pass a tag if there is a checkpoint without that file.",
+    }
+    for folder, reason in said.items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert Checkpointer().load(folder) is None
+        (message,) = set(caplog.messages)
+        assert message.startswith("no checkpoint was loaded, everything is as it was: there is no file ")
+        assert message.endswith(f"latest. {reason}")
+
+
 def test_tag_validation(caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     differ, agree = (lambda tag: [tag, "other"]), (lambda tag: [tag, tag])
