@@ -22,8 +22,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.DeepSpeedConfig",
             D,
             "An unknown key is a warning, or an error with `DS_CONFIG_STRICT=1`; a known one that is mistyped (at "
-            "the top level by one letter) or stands in another section is an error. A section's key at the top level is "
-            "a warning that names the section.",
+            "the top level by one letter) or stands in another section is an error. A section's key at the top level "
+            "is a warning that names the section.",
         ),
         (
             "numbers and truth values in quotes",
