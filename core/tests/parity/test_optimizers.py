@@ -54,13 +54,15 @@ def train_plain(create):
     return copies(net)
 
 
-def train_engine(stage, optimizer=None, name=None):
-    """`optimizer`: a callable, handed over as it is or as what it makes; `name`: of the config."""
+def train_engine(stage, optimizer=None, name=None, **zero):
+    """`optimizer`: a callable, handed over as it is or as what it makes; `name`: of the config; `zero`: of its section
+    zero_optimization."""
     net = create_net()
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40, **zero},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0,
     }
     if name:
@@ -74,7 +76,8 @@ def train_engine(stage, optimizer=None, name=None):
 
 
 def copies(net):
-    return [param.detach().clone() for param in net.parameters()]
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        return [param.detach().clone() for param in net.parameters()]
 
 
 def assert_close(found, expected, tolerance):
@@ -220,6 +223,34 @@ def whole_job():
 
 def test_an_unknown_optimizer_gets_whole_parameters():
     run_ranks(2, whole_job)
+
+
+class Assigning(torch.optim.SGD):
+    """It puts another tensor into `param.data`, where others write into the memory of the parameter."""
+
+    is_elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = 0.9 * self.state[param].get("momentum", 0.0) + param.grad
+                    self.state[param]["momentum"] = momentum
+                    param.data = param.data - group["lr"] * momentum
+
+
+def assigning_job(nvme_path):
+    expected = train_plain(lambda params: Assigning(params, lr=1e-2))
+    offloads = [{}, {"offload_optimizer": {"device": "cpu"}}]
+    offloads += [{"offload_optimizer": {"device": "nvme", "nvme_path": nvme_path}}]
+    for stage, offload in [(0, {}), *product((1, 2, 3), offloads)]:
+        found = train_engine(stage, lambda net: Assigning(net.parameters(), lr=1e-2), **offload)
+        assert_close(found, expected, 1e-5)
+
+
+def test_an_optimizer_that_assigns_the_data_of_parameters(tmp_path):
+    run_ranks(2, assigning_job, str(tmp_path))
 
 
 def untested_job(stage):

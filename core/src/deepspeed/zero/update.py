@@ -154,8 +154,14 @@ class OptimizerUpdate:
         self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: Scalar, widened: Tensor | None
     ) -> Tensor | None:
         """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
-        widened = self._set_gradients([shard for shards in by_group for shard in shards], scale, widened)
+        updated = [shard for shards in by_group for shard in shards]
+        widened = self._set_gradients(updated, scale, widened)
+        homes = [shard.master.data for shard in updated]
         self._optimizer.step()
+        for shard, home in zip(updated, homes, strict=True):
+            if not shard.master.is_set_to(home):  # an optimizer that writes `p.data = p.data - lr * p.grad`
+                home.copy_(shard.master.data)
+                shard.master.data = home
         for shards, its_copies in zip(by_group, copies, strict=True):
             for shard in shards:
                 shard.master.grad = None
