@@ -297,3 +297,57 @@ def replace_gradient_on_one_rank(stage: int) -> str:
 def test_a_gradient_that_one_rank_alone_replaces_is_an_error_on_all(stage):
     for found in run_ranks(2, replace_gradient_on_one_rank, stage, timeout_s=60):
         assert "rank" in found
+
+
+def create_training_engine(**zero: Any) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    return deepspeed.initialize(model=Net(), config=config)[0]
+
+
+def write_in_context(zero: dict[str, Any], modifier_rank: int | None, folder: str) -> None:
+    """An engine steps twice and loads inside a context: the same as outside of one, and what is read there is new."""
+    wanted, engine = create_training_engine(**zero), create_training_engine(**zero)
+    params = list(engine.module.parameters())
+    step(wanted)
+    first = values(list(wanted.module.parameters()))
+    step(wanted)
+    second = values(list(wanted.module.parameters()))
+    with GatheredParameters(params, modifier_rank=modifier_rank):
+        step(engine)
+        assert torch.equal(torch.cat([param.detach().view(-1) for param in params]), first)
+        step(engine)
+    assert torch.equal(values(params), second)
+    engine.save_checkpoint(folder)
+    step(engine)
+    with GatheredParameters(params, modifier_rank=modifier_rank):
+        engine.load_checkpoint(folder)
+        assert torch.equal(torch.cat([param.detach().view(-1) for param in params]), second)
+    step(engine)
+    step(wanted)
+    assert torch.equal(values(params), values(list(wanted.module.parameters())))
+    with GatheredParameters(params, modifier_rank=modifier_rank):
+        if dist.get_rank() == 0:
+            in_place(params[0])
+        with pytest.raises((StateError, CommError), match="rank 0|leave the context before engine.step"):
+            step(engine)
+        forget()  # the group is of no more use
+        raise EOFError
+
+
+def write_in_context_job(*args: Any) -> None:
+    with pytest.raises(EOFError):
+        write_in_context(*args)
+
+
+@pytest.mark.parametrize(
+    ("zero", "modifier_rank"),
+    swept(product([{}, OFFLOADED], [None, 0]), lambda zero, rank: bool(zero) == (rank is None)),
+)
+def test_a_step_and_a_load_inside_a_context_are_not_undone_at_its_end(zero, modifier_rank, tmp_path):
+    run_ranks(2, write_in_context_job, zero, modifier_rank, str(tmp_path))

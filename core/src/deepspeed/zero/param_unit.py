@@ -413,6 +413,36 @@ class ParamUnit:
             own = self._num_own_references + len(self.params)
             self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
+    def renew_held(self) -> None:
+        """The shards have other values, and a context may hold the unit whole: bring them into what it holds. A
+        collective of the ranks that hold the shards, who are in the same contexts."""
+        if self.num_contexts == 0 or not self.is_sharded:
+            return
+        if self.offloaded is not None:
+            self.offloaded.prepare()
+        self._all_gather(self._full_N, quantizes=False).wait()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
+        self._point_at_views()
+        self.accept_changes()
+
+    def refuse_unkept(self, asked: str) -> None:
+        """Refuse what a user has changed in a context that has not ended: `renew_held` would drop it.
+
+        Args:
+            asked: what the user called.
+
+        Raises:
+            StateError: names the parameter.
+        """
+        if self.num_contexts == 0 or not self.is_sharded:
+            return
+        if names := self.seen_changes():
+            raise StateError(
+                f"{asked}: found a change of the parameter {names[0]} inside a GatheredParameters that has not ended, "
+                f"which keeps it at its end; leave the context before {asked}"
+            )
+
     def accept_changes(self) -> None:
         """Accept all changes up to now, which were kept or dropped on purpose, so that only later ones are seen."""
         self._versions = [param._version for param in self.params]

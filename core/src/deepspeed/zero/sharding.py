@@ -200,10 +200,13 @@ class Sharding:
             raise
         self.placement.finish_sending()
         self.set_locally.clear()
+        self._renew_held()
 
     def _take_before_update(self) -> None:
         try:
             self.states.take_outside_changes()
+            for sharded in self.units.divided():
+                sharded.refuse_unkept("engine.step()")
         except BaseException:
             self.gradients.abandon()
             raise
@@ -229,6 +232,13 @@ class Sharding:
         works = [work for unit in self.units if (work := self.options.stage.gather_weights(unit)) is not None]
         for work in works:
             work.wait()
+        self._renew_held()
+
+    def _renew_held(self) -> None:
+        """Weights were updated or loaded: whoever reads them in a `GatheredParameters` around it finds the new ones."""
+        with self.among_peers():
+            for sharded in self.units.divided():
+                sharded.renew_held()
 
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
