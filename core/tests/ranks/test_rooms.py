@@ -92,7 +92,8 @@ def entered(stage, folder):
 
 @pytest.mark.parametrize("stage", swept([0, 1, 2, 3], lambda stage: stage in (0, 3)))
 def test_few_files_are_entered(tmp_path, stage):
-    found, moves = run_ranks(2, entered, stage, str(tmp_path))[0]
+    ranks = run_ranks(2, entered, stage, str(tmp_path))
+    found, moves = ranks[0][0], min(moves for _, moves in ranks)  # a rank that waits for its peer moves more
     for action, files in found.items():
         names = sorted(str(Path(file).relative_to(SOURCE)) for file in files)
         assert len(names) <= MAX_ENTERED[stage][action], f"{action}: {' '.join(names)}"
