@@ -351,3 +351,36 @@ def write_in_context_job(*args: Any) -> None:
 )
 def test_a_step_and_a_load_inside_a_context_are_not_undone_at_its_end(zero, modifier_rank, tmp_path):
     run_ranks(2, write_in_context_job, zero, modifier_rank, str(tmp_path))
+
+
+def change_on_one_rank(stage: int, keys: dict[str, Any]) -> torch.Tensor:
+    """Rank 1 alone changes weights inside the context, in place and through `param.data`. Weights after two more."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if stage == 2 else {})},
+        **keys,
+    }
+    engine = deepspeed.initialize(model=Net(), config=config)[0]
+    x = torch.ones(1, 20, dtype=engine.module.small.dtype)
+    for number in range(3):
+        if number == 1:
+            with GatheredParameters(list(engine.module.parameters()), modifier_rank=1), torch.no_grad():
+                if dist.get_rank() == 1:
+                    engine.module.large.weight.mul_(0.5)
+                    engine.module.small.data.fill_(2.0)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    found = values(list(engine.module.parameters()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}])
+def test_what_the_modifier_rank_changes_is_the_same_at_every_stage(keys):
+    wanted, _ = run_ranks(2, change_on_one_rank, 3, keys)
+    for stage in (0, 1, 2):
+        for found in run_ranks(2, change_on_one_rank, stage, keys):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """`GatheredParameters`: sharded parameters made whole for a while, and parameters that other modules read (stage 3).
 
-In stages 0, 1 and 2 every rank holds whole parameters, so the context gives them as they are, as documented.
+In stages 0, 1 and 2 every rank holds whole parameters, so the context gives them as they are; with `modifier_rank`
+those that an engine trains are broadcast at its end, so that a script that changes them on one rank parts no ranks.
 """
 
 import contextlib
@@ -148,8 +149,11 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             value, ranks = param.data.contiguous(), group_backend(param.ds_process_group)
             ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
             param.data.copy_(value)
-        for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
-            sharding.weights_changed(set(self.params))
+        for sharding in dict.fromkeys(manager for param in self.params if (manager := manager_of(param)) is not None):
+            if sharding.gathering is None:
+                sharding.share_weights(set(self.params), source)
+            else:
+                sharding.weights_changed(set(self.params))
 
 
 def _listed(params: Any) -> list[Any]:

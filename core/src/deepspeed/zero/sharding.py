@@ -34,6 +34,7 @@ from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import freed_memory_returned, unit_of
 from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
+from deepspeed.zero.unit_groups import source_in
 from deepspeed.zero.units import ShardingOptions, Units
 from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
 from deepspeed.zero.whole_state_dict import unwatch, watch
@@ -246,14 +247,39 @@ class Sharding:
             self.gathering.release()
 
     def weights_changed(self, params: Set[Tensor]) -> None:
-        """`params` were changed inside `GatheredParameters`. Where every rank holds whole weights, the change is every
-        rank's own."""
+        """`params` were changed inside `GatheredParameters`. Where every rank holds whole weights, `share_weights` is
+        called instead."""
         if self.gathering is None:
             return
         self.states.wait_for_copy()
         for unit in self.units:
             if not params.isdisjoint(unit.params):
                 unit.take_changes()
+
+    def share_weights(self, params: Set[Tensor], source: int) -> None:
+        """Below stage 3: `params` may have been changed inside `GatheredParameters` by the global rank `source`, whose
+        values count on all ranks. A collective.
+
+        Raises:
+            StateError: the states of the engine are in host memory since `offload_states`.
+        """
+        self.states.require_unmoved("GatheredParameters with modifier_rank")
+        self.states.wait_for_copy()
+        self.states.take_outside_changes()
+        for unit in self.units:
+            if params.isdisjoint(unit.params):
+                continue
+            everyone = unit.ranks.reduce_group
+            for param in unit.params:
+                if param in params and everyone.world_size > 1:
+                    value = param.data.contiguous()
+                    everyone.broadcast(
+                        value.view(-1), source_in(everyone.group, source), tag="GatheredParameters"
+                    ).wait()
+                    param.data.copy_(value)
+            unit.take_changes()
+        if self.states.outside_changes is not None:
+            self.states.outside_changes.accept()
 
     @contextmanager
     def among_peers(self) -> Iterator[None]:
