@@ -414,10 +414,8 @@ class ParamUnit:
             self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
     def renew_held(self) -> None:
-        """The shards have other values, and a context may hold the unit whole: bring them into what it holds. A
-        collective of the ranks that hold the shards, who are in the same contexts."""
-        if self.num_contexts == 0 or not self.is_sharded:
-            return
+        """Bring the values of the shards, which have others now, into what a context holds. A collective of the ranks
+        that hold the shards, who are in the same contexts."""
         if self.offloaded is not None:
             self.offloaded.prepare()
         self._all_gather(self._full_N, quantizes=False).wait()
@@ -435,8 +433,6 @@ class ParamUnit:
         Raises:
             StateError: names the parameter.
         """
-        if self.num_contexts == 0 or not self.is_sharded:
-            return
         if names := self.seen_changes():
             raise StateError(
                 f"{asked}: found a change of the parameter {names[0]} inside a GatheredParameters that has not ended, "

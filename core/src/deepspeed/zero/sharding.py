@@ -31,7 +31,7 @@ from deepspeed.zero import managed
 from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
-from deepspeed.zero.param_unit import freed_memory_returned, unit_of
+from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit_groups import source_in
@@ -201,13 +201,15 @@ class Sharding:
             raise
         self.placement.finish_sending()
         self.set_locally.clear()
-        self._renew_held()
+        if self.options.stage.divides_parameters:
+            self._renew_held()
 
     def _take_before_update(self) -> None:
         try:
             self.states.take_outside_changes()
-            for sharded in self.units.divided():
-                sharded.refuse_unkept("engine.step()")
+            if self.options.stage.divides_parameters:
+                for sharded in self._held():
+                    sharded.refuse_unkept("engine.step()")
         except BaseException:
             self.gradients.abandon()
             raise
@@ -233,13 +235,19 @@ class Sharding:
         works = [work for unit in self.units if (work := self.options.stage.gather_weights(unit)) is not None]
         for work in works:
             work.wait()
-        self._renew_held()
+        if self.options.stage.divides_parameters:
+            self._renew_held()
 
     def _renew_held(self) -> None:
         """Weights were updated or loaded: whoever reads them in a `GatheredParameters` around it finds the new ones."""
-        with self.among_peers():
-            for sharded in self.units.divided():
-                sharded.renew_held()
+        if held := self._held():
+            with self.among_peers():
+                for sharded in held:
+                    sharded.renew_held()
+
+    def _held(self) -> list[ParamUnit]:
+        """The units of which a `GatheredParameters` holds weights."""
+        return [sharded for sharded in self.units.divided() if sharded.num_contexts > 0 and sharded.is_sharded]
 
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
