@@ -55,7 +55,7 @@ def train_plain(create):
 
 
 def train_engine(stage, optimizer=None, name=None, **zero):
-    """`optimizer`: a callable, handed over as it is or as what it makes; `name`: of the config; `zero`: of its section
+    """`optimizer`: a callable, given as it is or as what it makes; `name`: of the config; `zero`: of its section
     zero_optimization."""
     net = create_net()
     config = {

@@ -21,7 +21,7 @@ from deepspeed.zero.managed import manager_of, note_write
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
-from deepspeed.zero.unit_groups import source_in
+from deepspeed.zero.unit_groups import broadcast_from
 
 
 @absent_members("runtime.zero.partition_parameters:GatheredParameters")
@@ -146,9 +146,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             unit.take_from_full()
         note_write()
         for param in self._small_params():
-            value, ranks = param.data.contiguous(), group_backend(param.ds_process_group)
-            ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
-            param.data.copy_(value)
+            broadcast_from(group_backend(param.ds_process_group), param, source)
         for sharding in dict.fromkeys(manager for param in self.params if (manager := manager_of(param)) is not None):
             if sharding.gathering is None:
                 sharding.share_weights(set(self.params), source)

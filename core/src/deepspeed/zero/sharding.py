@@ -34,7 +34,7 @@ from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
-from deepspeed.zero.unit_groups import source_in
+from deepspeed.zero.unit_groups import broadcast_from
 from deepspeed.zero.units import ShardingOptions, Units
 from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
 from deepspeed.zero.whole_state_dict import unwatch, watch
@@ -277,14 +277,9 @@ class Sharding:
         for unit in self.units:
             if params.isdisjoint(unit.params):
                 continue
-            everyone = unit.ranks.reduce_group
             for param in unit.params:
-                if param in params and everyone.world_size > 1:
-                    value = param.data.contiguous()
-                    everyone.broadcast(
-                        value.view(-1), source_in(everyone.group, source), tag="GatheredParameters"
-                    ).wait()
-                    param.data.copy_(value)
+                if param in params and unit.ranks.reduce_group.world_size > 1:
+                    broadcast_from(unit.ranks.reduce_group, param, source)
             unit.take_changes()
         if self.states.outside_changes is not None:
             self.states.outside_changes.accept()

@@ -93,6 +93,13 @@ def source_in(group: ProcessGroup, global_rank: int) -> int:
     return members.index(global_rank) if global_rank in members else 0
 
 
+def broadcast_from(ranks: GroupBackend, param: Tensor, source: int) -> None:
+    """Give `param` the values that the global rank `source` has, on all ranks of the group; see `source_in`."""
+    value = param.data.contiguous()
+    ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
+    param.data.copy_(value)
+
+
 class ReplicationMode(Enum):
     """`ReplicationMode` says what the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
 
