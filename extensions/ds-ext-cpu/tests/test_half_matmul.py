@@ -183,6 +183,23 @@ def test_no_word_of_torchs_about_its_kernels():
     assert (ran.stdout, ran.stderr, ran.returncode) == ("16.0\n", "", 0)
 
 
+@pytest.mark.parametrize(
+    ("has", "is_fast"),
+    [
+        ({"_is_avx512_supported"}, False),  # oneDNN emulates
+        ({"_is_avx512_supported", "_is_avx512_bf16_supported"}, True),
+        ({"_is_avx512_supported", "_is_amx_tile_supported"}, True),
+        (set(), True),  # not an x86 processor, or one whose AVX2 knows bf16: what oneDNN says counts
+    ],
+)
+def test_avx_512_alone_is_not_enough_for_bf16(monkeypatch, has, is_fast):
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name in has)
+    monkeypatch.setitem(half_matmul._QUESTIONS, torch.bfloat16, "yes")
+    monkeypatch.setattr(torch.ops.mkldnn, "yes", lambda: True, raising=False)
+    assert half_matmul.is_fast(torch.bfloat16) == is_fast
+
+
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_prepare_where_the_processor_lacks_instructions(enabled, monkeypatch, is_fast):
     monkeypatch.setattr(half_matmul, "is_fast", lambda dtype: is_fast or dtype == torch.float32)
