@@ -29,7 +29,24 @@ def test_import_deepspeed():
 def test_the_engine_loads_no_package_that_few_runs_need():
     loaded = modules_loaded_by("import deepspeed; deepspeed.initialize")
     assert "torch" in loaded, "the report of importtime would show it"
-    assert loaded & {"psutil", "rich", "hjson", "safetensors", "torch._dynamo"} == set()
+    assert loaded & {"psutil", "rich", "hjson", "safetensors", "torch._dynamo", "torch.distributed.tensor"} == set()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_that_trains_and_saves_loads_no_compiler(stage, tmp_path):
+    """torch's optimizers load torch._dynamo when they are built: as much time as torch itself, and 70 MiB per rank."""
+    script = f"""
+import deepspeed, torch
+model = torch.nn.Linear(2, 2)
+section = {{"optimizer": {{"type": "Adam"}}, "train_batch_size": 1, "zero_optimization": {{"stage": {stage}}}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=section)
+engine.backward(engine(torch.ones(1, 2)).sum())
+engine.step()
+engine.optimizer.zero_grad()
+engine.save_checkpoint({str(tmp_path)!r})
+engine.load_checkpoint({str(tmp_path)!r})
+"""
+    assert modules_loaded_by(script) & {"torch._dynamo", "sympy", "torch.distributed.tensor"} == set()
 
 
 def test_the_help_of_ds_ckpt_waits_for_no_torch():

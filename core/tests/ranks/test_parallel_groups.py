@@ -12,7 +12,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
-from deepspeed.tensor_parallel.divide import ranks_of
+from deepspeed.tensor_parallel.ranks import ranks_of
 from deepspeed.testing.distributed import run_ranks
 
 

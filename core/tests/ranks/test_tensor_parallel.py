@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
-from deepspeed.tensor_parallel.divide import ranks_of
 from deepspeed.tensor_parallel.ranges import spread
-from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.ranks import TensorRanks, ranks_of
 from deepspeed.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept

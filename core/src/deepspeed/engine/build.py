@@ -57,7 +57,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
 from deepspeed.moe.divide import divide_experts
-from deepspeed.moe.layer import connect_moe_layers
+from deepspeed.moe.layer import DivideExpert, connect_moe_layers
 from deepspeed.monitor.monitor import MonitorMaster, is_writer
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel import groups
@@ -70,7 +70,7 @@ from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.timer import ThroughputTimer
-from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params, ranks_asked_by
+from deepspeed.tensor_parallel.ranks import ranks_asked_by
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.managed import (
     refuse_managed,
@@ -218,10 +218,16 @@ def _initialize(
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
     refuse_quantized(zero)
-    if settings.tensor_parallel.size > 1:
-        divide_over(model, mesh, settings.tensor_parallel)
+    divide_expert: DivideExpert | None = None
+    if mesh.size("tp") > 1:
+        from deepspeed.tensor_parallel import entry  # late: few runs need it, and torch.distributed.tensor loads sympy
+
+        divide_expert = entry.divide_expert
+        if settings.tensor_parallel.size > 1:
+            entry.divide_over(model, mesh, settings.tensor_parallel)
     module = _move(model, device, zero.stage)
-    prepare_params(module)
+    if mesh.size("tp") > 1:
+        entry.prepare_params(module)
     precision = create_precision(settings, device)
     placement = choose_placement(
         zero.offload_optimizer,

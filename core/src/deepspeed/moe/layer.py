@@ -212,11 +212,12 @@ class MoE(nn.Module):
 DivideExpert = Callable[[nn.Module, Mesh], None]
 
 
-def connect_moe_layers(module: nn.Module, mesh: Mesh, divide: DivideExpert) -> None:
+def connect_moe_layers(module: nn.Module, mesh: Mesh, divide: DivideExpert | None) -> None:
     """Connect every layer of experts in a model to its ranks; called by `initialize`. A collective of all ranks.
 
     Args:
         divide: called for each expert of layers with `enable_expert_tensor_parallelism`, by the ranks of "tp" together.
+            None where "tp" has one rank.
 
     Raises:
         ConfigError: on every rank, if an `ep_size` does not fit the mesh.

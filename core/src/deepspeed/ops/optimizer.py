@@ -9,11 +9,13 @@ import inspect
 import math
 import numbers
 import operator
+import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MethodType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +29,7 @@ FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP32 = frozenset((torch.float32,))
 PLAIN = frozenset((Tensor, nn.Parameter))
 _HALF = (torch.float16, torch.bfloat16)
+_GUARD = torch._disable_dynamo(lambda: None).__code__
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         """Check the options of a group, then add it as torch does; also called for the constructor's groups."""
         if isinstance(param_group, dict):  # else torch says what it must be
             check_options(**{name: value for name, value in param_group.items() if name in self.defaults})
-        super().add_param_group(param_group)
+        _unguarded(super().add_param_group)(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by `load_state_dict`: a dictionary of torch's own class lacks our keys."""
@@ -74,7 +77,11 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         """Clear gradients; `None` means what the argument `set_grad_none` said, else to None."""
         if set_to_none is None:
             set_to_none = self.defaults.get("set_grad_none", True)
-        super().zero_grad(set_to_none=set_to_none)
+        _unguarded(super().zero_grad)(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the options of each group, as torch does."""
+        return _unguarded(super().state_dict)()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, one_pass: OnePass | None = None) -> Any:
@@ -133,7 +140,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep fp32 state of a half parameter (torch would round it to that dtype)."""
-        super().load_state_dict(state_dict)
+        _unguarded(super().load_state_dict)(state_dict)
         saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         owners = [(param, group) for group in self.param_groups for param in group["params"]]
         for key, (param, group) in zip(saved_ids, owners, strict=True):
@@ -141,6 +148,17 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if dtype != param.dtype and name != "step" and isinstance(value, Tensor):
                     self.state[param][name] = value.to(device=param.device, dtype=dtype, copy=True)
+
+
+def _unguarded(method: Any) -> Callable[..., Any]:
+    """`method` of torch's optimizer without what keeps `torch.compile` out of it, as long as nobody compiles.
+
+    That guard loads torch._dynamo and sympy: as much time as torch itself, and 70 MiB of every rank.
+    """
+    function = method.__func__
+    if function.__code__ is not _GUARD or "torch._dynamo" in sys.modules:
+        return method  # type: ignore[no-any-return]
+    return MethodType(function.__wrapped__, method.__self__)
 
 
 def _reads_no_gradients(hook: Callable[..., Any]) -> bool:

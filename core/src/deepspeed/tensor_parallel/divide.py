@@ -36,7 +36,7 @@ from deepspeed.tensor_parallel.ranges import (
     remember_sums,
     share_heads,
 )
-from deepspeed.tensor_parallel.ranks import TensorRanks, sum_gradient, sum_over
+from deepspeed.tensor_parallel.ranks import TensorRanks, mark_divided, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_norms import divide_sequence, find_stack
 from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
 
@@ -82,8 +82,6 @@ def divide_experts(experts: Any, cuts: list[Cut], path: str, ranks: TensorRanks)
     object.__setattr__(experts, _RANKS, ranks)
 
 
-#: set on a divided model
-_MARK = "ds_tensor_ranks"
 # attributes of attention modules that count heads, as models name them: these are fixed to the rank's own
 _COUNTS_OF_QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 _COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -99,11 +97,6 @@ class _Division:
     module: nn.Module
     rule: Rule
     cuts: list[Cut]  # by rank; [] of a module that stays whole
-
-
-def ranks_of(model: nn.Module) -> TensorRanks | None:
-    """The ranks over which `divide_model` divided the model; None: it is whole."""
-    return getattr(model, _MARK, None)
 
 
 def divide_model(
@@ -154,7 +147,7 @@ def divide_model(
     mark_params(model, ranks)
     _end_with_exceptions(model, ranks)
     check_first_inputs(model, ranks)
-    object.__setattr__(model, _MARK, ranks)
+    mark_divided(model, ranks)
 
 
 def _end_with_exceptions(model: nn.Module, ranks: TensorRanks) -> None:

@@ -18,10 +18,10 @@ from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import is_sharded, reshard
 from deepspeed.tensor_parallel.derived_plans import Policy, own_plan, plan_of_config, plan_of_policy, plan_of_structure
-from deepspeed.tensor_parallel.divide import divide_model, ranks_of
+from deepspeed.tensor_parallel.divide import divide_model
 from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan
 from deepspeed.tensor_parallel.ranges import mark_params
-from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.ranks import TensorRanks, divided_modules
 from deepspeed.tensor_parallel.vocabulary import check_loss
 
 
@@ -93,18 +93,6 @@ def tp_model_init(
     return _cast(model, dtype, mesh) if dtype is not None else model
 
 
-def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
-    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it."""
-    ranks = next((ranks for _, ranks in _divided(model)), None)
-    return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
-
-
-def _divided(model: nn.Module) -> list[tuple[nn.Module, TensorRanks]]:
-    """Return the modules that were divided, with their ranks: the model, one inside, as where PEFT has wrapped it, or
-    experts."""
-    return [(module, ranks) for module in model.modules() if (ranks := ranks_of(module)) is not None]
-
-
 def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
     """`model.to(dtype)`, also of sharded parameters."""
     sharded = [param for param in model.parameters() if is_sharded(param)]
@@ -123,7 +111,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
 
 def prepare_params(model: nn.Module) -> None:
     """Called when an engine is built, once the parameters are on their device; see `ranges.py`."""
-    for module, ranks in _divided(model):
+    for module, ranks in divided_modules(model):
         mark_params(module, ranks)
 
 
@@ -156,7 +144,7 @@ def divide_over(
         ConfigError: if the model is divided over other ranks, or cannot be divided so.
     """
     size = mesh.size("tp")
-    known = [ranks for module, ranks in _divided(model) if not all(map(is_moe_param, module.parameters()))]
+    known = [ranks for module, ranks in divided_modules(model) if not all(map(is_moe_param, module.parameters()))]
     for ranks in known:
         if ranks.group is not mesh.group("tp"):
             raise ConfigError(

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
@@ -34,6 +34,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.parallel.running import RunningModel, enter, leave
 
 _NO_BACKWARD = -1
+_MARK = "ds_tensor_ranks"
 
 
 class TensorRanks:
@@ -183,6 +184,28 @@ class TensorRanks:
         common = accelerator.get_rng_state()
         accelerator.manual_seed(seed + self.rank)
         return common
+
+
+def mark_divided(model: nn.Module, ranks: TensorRanks) -> None:
+    """Say that the model is divided over `ranks`."""
+    object.__setattr__(model, _MARK, ranks)
+
+
+def ranks_of(model: nn.Module) -> TensorRanks | None:
+    """The ranks over which the model is divided; None: it is whole."""
+    return getattr(model, _MARK, None)
+
+
+def divided_modules(model: nn.Module) -> list[tuple[nn.Module, TensorRanks]]:
+    """Return the modules that were divided, with their ranks: the model, one inside, as where PEFT has wrapped it, or
+    experts."""
+    return [(module, ranks) for module in model.modules() if (ranks := ranks_of(module)) is not None]
+
+
+def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
+    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it."""
+    ranks = next((ranks for _, ranks in divided_modules(model)), None)
+    return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
 
 
 def sum_gradient(x: Tensor, ranks: TensorRanks) -> Tensor:
