@@ -52,7 +52,24 @@ def embed(embedding, tokens):
     return embedding(tokens)
 
 
+def as_numbers(tokens):
+    return F.one_hot(tokens, VOCABULARY).float()
+
+
+def uneven_layers():
+    """Parts that send different widths, the first one without a gradient, and layers that overwrite products."""
+    return [
+        as_numbers,
+        torch.sin,
+        *(LayerSpec(nn.Linear, VOCABULARY, 12), LayerSpec(nn.ReLU, inplace=True)),
+        *(LayerSpec(nn.Linear, 12, 5), LayerSpec(nn.ReLU, inplace=True)),
+        *(LayerSpec(nn.Linear, 5, 9), LayerSpec(nn.Linear, 9, VOCABULARY)),
+    ]
+
+
 def layers_of(kind):
+    if kind == "uneven":
+        return uneven_layers()
     blocks = [LayerSpec(Block, 0.5 + 0.1 * at) for at in range(6)]
     if kind == "tied":
         tied = partial(TiedLayerSpec, "embed", Embedding, VOCABULARY, WIDTH, tied_weight_attr="weight")
@@ -201,6 +218,8 @@ TWICE = {"interleave": 2}
         ("plain", 1, SPLIT, {"partition_method": "uniform"}),
         sweep("tied", 2, SPLIT, None),
         ("tied", 2, INTERLEAVED, TWICE),
+        ("uneven", 1, INTERLEAVED, TWICE | {"partition_method": "uniform"}),
+        ("uneven", 1, SPLIT, {"partition_method": "uniform"}),
         sweep("plain", 3, INTERLEAVED, TWICE),
         sweep("tied", 0, INTERLEAVED, TWICE),
         ("plain", 3, {}, {"activation_checkpoint_interval": 2}),
@@ -462,6 +481,7 @@ def plain_job(kind, stages, stage, module_keys, keys):
     [
         (2, "plain", SPLIT, None),
         (2, "plain", INTERLEAVED, TWICE),
+        sweep(2, "uneven", INTERLEAVED, TWICE | {"partition_method": "uniform"}),
         sweep(3, "tied", SPLIT, None),
         sweep(3, "plain", {}, None),
     ],

@@ -9,7 +9,7 @@ What is sent is a value, a tensor or a tuple of tensors, and a header that descr
 gradient, number of dimensions, dimensions.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,28 +213,35 @@ class ActivationInbox:
 
 
 class GradientInbox:
-    """The gradients of what a stage has sent, in the order in which they come."""
+    """The gradients of what a stage has sent. They come in the order of the backwards, where the parts of a stage take
+    turns otherwise than in the forwards; those of one part come in the order in which its values were sent."""
 
     def __init__(self, peers: PointToPoint, source: int, device: torch.device) -> None:
         self._peers = peers
         self._receiver = _Receiver(peers, source, device, _GRADIENTS)
-        self._expected: deque[ValueSpec] = deque()
+        self._order: deque[int] = deque()
+        self._expected: defaultdict[int, deque[ValueSpec]] = defaultdict(deque)
 
-    def begin(self) -> None:
-        """A batch begins."""
+    def begin(self, chunks: Sequence[int]) -> None:
+        """A batch begins.
+
+        Args:
+            chunks: the part whose gradients each message has, in order.
+        """
         self._receiver.forget()
+        self._order = deque(chunks)
         self._expected.clear()
 
-    def expect(self, spec: ValueSpec) -> None:
-        """One more message will come."""
-        self._expected.append(spec)
+    def expect(self, chunk: int, spec: ValueSpec) -> None:
+        """One more message will come for a part."""
+        self._expected[chunk].append(spec)
         if self._peers.completes_on_host:
             self.post()
 
     def post(self) -> None:
-        """Begin to receive the next message."""
-        if not self._peers.completes_on_host or (self._expected and not self._receiver.is_posted):
-            self._receiver.post(self._expected.popleft())
+        """Begin to receive the next message, where that is possible now."""
+        if not self._peers.completes_on_host or (self._is_next_known() and not self._receiver.is_posted):
+            self._receiver.post(self._expected[self._order.popleft()].popleft())
 
     def take(self) -> list[Tensor]:
         """The next message, when it has come."""
@@ -242,6 +249,9 @@ class GradientInbox:
         if self._peers.completes_on_host:
             self.post()
         return tensors
+
+    def _is_next_known(self) -> bool:
+        return bool(self._order and self._expected[self._order[0]])
 
 
 class Outbox:

@@ -138,7 +138,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, deferred: DeferredWeights, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.deferred, ctx.bias = deferred, bias
-        return F.linear(inputs, weight, bias)
+        outputs = F.linear(inputs, weight, bias)
+        # of inputs of three dimensions it is a view of a product that nobody else has; a layer that overwrites a view
+        # which comes from a Function of one's own is refused
+        return torch.ops.aten._unsafe_view(outputs, outputs.shape) if outputs._is_view() else outputs
 
     @staticmethod
     def backward(ctx: Any, outputs: Tensor) -> Any:  # type: ignore[override]

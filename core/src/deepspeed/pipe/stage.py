@@ -160,7 +160,7 @@ class Stage:
         chunks = [each.chunk for each in self._instructions if isinstance(each, RecvActivation)]
         last = max((at for at, each in enumerate(self._instructions) if isinstance(each, _BACKWARDS)), default=-1)
         self._activations.begin(chunks, all_have_headers=batch.shapes_vary)
-        self._gradients.begin()
+        self._gradients.begin([each.chunk for each in self._instructions if isinstance(each, RecvGrad)])
         if self._num_stages > 1:
             self._peers.connect()
         try:
@@ -270,7 +270,7 @@ class Stage:
         self._sent[chunk] = spec
         self._outbox.send_activations(spec, buffer.outputs, self._after, with_header=with_header)
         if torch.is_grad_enabled():
-            self._gradients.expect(spec.gradients)
+            self._gradients.expect(chunk, spec.gradients)
         else:
             buffer.outputs = ()
 
