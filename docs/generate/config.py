@@ -29,6 +29,7 @@ _HEAD = """# Config keys
 - An unknown key that is a slip of a known one is an error that names it: some letters off, a word left out or cut
   short (`train_micro_batch_per_gpu`, `grad_accum_steps`), or in another section than its own. What resembles none is
   ignored with one warning, as are keys of other libraries at the top level; `DS_CONFIG_STRICT=1` refuses these too.
+- A top-level key that begins with `_`, `#`, `//` or `comment` is a comment.
 - A wrong type or value is an error that names the key, what was found and what is allowed.
 - Numbers are not written in quotes; `5e8` is an integer.
 - A config has at most 1 MiB of text, 64 levels, 20,000 values and integers of 64 bits.

@@ -129,6 +129,18 @@ _MAX_LENGTH = 80  # of a key that is compared letter by letter
 _MANY_WORDS = 4  # so that a key can lack one and still be known
 _SHORTEST = 3  # letters of a word's short form
 _MAX_OWNERS = 2  # sections that a key names by itself
+_COMMENTS = ("_", "#", "//", "comment")  # how the key of a comment begins, since JSON has no other comments
+# what other trainers call a setting -> where it is here
+_FOREIGN_NAMES = {
+    "zero": "zero_optimization",
+    "zero_stage": "zero_optimization.stage",
+    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val", "max_grad_norm"), "gradient_clipping"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
+    **dict.fromkeys(("accumulate_grad_batches", "accumulation_steps"), "gradient_accumulation_steps"),
+    **{name: f"optimizer.params.{name}" for name in ("lr", "weight_decay", "betas")},
+    **dict.fromkeys(("bfloat16_enabled", "use_bf16"), "bf16.enabled"),
+    **dict.fromkeys(("fp16_enabled", "use_fp16"), "fp16.enabled"),
+}
 _NOWHERE: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
@@ -147,9 +159,12 @@ def unknown_key(
 
     known: every accepted spelling of the section's keys.  former: their older names.
     top_level: keys of the config that the section is in.  elsewhere: those of its sections, with the sections' names.
-    tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level.
+    tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level. A
+        key that begins as comments do is one.
     closed: every unknown key is an error.
     """
+    if tolerated and written.startswith(_COMMENTS):
+        return
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
     near = _nearest(written, (*known, *former), 1 if tolerated else 2)
@@ -162,6 +177,8 @@ def unknown_key(
         hint = f"did you mean '{near}'?"
     elif tolerated and written in elsewhere:
         hint = _of_sections(elsewhere[written])
+    elif tolerated and written in _FOREIGN_NAMES:
+        hint = f"here it is '{_FOREIGN_NAMES[written]}'"
     else:
         hint = misplaced or _hint(written, known)
     if not is_slip and not _is_strict():

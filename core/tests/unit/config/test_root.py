@@ -262,6 +262,21 @@ def test_a_sections_key_at_the_top_level_is_told_its_section(written, value, own
         parse(**{written: value})
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("zero_stage", "zero_optimization.stage"), ("max_grad_norm", "gradient_clipping"), ("lr", "optimizer.params.lr")],
+)
+def test_a_name_of_other_trainers_is_told_ours(written, meant, said):
+    parse(**{written: 1})
+    assert said() == [f"{written}: unknown config key, ignored; here it is '{meant}'"]
+
+
+def test_comments_at_the_top_level_are_nobodys_keys(said, monkeypatch):
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    parse(**{"_comment": "for 8 GPUs", "//": "", "#": "", "comment_2": ""})
+    assert said() == []
+
+
 def test_a_key_of_many_sections_is_told_none_of_them(said):
     parse(enabled=True)
     assert said() == ["enabled: unknown config key, ignored"]
