@@ -1,4 +1,7 @@
-"""Compression under the engine: each stage trains as a plain loop, and checkpoints keep step, scores and masks."""
+"""Compression under the engine: each stage trains as a plain loop, and checkpoints keep step, scores and masks.
+
+Mixture of Quantization, below, does so with its schedules.
+"""
 
 import copy
 
@@ -7,13 +10,16 @@ import pytest
 import torch
 from deepspeed.compression import compression_scheduler, init_compression, redundancy_clean
 from deepspeed.compression.compress import get_compression_config
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.runtime.quantize import Quantizer
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero import GatheredParameters
 from torch import nn
 
 STEPS, BATCH = 6, 4
+MOQ_BATCH = 2  # of a rank
 
 
 def technique(params, modules, related=None, **shared):
@@ -163,3 +169,255 @@ def test_a_copy_of_the_model_compresses_itself():
     model = plain()
     x = batches()[0][0]
     torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
+
+
+# ---- Mixture of Quantization ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def moq_settings(stage=0, kind="bf16", eigenvalue=None, **keys):
+    section = {
+        "enabled": True,
+        "quantize_groups": 2,
+        "quantize_bits": {"start_bits": 8, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
+    }
+    return {
+        "train_micro_batch_size_per_gpu": MOQ_BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        **({kind: {"enabled": True}} if kind else {}),
+        **({"eigenvalue": {"enabled": True, "layer_name": "layers", **eigenvalue}} if eigenvalue is not None else {}),
+        "quantize_training": {**section, **keys},
+    }
+
+
+def moq_batches(count):
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(2 * MOQ_BATCH, 10, generator=generator).bfloat16() for _ in range(count)]
+    return [(value[:, :6], value[:, 6:]) for value in values]
+
+
+def part(rank):
+    return slice(rank * MOQ_BATCH, (rank + 1) * MOQ_BATCH)
+
+
+def moq_engine(config):
+    return deepspeed.initialize(model=Net(), config=config)[0]
+
+
+def moq_train(engine, count, first=0):
+    """Train, and return the bits and the periods of each weight after each step."""
+    found, mine = [], part(deepspeed.comm.get_rank())
+    for x, y in moq_batches(count)[first:]:
+        engine.backward(nn.functional.mse_loss(engine(x[mine]), y[mine]))
+        engine.step()
+        found.append({name: (p.start_bits, p.q_period) for name, p in engine.module.named_parameters() if p.dim() > 1})
+    return found
+
+
+def weights_of(engine):
+    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def masters_of(engine):
+    return {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
+
+
+def moq_plain(count, num_ranks):
+    """The same training in a loop over torch's optimizer, with master weights."""
+    model = Net()
+    masters = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+    params = dict(model.bfloat16().named_parameters())
+    optimizer, quantizer = torch.optim.Adam(masters.values(), lr=0.05), Quantizer(q_groups=2)
+    for param in params.values():
+        param.start_bits, param.target_bits, param.q_period = 8, 4, 1
+    for step, (x, y) in enumerate(moq_batches(count), 1):
+        losses = [nn.functional.mse_loss(model(x[part(rank)]), y[part(rank)]) for rank in range(num_ranks)]
+        grads = [torch.autograd.grad(loss, list(params.values())) for loss in losses]
+        for master, *each in zip(masters.values(), *grads, strict=True):
+            master.grad = (sum(each) / num_ranks).float()
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(params.values(), masters.values(), strict=True):
+                param.copy_(master)
+        if step >= 2:
+            quantizer.quantize([params.values()], False, False)
+    return params, masters
+
+
+def moq_trained(stage):
+    engine = moq_engine(moq_settings(stage))
+    bits = [each["head.weight"] for each in moq_train(engine, 8)]
+    result = bits, weights_of(engine), masters_of(engine)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", swept([0, 1, 2], lambda stage: stage in (0, 2)))
+def test_the_engine_trains_as_a_plain_loop(stage, num_ranks):
+    params, masters = moq_plain(8, num_ranks)
+    for bits, weights, own in run_ranks(num_ranks, moq_trained, stage):
+        assert bits == [(8, 1), (7, 2), (6, 4), (6, 4), *[(5, 8)] * 4]
+        for name, param in params.items():
+            torch.testing.assert_close(weights[name], param.detach(), rtol=0, atol=0)
+            torch.testing.assert_close(own[name], masters[name].detach(), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(weights["head.weight"], own["head.weight"].bfloat16())  # masters stay unrounded
+
+
+def resumed(stage, kind, folder):
+    """Train, save, go on, and go on from the checkpoint: mixed or stochastic, with eigenvalues of every second step."""
+    mixed = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.2}}
+    keys = mixed if kind == "fp16" else {"quantize-algo": {"rounding": "stochastic"}}
+    config = moq_settings(stage, kind, {"gas_boundary_resolution": 2}, **keys)
+    config |= {"fp16": {"enabled": True, "loss_scale": 8, "auto_cast": True}} if kind == "fp16" else {}
+    engine, other = moq_engine(config), None
+    moq_train(engine, 4)
+    engine.save_checkpoint(folder)
+    saved = weights_of(engine)
+    bits = moq_train(engine, 8, first=4)
+    done = weights_of(engine)
+    engine.destroy()
+    other = moq_engine(config)
+    other.load_checkpoint(folder)
+    loaded = weights_of(other)
+    again = moq_train(other, 8, first=4)
+    result = saved, loaded, bits, again, done, weights_of(other)
+    other.destroy()
+    return result
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "fp16"), (1, "bf16"), (2, "bf16")])
+def test_a_run_goes_on_from_its_checkpoint(stage, kind, tmp_path):
+    first, second = run_ranks(2, resumed, stage, kind, str(tmp_path))
+    saved, loaded, bits, again, done, resumed_done = first
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    assert again == bits
+    torch.testing.assert_close(resumed_done, done, rtol=0, atol=0)
+    torch.testing.assert_close(second[4], done, rtol=0, atol=0)  # all ranks round alike
+
+
+def with_eigenvalues(eigenvalue):
+    engine = moq_engine(moq_settings(2, eigenvalue=eigenvalue))
+    bits = moq_train(engine, 2)[-1]
+    found = dict(engine._training.moq.block_eigenvalue)
+    shares = {name: found[id(param)] for name, param in engine.module.named_parameters() if id(param) in found}
+    engine.destroy()
+    return bits, shares
+
+
+def test_eigenvalues_stretch_the_periods_of_their_layers():
+    """All ranks have the mean of the ranks' estimates, and the sharpest layer waits five times as long."""
+    (bits, shares), (others, other_shares) = run_ranks(2, with_eigenvalues, {"max_iter": 8})
+    assert (bits, shares) == (others, other_shares)
+    assert shares.keys() == {"layers.0.weight", "layers.1.weight"}
+    assert max(share for share, _ in shares.values()) == 1.0
+    factors = {name: 1 + int(4 * share) for name, (share, _) in shares.items()}
+    assert bits == {name: (7, 2 * factors.get(name, 1)) for name in [*shares, "head.weight"]}  # that one: in no layer
+    weights = run_ranks(2, weights_after_two, {"max_iter": 8})[0]
+    torch.testing.assert_close(weights, run_ranks(2, weights_after_two, None)[0], rtol=0, atol=0)
+
+
+def weights_after_two(eigenvalue):
+    """Estimates leave the gradients, and the chance of the script, as they are."""
+    engine = moq_engine(moq_settings(1, eigenvalue=eigenvalue))
+    torch.manual_seed(2)
+    moq_train(engine, 2)
+    result = weights_of(engine), torch.get_rng_state()
+    engine.destroy()
+    return result
+
+
+def layers_job(in_forward):
+    """`compression_training` rounds after steps where there are masters."""
+    config = moq_settings(1)
+    del config["quantize_training"]
+    shared = {"enabled": True, "schedule_offset": 2, "quantize_groups": 2, "quantize_weight_in_forward": in_forward}
+    params = {"start_bits": 8, "target_bits": 4, "quantization_period": 1}
+    config["compression_training"] = {
+        "weight_quantization": {"shared_parameters": shared, "different_groups": {"g": {"params": params}}}
+    }
+    engine = deepspeed.initialize(model=init_compression(Net(), config), config=config)[0]
+    bits = [] if in_forward else [each["head.weight"] for each in moq_train(engine, 8)]
+    enabled = engine.module.head.weight_quantization_enabled
+    result = bits, weights_of(engine), enabled
+    if not in_forward:
+        with torch.no_grad():
+            x = moq_batches(1)[0][0]
+            before = engine(x)
+            torch.testing.assert_close(redundancy_clean(engine.module, config)(x), before, rtol=0.1, atol=0.1)
+    engine.destroy()
+    return result
+
+
+def test_layers_of_compression_are_rounded_after_steps():
+    params, _ = moq_plain(8, 1)
+    ((bits, weights, enabled),) = run_ranks(1, layers_job, False)
+    assert (bits[-1], enabled) == ((5, 8), False)
+    torch.testing.assert_close(weights, {name: param.detach() for name, param in params.items()}, rtol=0, atol=0)
+    assert len(run_ranks(1, layers_job, True)) == 1
+
+
+def refused(config):
+    try:
+        model = init_compression(Net(), config) if "compression_training" in config else Net()
+        engine = deepspeed.initialize(model=model, config=config)[0]
+    except ConfigError as error:
+        return str(error)
+    x, y = moq_batches(1)[0]
+    with pytest.raises(StateError) as raised:
+        nn.functional.mse_loss(engine(x), y).backward()
+    return str(raised.value)
+
+
+def refusals():
+    layers = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {"g": {}}}}
+    only = {name: value for name, value in moq_settings().items() if name != "quantize_training"}
+    return {
+        "fp32": refused(moq_settings(kind=None)),
+        "stage": refused(moq_settings(3)),
+        "both": refused({**moq_settings(kind=None), "compression_training": layers}),
+        "alone": refused({**only, "eigenvalue": {"enabled": True}}),
+        "layers": refused(moq_settings(eigenvalue={"layer_name": "nothing"})),
+        "plain": refused(moq_settings(eigenvalue={})),
+        "groups": refused(moq_settings(quantize_groups=5)),
+        "bits": refused(moq_settings(quantize_bits={"start_bits": 4, "target_bits": 8})),
+        "modules": refused(moq_settings(modules=["nothing"])),
+        "type": refused(moq_settings(**{"quantize_type": "asymmetric", "quantize-algo": {"q_type": "symmetric"}})),
+        "twice": refused(twice()),
+    }
+
+
+def twice():
+    config = moq_settings(eigenvalue={})
+    config["quantize_training"]["eigenvalue"] = {"enabled": True, "layer_name": "head"}
+    return config
+
+
+def test_what_cannot_be_rounded_is_refused():
+    (said,) = run_ranks(1, refusals)
+    assert "no master weight keeps its updates" in said["fp32"]
+    assert "quantize_training: found it at stage 3" in said["stage"]
+    assert "together with compression_training.weight_quantization; keep one" in said["both"]
+    assert "only Mixture of Quantization follows eigenvalues" in said["alone"]
+    assert "eigenvalue.layer_name: found 'nothing'" in said["layers"]
+    assert "call engine.backward(loss)" in said["plain"]
+    assert "of 48 elements, which 5 groups do not divide" in said["groups"]
+    assert "target_bits: found 8, above start_bits 4" in said["bits"]
+    assert "quantize_training.modules: found 'nothing'" in said["modules"]
+    assert "quantize_type: found 'asymmetric'" in said["type"]
+    assert "quantize_training.eigenvalue: found other values" in said["twice"]

@@ -33,6 +33,7 @@ MODEL_STATE_KEYS = frozenset(
         "lr_scheduler",
         "data_sampler",
         "random_ltd",
+        "moq",
         "sparse_tensor_module_names",
         "skipped_steps",
         "global_steps",

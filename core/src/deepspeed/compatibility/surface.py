@@ -540,13 +540,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.runtime.quantize.Quantizer",
             D,
-            "Mixture of Quantization in a loop of one's own. 0 stands for symmetric and nearest. The engine's "
-            "section `quantize_training` is refused: `compression_training.weight_quantization` lowers bits by step.",
+            "Mixture of Quantization in a loop of one's own; the engine's is the section `quantize_training`. 0 stands "
+            "for symmetric and nearest.",
         ),
         (
             "deepspeed.runtime.eigenvalue.Eigenvalue",
             D,
-            "A value that is not finite counts as the largest. The engine refuses `eigenvalue.enabled`.",
+            "A value that is not finite counts as the largest. The random vectors are those of a generator of its own.",
         ),
     ],
     "Parallelism and inference": [

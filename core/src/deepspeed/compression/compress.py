@@ -242,13 +242,11 @@ def _matching(
     return [
         name
         for name, layer in model.named_modules()
-        if is_compressible(layer, kinds)
-        and _is_in(pattern, name)
-        and not any(_is_in(other, name) for other in excluded)
+        if is_compressible(layer, kinds) and is_in(pattern, name) and not any(is_in(other, name) for other in excluded)
     ]
 
 
-def _is_in(pattern: str, name: str) -> bool:
+def is_in(pattern: str, name: str) -> bool:
     """Whether a name has a part, or matches a pattern; "*" is in all."""
     if pattern == "*":
         return True

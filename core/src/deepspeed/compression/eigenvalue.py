@@ -5,7 +5,7 @@ section 3.1: the power iteration v <- Hv / |Hv| converges to the eigenvector who
 comes by a second backward (Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994, section 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +81,37 @@ class Eigenvalue:
             number of the layer. Empty, with a warning, if no gradient has a graph.
         """
         layers = self.get_layers(module)
-        params = [[param for param in layer.parameters() if _has_graph(param)] for layer in layers]
-        if not any(params):
+        grads: dict[Tensor, Tensor] = {
+            param: param.grad for layer in layers for param in layer.parameters() if param.grad is not None
+        }
+        if not any(grad.grad_fn is not None for grad in grads.values()):
             log.logger.warning("eigenvalue: found no gradient with a graph; call backward(create_graph=True) first")
             return {}
+        return self.by_weight(layers, self.estimates(layers, grads, device, scale))
+
+    def estimates(
+        self,
+        layers: Sequence[nn.Module],
+        grads: Mapping[Tensor, Tensor],
+        device: torch.device | str | None = None,
+        scale: float = 1.0,
+    ) -> list[float]:
+        """Estimate every layer; 0 for one on which no gradient depends.
+
+        Args:
+            grads: of parameters, with their graph.
+            device, scale: as for `compute_eigenvalue`.
+        """
         values = []
-        for number, each in enumerate(params):
-            grads = [param.grad for param in each if param.grad is not None]
-            values.append(self.largest(grads, each, device) / scale if each else 0.0)
+        for number, layer in enumerate(layers):
+            params = [param for param in layer.parameters() if param in grads and grads[param].grad_fn is not None]
+            values.append(self.largest([grads[param] for param in params], params, device) / scale if params else 0.0)
             if self.verbose:
                 log.report(f"eigenvalue of layer {number}: {values[-1]:.6g}")
+        return values
+
+    def by_weight(self, layers: Sequence[nn.Module], values: Sequence[float]) -> dict[int, tuple[float, int]]:
+        """Return what `compute_eigenvalue` does, of estimates."""
         processed = self.post_process(values)
         return {
             id(param): (processed[number], number)
@@ -107,7 +128,10 @@ class Eigenvalue:
         Args:
             grads: of the loss with respect to `params`, with their graph.
         """
-        vector = self.normalize([torch.randn_like(param, device=device or param.device) for param in params])
+        chance = torch.Generator().manual_seed(0)  # dropout and the like stay those of a run without estimates
+        vector = self.normalize(
+            [torch.randn(param.shape, generator=chance).to(device or param.device, param.dtype) for param in params]
+        )
         previous = 0.0
         for _ in range(self.max_iter):
             product = torch.autograd.grad(grads, params, grad_outputs=vector, retain_graph=True, allow_unused=True)
@@ -129,8 +153,9 @@ class Eigenvalue:
         return [torch.where(norm > 0, each / norm, each).detach() for each in v]
 
     def inner_product(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the products of all elements."""
-        return torch.stack([(x * y).sum() for x, y in zip(xs, ys, strict=True)]).sum()
+        """Return the sum of the products of all elements, in fp32 where they are of fewer bits."""
+        wide = torch.promote_types(xs[0].dtype, torch.float32)
+        return torch.stack([(x.to(wide) * y.to(wide)).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def post_process(self, value_list: Sequence[float]) -> list[float]:
         """Return sizes as shares of the largest; what is not finite is 1, and so are all where none is."""
@@ -139,10 +164,6 @@ class Eigenvalue:
         if highest == 0.0:
             return [1.0] * len(value_list)
         return [size / highest if size < float("inf") else 1.0 for size in sizes.tolist()]
-
-
-def _has_graph(param: Tensor) -> bool:
-    return param.grad is not None and param.grad.grad_fn is not None
 
 
 complete(__name__)

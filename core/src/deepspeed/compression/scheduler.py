@@ -28,6 +28,7 @@ class compression_scheduler:  # DeepSpeed's name
         model: one that `init_compression` prepared.
         compression_config: the section `compression_training`, as `get_compression_config` returns it.
         num_steps: returns the steps so far; None: `step` counts them.
+        rounds_weights: False: somebody rounds them after each step (`moq.py`), and the forward does not.
 
     Raises:
         ConfigError: the model was not prepared with this configuration.
@@ -38,6 +39,8 @@ class compression_scheduler:  # DeepSpeed's name
         model: nn.Module,
         compression_config: Mapping[str, Any] | CompressionConfig,
         num_steps: Callable[[], int] | None = None,
+        *,
+        rounds_weights: bool = True,
     ) -> None:
         self.model = model
         section = (
@@ -48,7 +51,11 @@ class compression_scheduler:  # DeepSpeed's name
         inner = inner_of(model)
         plan = planned(inner, section)
         check_prepared(inner, plan)
-        self._plan = [(item, _layer(inner, item.name)) for item in plan]
+        self._plan = [
+            (item, _layer(inner, item.name))
+            for item in plan
+            if rounds_weights or item.technique != "weight_quantization"
+        ]
         self._verbose = section.weight_quantization.shared_parameters.quantize_verbose
         self._counts = num_steps
         self._counted = 0

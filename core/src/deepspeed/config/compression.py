@@ -3,6 +3,8 @@
 Each technique has `shared_parameters`, whose `enabled` switches it on, and `different_groups`: name of a group -> its
 `params`, its `modules` and, where rows, heads or channels go, its `related_modules`. `deepspeed.compression` acts on
 it.
+
+`quantize_training` and `eigenvalue` are the older form of weights of few bits, Mixture of Quantization.
 """
 
 from collections.abc import Mapping
@@ -44,7 +46,9 @@ class WeightQuantizationShared(Section):
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Range of a group.")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "How values become levels.")
     quantize_weight_in_forward: Flag = key(
-        False, "Round in the forward, not after the step.", support=quiet("rounding is in the forward either way")
+        False,
+        "Round in the forward. False rounds after the step where the optimizer has master weights, with fp16 and bf16: "
+        "Mixture of Quantization; in fp32 rounding is in the forward either way.",
     )
     fp16_mixed_quantize: MixedQuantizeConfig = key(MixedQuantizeConfig, "A gradual start.")
 
@@ -144,6 +148,69 @@ class CompressionConfig(Section):
     channel_pruning: RowPruningTechnique = key(RowPruningTechnique, "Fewer channels of convolutions.")
 
 
+# ---- Mixture of Quantization, the older form ------------------------------------------------------------------------
+
+
+class EigenvalueConfig(Section):
+    """`eigenvalue`: curvature estimates, which lengthen the periods of Mixture of Quantization."""
+
+    enabled: Flag = key(False, "Estimate the largest eigenvalue of each layer's block of the Hessian.")
+    verbose: Flag = key(False, "Log estimates.")
+    max_iter: Int = key(100, "Power iterations, at most.", ge=1)
+    tol: Float = key(0.01, "An estimate is done when it changes by a smaller share.", ge=0)
+    stability: Float = key(1e-6, "Added to norms.", ge=0)
+    gas_boundary_resolution: Int = key(1, "Updates between estimates.", unit="steps", ge=1)
+    layer_name: str = key("bert.encoder.layer", "The list of layers in the model.")
+    layer_num: Int = key(0, "How many of them; 0: all.", ge=0)
+
+
+class QuantizeAlgoConfig(Section):
+    """`quantize_training.quantize-algo`."""
+
+    q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Range of a group.")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values become levels.")
+
+    closed: ClassVar[bool] = True
+
+
+class QuantizeBitsConfig(Section):
+    """`quantize_training.quantize_bits`."""
+
+    start_bits: Int = key(16, "Bits at first.", ge=1, le=16)
+    target_bits: Int = key(16, "Bits in the end, at most start_bits.", ge=1, le=16)
+
+    closed: ClassVar[bool] = True
+
+
+class QuantizeScheduleConfig(Section):
+    """`quantize_training.quantize_schedule`."""
+
+    quantize_period: Int = key(
+        100, "Steps after which there is one bit less; it doubles each time.", unit="steps", ge=1
+    )
+    schedule_offset: Int = key(100, "The step after which weights are rounded first.", unit="step", ge=0)
+
+    closed: ClassVar[bool] = True
+
+
+class QuantizeTrainingConfig(Section):
+    """`quantize_training`: Mixture of Quantization of all weights of two dimensions and more."""
+
+    enabled: Flag = key(False, "Round weights after each step; the optimizer keeps them unrounded.")
+    quantize_verbose: Flag = key(False, "Log when the bits change.")
+    quantizer_kernel: Flag = key(False, "Use a kernel.", support=quiet("a kernel is used where there is one"))
+    quantize_type: Literal["symmetric", "asymmetric"] | None = key(None, "As quantize-algo.q_type.")
+    quantize_algo: QuantizeAlgoConfig = key(QuantizeAlgoConfig, "Range and rounding.", json_key="quantize-algo")
+    quantize_bits: QuantizeBitsConfig = key(QuantizeBitsConfig, "Bits.")
+    quantize_schedule: QuantizeScheduleConfig = key(QuantizeScheduleConfig, "When they fall.")
+    quantize_groups: Int = key(1, "Scales per weight; has to divide its elements.", ge=1)
+    fp16_mixed_quantize: MixedQuantizeConfig = key(MixedQuantizeConfig, "A gradual start.")
+    modules: list[Text] = key(["*"], "Modules whose weights are rounded: parts of names, or patterns.")
+    eigenvalue: EigenvalueConfig | None = key(None, "The same as the section of this name at the top level.")
+
+    closed: ClassVar[bool] = True
+
+
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +265,51 @@ STRUCTURED = ("row_pruning", "head_pruning", "channel_pruning")
 def asks_for_steps(section: CompressionConfig) -> bool:
     """Whether a technique that acts by step is enabled; layer reduction is over before training."""
     return any(getattr(section, technique).shared_parameters.enabled for technique in TECHNIQUES)
+
+
+def rounds_after_steps(config: Any) -> bool:
+    """Whether `compression_training.weight_quantization` of a whole configuration rounds after each step, not in the
+    forward."""
+    shared = config.compression_training.weight_quantization.shared_parameters
+    return shared.enabled and not shared.quantize_weight_in_forward and config.weights_dtype in ("fp16", "bf16")
+
+
+def asks_for_moq(config: Any) -> bool:
+    """Whether a whole configuration asks for Mixture of Quantization.
+
+    Raises:
+        ConfigError: it asks for it twice, or for eigenvalues that nothing would follow.
+    """
+    of_layers = rounds_after_steps(config)
+    if not (config.quantize_training.enabled or of_layers):
+        if eigenvalue_of(config) is not None:
+            raise ConfigError(
+                "eigenvalue.enabled: found true, but only Mixture of Quantization follows eigenvalues, and the "
+                "configuration does not ask for it; set quantize_training.enabled to true, or leave eigenvalue out"
+            )
+        return False
+    shared = config.compression_training.weight_quantization.shared_parameters
+    if config.quantize_training.enabled and shared.enabled:
+        raise ConfigError(
+            "quantize_training.enabled: found true together with compression_training.weight_quantization; keep one of "
+            "them"
+        )
+    return True
+
+
+def eigenvalue_of(config: Any) -> EigenvalueConfig | None:
+    """Return the section `eigenvalue` that is enabled, at the top level or in `quantize_training`; None: none is.
+
+    Raises:
+        ConfigError: both are, and differ.
+    """
+    inner, outer = config.quantize_training.eigenvalue, config.eigenvalue
+    found: list[EigenvalueConfig] = [each for each in (inner, outer) if each is not None and each.enabled]
+    if len(found) == 2 and inner != outer:
+        raise ConfigError(
+            "quantize_training.eigenvalue: found other values than in eigenvalue at the top level; keep one of them"
+        )
+    return found[0] if found else None
 
 
 def compression_section(config: Mapping[str, Any]) -> CompressionConfig:

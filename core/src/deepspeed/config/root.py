@@ -16,7 +16,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
-from deepspeed.config.compression import CompressionConfig
+from deepspeed.config.compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
 from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
 from deepspeed.config.intake import naming_old_keys, take_in, validated
@@ -47,7 +47,6 @@ from deepspeed.config.training import (
     AutotuningConfig,
     CurriculumConfig,
     DataEfficiencyConfig,
-    EigenvalueConfig,
     ElasticityConfig,
     OptimizerConfig,
     ProgressiveLayerDropConfig,
@@ -81,10 +80,6 @@ _WRITTEN_BY_TRL = {
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
 }
-_QUANTIZE = (
-    "it is the older form; write compression_training.weight_quantization, whose bits fall by step too, or call "
-    "deepspeed.runtime.quantize.Quantizer in a loop without an engine"
-)
 
 
 @absent_members("runtime.config:DeepSpeedConfig")
@@ -201,7 +196,7 @@ class DeepSpeedConfig(Section):
     data_efficiency: DataEfficiencyConfig = key(DataEfficiencyConfig, "Data efficiency.")
     curriculum_learning: CurriculumConfig = key(CurriculumConfig, "Curriculum, the older form.")
     compression_training: CompressionConfig = key(CompressionConfig, "Compression.")
-    quantize_training: Free = key(dict, "Quantized training, the older form.", support=refused(_QUANTIZE))
+    quantize_training: QuantizeTrainingConfig = key(QuantizeTrainingConfig, "Mixture of Quantization, the older form.")
     weight_quantization: WeightQuantizationConfig = key(WeightQuantizationConfig, "Weights in few bits, for inference.")
     sparse_attention: Free = key(
         dict,

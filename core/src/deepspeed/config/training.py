@@ -9,10 +9,6 @@ from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, qu
 
 _NOT_HERE = ("muadam", "muadamw", "musgd")
 
-_BY_LOOP = (
-    "the engine estimates none; leave it out, or call deepspeed.runtime.eigenvalue.Eigenvalue in a loop without one"
-)
-
 
 class OptimizerConfig(Section):
     """`optimizer`."""
@@ -49,19 +45,6 @@ class ProgressiveLayerDropConfig(Section):
     enabled: Flag = key(False, "Drop layers while training.")
     theta: Float = key(1.0, "Share of layers that is kept in the limit.", ge=0, le=1)
     gamma: Float = key(0.001, "How fast the share falls.", unit="1/step", ge=0)
-
-
-class EigenvalueConfig(Section):
-    """`eigenvalue`: curvature estimates which steer quantized training."""
-
-    enabled: Flag = key(False, "Estimate eigenvalues.", support=refused(_BY_LOOP))
-    verbose: Flag = key(False, "Print them.", support=quiet("see enabled"))
-    max_iter: int = key(100, "Power iterations, at most.", support=quiet("see enabled"))
-    tol: float = key(0.01, "Relative tolerance.", support=quiet("see enabled"))
-    stability: float = key(1e-6, "Added to norms.", support=quiet("see enabled"))
-    gas_boundary_resolution: int = key(1, "Updates between estimates.", support=quiet("see enabled"))
-    layer_name: str = key("bert.encoder.layer", "Where the layers are.", support=quiet("see enabled"))
-    layer_num: int = key(0, "How many layers.", support=quiet("see enabled"))
 
 
 class ActivationCheckpointingConfig(Section):

@@ -19,7 +19,7 @@ from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.together import together
 from deepspeed.comm.values import all_gather_values, check_same
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.compression import asks_for_steps
+from deepspeed.config.compression import asks_for_moq, asks_for_steps, rounds_after_steps
 from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
@@ -90,6 +90,7 @@ from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:
     from deepspeed.autotuning.trial import TrialProfile
+    from deepspeed.compression.moq import MixtureOfQuantization
     from deepspeed.data.random_ltd import RandomLTDScheduler
     from deepspeed.data.sampler import Curriculum
     from deepspeed.engine.step_schedules import StepSchedules
@@ -291,6 +292,7 @@ def _initialize(
     types = settings.data_types
     buffer_dtype = torch_dtype(types.buffer_dtype) if types.buffer_dtype is not None else None
     cast_buffers(module, buffer_dtype, types.keep_in_fp32_modules, precision.model_dtype)
+    training.moq = _create_moq(settings, module, mesh, sharding)
     training.optimizer = _optimizer_of_user(training)
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
     sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()
@@ -299,7 +301,7 @@ def _initialize(
         training=training,
         config=settings.raw,
         sparse_tensor_module_names=sparse_names,
-        parts=_saved_parts(curriculum, step_schedules),
+        parts=_saved_parts(curriculum, step_schedules, training.moq),
     )
     engine_type: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(module, PipelineModule):
@@ -533,8 +535,38 @@ def _create_step_schedules(
     if compresses:
         from deepspeed.compression.scheduler import compression_scheduler
 
-        compression = compression_scheduler(module, config.compression_training, lambda: progress.global_steps)
+        compression = compression_scheduler(
+            module,
+            config.compression_training,
+            lambda: progress.global_steps,
+            rounds_weights=not rounds_after_steps(config),
+        )
     return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, compression)
+
+
+def _create_moq(
+    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
+) -> "MixtureOfQuantization | None":
+    if not asks_for_moq(config):
+        return None
+    from deepspeed.compression.moq import create_moq  # late: few runs ask for it
+
+    group = mesh.gradient_group()
+
+    def average(values: list[float]) -> list[float]:
+        by_rank = all_gather_values(values, group) if mesh.size("dp") * mesh.size("sp") > 1 else [values]
+        return [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
+
+    return create_moq(
+        config,
+        module,
+        stage=sharding.stage,
+        is_pipeline=isinstance(module, PipelineModule),
+        trained={id(param) for param in sharding.units.params},
+        masters={id(param) for unit in sharding.units if unit.has_masters for param in unit.params},
+        accept=sharding.accept_rounded,
+        average=average,
+    )
 
 
 def _create_random_ltd(config: DeepSpeedConfig, mesh: Mesh) -> "RandomLTDScheduler":
@@ -549,9 +581,11 @@ def _create_random_ltd(config: DeepSpeedConfig, mesh: Mesh) -> "RandomLTDSchedul
     return RandomLTDScheduler(config.data_efficiency.data_routing.random_ltd, int(config.train_batch_size))
 
 
-def _saved_parts(curriculum: "Curriculum | None", step_schedules: "StepSchedules | None") -> dict[str, SavedPart]:
+def _saved_parts(
+    curriculum: "Curriculum | None", step_schedules: "StepSchedules | None", moq: "MixtureOfQuantization | None"
+) -> dict[str, SavedPart]:
     random_ltd = None if step_schedules is None else step_schedules.random_ltd
-    parts: dict[str, SavedPart | None] = {"data_sampler": curriculum, "random_ltd": random_ltd}
+    parts: dict[str, SavedPart | None] = {"data_sampler": curriculum, "random_ltd": random_ltd, "moq": moq}
     return {name: part for name, part in parts.items() if part is not None}
 
 

@@ -341,6 +341,8 @@ class Saving:
         def restore_weights() -> None:
             if loaded.has_masters:
                 sharding.weights_from_masters()  # only after every rank has restored its shard
+            if state.training.moq is not None:
+                state.training.moq.round_again()
             for param, value in changed:  # in which the saved masters have another one
                 if manager_of(param) is sharding:
                     safe_set_full_fp32_param(param, value)

@@ -7,7 +7,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from deepspeed.zero.backward_calls import runs_unscaled
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.gradients import BackwardPlan
 from deepspeed.zero.sharding import Sharding
+
+if TYPE_CHECKING:
+    from deepspeed.compression.moq import MixtureOfQuantization
 
 
 class Accumulation:
@@ -129,6 +132,7 @@ class Training:
         self.basic_optimizer = basic_optimizer
         self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
         self.lr_scheduler: Any = None
+        self.moq: MixtureOfQuantization | None = None  # set by build.py, too
         #: of an engine whose weights are others for a while: why no backward may begin now; None: one may
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
@@ -161,7 +165,12 @@ class Training:
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.gradients.collect_unseen_grads()  # they have another factor
         with self.observers.phase("backward"):
-            self._run_backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
+            scaled = [self.precision.scale(tensor) for tensor in tensors]
+            if self.moq is not None and self.schedule.ends_step:
+                step, scale = self.progress.global_steps + 1, self.precision.loss_scaler.loss_scale
+                with self.sharding.gradients.window.unseen():
+                    self.moq.saw_loss(scaled, gradients, step=step, scale=scale)
+            self._run_backward(scaled, gradients, **kwargs)
             self.end_backward()
         for tensor, grad in zip(tensors, gradients, strict=True):
             if grad is None:
@@ -239,13 +248,21 @@ class Training:
         self._had_backward = True
         refusal = self.refuse_backward("backward")
         if by_user:
-            refusal = self._refuse_scale(self._begun_by) or refusal
+            refusal = self._refuse_scale(self._begun_by) or self._refuse_unseen() or refusal
             self._num_divided += 1
         return BackwardPlan(
             reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
             factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
             refusal=refusal,
+        )
+
+    def _refuse_unseen(self) -> StateError | None:
+        if self.moq is None or not self.moq.refuses_plain_backward:
+            return None
+        return StateError(
+            "backward: eigenvalue.enabled estimates eigenvalues of each loss, and loss.backward() does not show it; "
+            "call engine.backward(loss)"
         )
 
     def _refuse_scale(self, begun_by: float | None) -> StateError | None:
@@ -413,6 +430,8 @@ class Training:
             verdict = precision.verdict(sharding.gradients.norm())
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
+                if self.moq is not None:
+                    self.moq.after_update(self.progress.global_steps + 1)
                 self._step_schedule(lr_kwargs)
             elif hasattr(self.lr_scheduler, "skip_batch"):  # one that follows the batches, of which this one is used up
                 self.lr_scheduler.skip_batch()

@@ -74,6 +74,7 @@ class BackwardWindow:
         self._itself = weakref.ref(self)
         self._see_output = _output_hook(self._itself)
         self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
+        self._is_unseen = False
 
     @property
     def is_running(self) -> bool:
@@ -120,12 +121,23 @@ class BackwardWindow:
 
     def open_from_autograd(self) -> None:
         """A hook runs inside a backward that the engine did not start."""
+        if self._is_unseen:
+            return
         self.abort_if_left()
         if self.is_open:
             return
         if not self._has_task_end():
             self._queue_end()
         self._begin(by_user=True)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Enclose what differentiates a loss for another end than the gradients of a step: no hook opens the window."""
+        self._is_unseen = True
+        try:
+            yield
+        finally:
+            self._is_unseen = False
 
     def open_and_close(self) -> None:
         """A backward is over that nothing has seen."""

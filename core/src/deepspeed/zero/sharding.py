@@ -249,6 +249,12 @@ class Sharding:
         """The units of which a `GatheredParameters` holds weights."""
         return [sharded for sharded in self.units.divided() if sharded.num_contexts > 0 and sharded.is_sharded]
 
+    def accept_rounded(self) -> None:
+        """The model's weights were rounded after an update; master weights keep their values."""
+        managed.note_write()
+        if self.states.outside_changes is not None:
+            self.states.outside_changes.accept()
+
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
         if self.gathering is not None:

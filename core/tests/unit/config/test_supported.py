@@ -164,6 +164,8 @@ def test_no_switch_is_ignored_in_silence(said):
         "compression_training.layer_reduction.enabled",
         *(f"compression_training.{technique}.shared_parameters.enabled" for technique in TECHNIQUES),
         "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize.enabled",
+        *("quantize_training.enabled", "quantize_training.fp16_mixed_quantize.enabled"),
+        *("quantize_training.eigenvalue.enabled", "eigenvalue.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:
