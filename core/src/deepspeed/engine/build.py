@@ -473,7 +473,7 @@ def _refuse_complex(module: torch.nn.Module, precision: Precision) -> None:
         if param.is_complex() and param.requires_grad:
             dtype = str(param.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{precision.name}: the parameter {name!r} is {dtype}, which has no form in 16 bits; train the model in "
+                f"{precision.name}: the parameter {name!r} is {dtype}, which has no form in 16 bits; train it in "
                 "fp32, or keep the parameter as real numbers (torch.view_as_real) and make it complex in the forward "
                 "(torch.view_as_complex)"
             )

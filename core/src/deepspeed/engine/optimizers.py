@@ -178,10 +178,10 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
         return None  # a callable without an optimizer to give it
     if given is not None:
         is_scheduler = hasattr(given, "step") and not isinstance(given, type)
-        is_made = not is_scheduler and callable(given) and optimizer is not None
-        if is_made:
+        scheduler = given
+        if not is_scheduler and callable(given) and optimizer is not None:
             _check_takes_optimizer(given)
-        scheduler = given(optimizer) if is_made else given
+            scheduler = given(optimizer)
         if section is not None and section.type is not None:
             log.announce(
                 f"scheduler: {type(scheduler).__name__}, which initialize() was given, is used in place of the "
