@@ -65,8 +65,9 @@ class TrialProfile:
         is_whole: whether `model` has all parameters, not those of a stage or of a tensor-parallel rank.
     """
 
-    #: there is none; `engine.flops_profiler` asks
+    #: there is none; `engine.flops_profiler` and the throughput timer ask
     profiler = None
+    ideal_step_s: float | None = None
 
     def __init__(
         self,

@@ -8,10 +8,21 @@ None of these changes a result. `monitor/` acts on the first five, `comm/record.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, quiet
+from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Says, Section, Text, Texts, key, number, quiet
+
+
+def _peak(value: Any) -> Any:
+    if value != "measured" and not number(value) > 0:
+        raise ValueError("not a peak")
+    return value
+
+
+Peak = Annotated[float | str, BeforeValidator(_peak), Says('a number > 0 or "measured"')]
 
 
 class TensorBoardConfig(LaxSection):
@@ -107,6 +118,12 @@ class FlopsProfilerConfig(Section):
     top_modules: Int = key(1, "How many classes of a level are listed.", ge=0)
     detailed: Flag = key(True, "Print a line per module.")
     output_file: Text | None = key(None, "File; null: standard output.")
+    peak_tflops: Peak | None = key(
+        None,
+        'What one device does at its peak; "measured": in a matrix product. Then the profile, and each throughput line '
+        "after it, have the model FLOPs utilization (MFU). DeepSpeed has no such key.",
+        unit="10^12 FLOPS",
+    )
 
 
 class ThroughputTimerConfig(LaxSection):

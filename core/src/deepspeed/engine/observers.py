@@ -168,6 +168,7 @@ class Observers:
             self._slow_ranks.step_ended(progress.global_steps)
         if self.profile is not None:
             self.profile.step_ended(batch_size)  # the last step of a trial ends the process
+            self.tput_timer.ideal_step_s = self.profile.ideal_step_s
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a forward of `fwd_time` milliseconds and its parts: timers of `engine.timers` called `fwd_...`."""

@@ -347,6 +347,7 @@ class ThroughputTimer:
         logging_fn: what prints; default: rank 0's log at level INFO.
 
     The line has the fields that DeepSpeed's has, so that programs which parse logs find them; its GB are 2**30 bytes.
+    Last comes the model FLOPs utilization, where `ideal_step_s` was set.
     """
 
     def __init__(
@@ -368,6 +369,8 @@ class ThroughputTimer:
         self.micro_step_count = 0
         self.global_step_count = 0
         self.started = False
+        #: how long the device would take for a step's model FLOPs at its peak; None: not known, so no MFU is printed
+        self.ideal_step_s: float | None = None
         self._synchronized = config is None or config.synchronized
         self._stopwatch: Stopwatch | None = None
         self._total_s = 0.0
@@ -446,6 +449,9 @@ class ThroughputTimer:
                 import psutil  # late: few runs ask for it
 
                 line += f", vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}"
+            if self.ideal_step_s is not None:
+                num_steps = self._window_samples / self.batch_size
+                line += f", MFU={self.ideal_step_s * num_steps / self._window_s:.2%}"
             self.logging(line)
         self._window_s, self._window_samples = 0.0, 0
 

@@ -3,8 +3,9 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.config.intake import parse_section
 from deepspeed.config.monitor import FlopsProfilerConfig
-from deepspeed.errors import StateError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.profiling import flops, flops_profiler
 from deepspeed.profiling.flops_profiler import (
     FlopsProfiler,
@@ -13,7 +14,7 @@ from deepspeed.profiling.flops_profiler import (
     get_module_flops,
     get_module_macs,
 )
-from deepspeed.profiling.step_profile import StepProfile
+from deepspeed.profiling.step_profile import StepProfile, measured_peak
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -376,3 +377,39 @@ def test_a_forward_that_a_backward_repeats_counts_there(tmp_path, single_rank):
     train(repeating, model=Repeating())[0].destroy()
     assert figure(repeating, "forward FLOPs") == figure(plain, "forward FLOPs")
     assert figure(repeating, "backward FLOPs") != figure(plain, "backward FLOPs")
+
+
+def test_the_utilization_of_the_device(tmp_path, single_rank, caplog):
+    """With a peak of 10^12 FLOPS an ideal step takes as many picoseconds as it has FLOPs."""
+    path = tmp_path / "profile.txt"
+    section = {"enabled": True, "profile_step": 2, "output_file": str(path), "peak_tflops": 1}
+    keys = {"steps_per_print": 1, "flops_profiler": section}
+    engine, _ = train(None, num_steps=4, micros=2, **keys)
+    backward = 2 * (2 * TOTAL - (LINEAR + 2 * SQUARE))
+    assert engine.tput_timer.ideal_step_s == (2 * TOTAL + backward) / 1e12
+    assert figure(path, "peak FLOPS of a device") == "1 TFLOPS"
+    assert figure(path, "model FLOPs utilization").endswith("%")
+    engine.destroy()
+    lines = [line for line in caplog.text.splitlines() if "CurrSamplesPerSec" in line]
+    assert [", MFU=" in line for line in lines] == [False, True]  # the first one is of the profiled step
+    assert StepProfile(FlopsProfiler(Net()), FlopsProfilerConfig(), lambda: 0, {}).ideal_step_s is None
+
+
+def test_a_backward_counts_at_most_twice_its_forward():
+    profile = StepProfile(FlopsProfiler(Net()), FlopsProfilerConfig(peak_tflops=2), lambda: 0, {})
+    profile._backward_flops = 500
+    assert profile._utilization(100, 1e-9)["model FLOPs utilization"] == "15.00%"
+    assert profile.ideal_step_s == 300 / 2e12
+
+
+def test_a_peak_is_measured():
+    peak = measured_peak(nn.Linear(2, 2))
+    assert 1e8 < peak < 1e15
+    profile = StepProfile(FlopsProfiler(Net()), FlopsProfilerConfig(peak_tflops="measured"), lambda: 0, {})
+    profile._backward_flops = 2
+    profile._utilization(1, 1.0)
+    assert 3 / 1e15 < profile.ideal_step_s < 3 / 1e8
+    with pytest.raises(
+        ConfigError, match=r"flops_profiler.peak_tflops: found 'fast'; allowed: a number > 0 or .measured."
+    ):
+        parse_section(FlopsProfilerConfig, {"peak_tflops": "fast"}, "flops_profiler")

@@ -48,6 +48,16 @@ def test_lines_with_the_memory_of_the_host(device):
     assert re.search(r", vm %: [\d.]+, swap %: [\d.]+$", said[0])
 
 
+def test_lines_with_the_utilization_of_the_device(device):
+    """Two steps in 8 s, of which each takes a second at the peak."""
+    said = []
+    timer = ThroughputTimer(None, 8, start_step=0, steps_per_output=2, logging_fn=said.append)
+    timer.ideal_step_s = 1.0
+    for seconds in (5.0, 3.0):
+        train(timer, device, seconds)
+    assert said[0].endswith(", MFU=25.00%")
+
+
 def test_nothing_to_tell_yet(device):
     said = []
     timer = ThroughputTimer(None, 8, start_step=2, steps_per_output=1, logging_fn=said.append)
