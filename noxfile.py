@@ -33,6 +33,7 @@ TOOLS = (
     *("fastapi", "uvicorn"),  # examples/serve.py
     "cookiecutter",
     "scikit-learn",  # real digits
+    "jsonschema",  # of the configuration
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TESTS = Path("core/tests")

@@ -13,7 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -109,6 +118,13 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
+def one_of(*names: str) -> WithJsonSchema:
+    """Annotated metadata: the names that a converter takes in any case, for the JSON Schema."""
+    return WithJsonSchema(
+        {"enum": list(dict.fromkeys(one for name in names for one in (name, name.lower(), name.upper())))}
+    )
+
+
 class Says:
     """Annotated metadata: the words for a type which a converter accepts in many spellings."""
 
@@ -143,12 +159,16 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Flag = Annotated[bool, BeforeValidator(flag)]
+Flag = Annotated[bool, BeforeValidator(flag), WithJsonSchema({"enum": [False, True, 0, 1]})]
 Int = Annotated[int, BeforeValidator(number)]
 Float = Annotated[float, BeforeValidator(number)]
 Finite = Annotated[float, BeforeValidator(_finite), Says("a finite number")]
 Text = Annotated[str, Field(strict=True)]
-Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 Free = dict[str, Any]
 
 

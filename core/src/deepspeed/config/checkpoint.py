@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Finite, Flag, Free, Int, Says, Section, Text, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Free, Int, Says, Section, Text, key, one_of, quiet, refused, warned
 
 _MODES = ("Ignore", "Warn", "Fail")
 
@@ -15,7 +15,7 @@ def _mode(value: Any) -> Any:
     raise ValueError("not a mode")
 
 
-TagValidation = Annotated[str, BeforeValidator(_mode), Says('"Ignore" or "Warn" or "Fail"')]
+TagValidation = Annotated[str, BeforeValidator(_mode), Says('"Ignore" or "Warn" or "Fail"'), one_of(*_MODES)]
 
 
 Format = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Flag, Free, Int, LaxSection, Says, Section, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Free, Int, LaxSection, Says, Section, key, number, quiet, refused, warned
 from deepspeed.config.precision import canonical_dtype
 
 _INJECTED = quiet("of injected layers only")
@@ -74,7 +74,9 @@ class GroupWiseQuantConfig(Section):
 
     num_bits: Literal[4, 6, 8] = key(8, "Of a weight: 8 or 4, or 8 or 6 where floating.", unit="bits")
     group_size: Int = key(64, "Elements that share a scale; must divide the dimension.", unit="elements", ge=1)
-    group_dim: Literal[0, 1] = key(1, "Dimension of the weight along which a group lies.")
+    group_dim: Annotated[Literal[0, 1], BeforeValidator(number)] = key(
+        1, "Dimension of the weight along which a group lies."
+    )
     symmetric: Flag = key(False, "Zero is exact; false: a group has a minimum too, which costs 4 bytes more.")
     floating: Flag = key(
         False, "Numbers with an exponent, e4m3 or e3m2, and no minimum, instead of integers. Not a key of DeepSpeed's."

@@ -129,7 +129,7 @@ _MAX_LENGTH = 80  # of a key that is compared letter by letter
 _MANY_WORDS = 4  # so that a key can lack one and still be known
 _SHORTEST = 3  # letters of a word's short form
 _MAX_OWNERS = 2  # sections that a key names by itself
-_COMMENTS = ("_", "#", "//", "comment")  # how the key of a comment begins, since JSON has no other comments
+COMMENTS = ("_", "#", "//", "$", "comment")  # how the key of a comment begins, since JSON has no other comments
 # what other trainers call a setting -> where it is here
 _FOREIGN_NAMES = {
     "zero": "zero_optimization",
@@ -163,7 +163,7 @@ def unknown_key(
         key that begins as comments do is one.
     closed: every unknown key is an error.
     """
-    if tolerated and written.startswith(_COMMENTS):
+    if tolerated and written.startswith(COMMENTS):
         return
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)

@@ -5,7 +5,7 @@ Of what is not acted on yet the keys are known, so that a mistake is named and a
 
 from typing import Any, ClassVar, Literal
 
-from deepspeed.config.base import AUTO, Flag, Free, Int, LaxSection, Section, key, quiet, refused, warned
+from deepspeed.config.base import AUTO, Flag, Float, Free, Int, LaxSection, Section, key, quiet, refused, warned
 from deepspeed.errors import ConfigError
 
 _OFF = quiet("see enabled")
@@ -101,7 +101,7 @@ class ExpertParallelConfig(Section):
     combine_impl: str = key(AUTO, "How outputs are combined.", support=_OFF)
     comm_backend: str | None = key(None, "Library of the all-to-all.", support=_OFF)
     route_norm: Flag | None = key(None, "Normalize the top scores.", support=_OFF)
-    route_scale: float = key(1.0, "Factor on the scores.", support=_OFF)
+    route_scale: Float = key(1.0, "Factor on the scores.", support=_OFF)
     top_k: Any = key(AUTO, "Experts per token.", support=_OFF)
     top_k_attr: str | None = key(None, "Attribute of model.config that says so.", support=_OFF)
     routed_scaling_factor: Any = key(AUTO, "Factor on routed outputs.", support=_OFF)

@@ -7,7 +7,7 @@ by the rooms that make tensors.
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import (
@@ -21,6 +21,7 @@ from deepspeed.config.base import (
     Section,
     Texts,
     key,
+    one_of,
     quiet,
     refused,
     warned,
@@ -62,7 +63,17 @@ def torch_dtype(name: str) -> "torch.dtype":
     return dtype
 
 
-DType = Annotated[str, BeforeValidator(canonical_dtype), Says('"fp32" or "fp16" or "bf16" (or a longer spelling)')]
+def _spelled(*canonical: str) -> WithJsonSchema:
+    names = [spelling for name in canonical for spelling in _SPELLINGS[name]]
+    return one_of(*names, *(f"torch.{name}" for name in names))
+
+
+DType = Annotated[
+    str,
+    BeforeValidator(canonical_dtype),
+    Says('"fp32" or "fp16" or "bf16" (or a longer spelling)'),
+    _spelled("fp32", "fp16", "bf16"),
+]
 
 
 def _low(name: Any) -> str:
@@ -72,7 +83,9 @@ def _low(name: Any) -> str:
     return canonical
 
 
-LowDType = Annotated[str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a longer spelling)')]
+LowDType = Annotated[
+    str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a longer spelling)'), _spelled("fp16", "bf16")
+]
 
 
 @absent_members("runtime.precision_config:DeepSpeedFP16Config")
@@ -156,7 +169,12 @@ def _patterns(value: Any) -> Any:
     return value
 
 
-Patterns = Annotated[Any, BeforeValidator(_patterns), Says('a list of regular expressions or "auto"')]
+Patterns = Annotated[
+    Any,
+    BeforeValidator(_patterns),
+    Says('a list of regular expressions or "auto"'),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "format": "regex"}}),
+]
 
 
 class DataTypesConfig(Section):

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, PrivateAttr
+from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
 from deepspeed._absent_members import absent_members
-from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, one_of, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
@@ -72,8 +72,13 @@ def _level(value: Any) -> Any:
     return value.upper()
 
 
-LogLevel = Annotated[str, BeforeValidator(_level), Says(" or ".join(f'"{level}"' for level in LEVELS))]
-Steps = Annotated[int | float, BeforeValidator(_steps), Says("an integer >= 1 or infinity")]
+LogLevel = Annotated[str, BeforeValidator(_level), Says(" or ".join(f'"{level}"' for level in LEVELS)), one_of(*LEVELS)]
+Steps = Annotated[
+    int | float,
+    BeforeValidator(_steps),
+    Says("an integer >= 1 or infinity"),
+    WithJsonSchema({"type": "number", "minimum": 1}),
+]
 #: all of them at once (`trl.models.utils.prepare_deepspeed`); no key nests by a dot, and DeepSpeed ignores them
 _WRITTEN_BY_TRL = {
     "zero_optimization.reduce_bucket_size",

@@ -192,7 +192,7 @@ class ElasticityConfig(Section):
     min_time: Int = key(
         0, "Least time between changes.", unit="min", ge=0, support=quiet("for a scheduler; nothing waits here")
     )
-    version: float = key(
+    version: Float = key(
         0.2, "0.1: data parallelism only; 0.2: whole nodes, and a batch of its own for ranks that do not fit."
     )
     ignore_non_elastic_batch_info: Flag = key(

@@ -14,14 +14,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.launcher.output import write_console
-from deepspeed.launcher.pid_file import pid_file
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, LaunchPlan, NodeFailure, NodeReport
 from deepspeed.log import environment_level
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from deepspeed.launcher.output import OutputReader
 
 USAGE_EXIT_CODE = 2
+PID_FOLDER = Path("/tmp")  # noqa: S108 - a documented address; the file is created and never followed as a link
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NUM_ARGUMENTS = 3  # at least: PLAN NODE_RANK SCRIPT
 
 
@@ -368,3 +370,59 @@ complete(__name__)
 
 if __name__ == "__main__":
     start()
+
+
+@contextmanager
+def pid_file() -> Iterator[Path]:
+    """The file of `--save_pid` exists inside the `with`, also if a signal ends it early: `/tmp/<pid>.ds`.
+
+    Raises:
+        ConfigError: it cannot be written, or another user's file of that name is there.
+    """
+    path = PID_FOLDER / f"{os.getpid()}.ds"
+    _exit_on_signals()
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it is sure that the file will be removed
+    try:
+        inode = _write_pid(path)
+    except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
+        raise ConfigError(
+            f"--save_pid: {path} cannot be written ({error.strerror}); remove it, or omit the flag"
+        ) from error
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
+        yield path
+    finally:
+        _remove_pid(path, inode)
+
+
+def _write_pid(path: Path) -> int:
+    """Replace what an older process of this number left, and return the new file's inode."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.write(fd, str(os.getpid()).encode())
+        return os.fstat(fd).st_ino
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def _remove_pid(path: Path, inode: int) -> None:
+    """Remove the file unless it is another one by now. The job's exit code does not depend on it."""
+    try:
+        if path.lstat().st_ino == inode:
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        write_console(2, f"deepspeed: warning: --save_pid: {path} cannot be removed ({error.strerror})\n".encode())
+
+
+def _exit_on_signals() -> None:
+    """Until `_run_agent` installs its own handlers, end by an exception, so that the file is removed."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))

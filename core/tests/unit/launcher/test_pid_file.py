@@ -7,14 +7,14 @@ import sys
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.launcher import pid_file as module
-from deepspeed.launcher.pid_file import pid_file
+from deepspeed.launcher import launch
+from deepspeed.launcher.launch import pid_file
 from deepspeed.launcher.plan import NODE_PROCESS
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(launch, "PID_FOLDER", tmp_path)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield tmp_path
     for number, handler in handlers.items():
@@ -48,7 +48,7 @@ def test_a_place_that_cannot_be_written_is_a_config_error(folder, monkeypatch):
     (folder / f"{os.getpid()}.ds").mkdir()
     with pytest.raises(ConfigError, match=r"--save_pid: .*\.ds cannot be written"), pid_file():
         pass
-    monkeypatch.setattr(module, "FOLDER", folder / "nosuch")
+    monkeypatch.setattr(launch, "PID_FOLDER", folder / "nosuch")
     with pytest.raises(ConfigError, match="--save_pid: .* cannot be written"), pid_file():
         pass
 

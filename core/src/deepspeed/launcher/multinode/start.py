@@ -99,8 +99,8 @@ def start(
     if isinstance(runner, MultiNodeRunner):
         environment = runner.command_environment(environment)
     if getattr(runner, "is_watched", False):
+        from deepspeed.launcher.launch import pid_file
         from deepspeed.launcher.multinode.watch import Watcher
-        from deepspeed.launcher.pid_file import pid_file
 
         coordinator = None
         if limits.min_nodes:

@@ -1,0 +1,282 @@
+"""`ds_config`: what is wrong with a configuration, and a JSON Schema by which editors complete and check its keys.
+
+    ds_config check ds.json --ranks 8       every problem and warning that `initialize` would meet, without a device
+    ds_config check ds.json --show          with all values, resolved
+    ds_config schema > ds.schema.json       then "$schema": "./ds.schema.json" in ds.json
+
+Exit code of `check`: 0; 1 if a file has problems; 2 if one cannot be read.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from deepspeed.cli.console import make_parser
+from deepspeed.config.base import AUTO, LaxSection, Section, declared, default_of, section_of
+from deepspeed.config.batch import MICRO, STEPS, TRAIN
+from deepspeed.config.read import read_config
+from deepspeed.config.root import DeepSpeedConfig
+from deepspeed.config.supported import objections
+from deepspeed.errors import ConfigError, DeepSpeedError, counted
+from deepspeed.log import logger, warn_once
+
+FINE, WRONG, UNREADABLE = 0, 1, 2
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_LONGEST_LIST = 50  # problems of one file
+#: what a `LaxSection` takes in quotes, by the type of the key
+_IN_QUOTES = {
+    "integer": r"^\s*[+-]?\d+(_\d+)*(\.0*)?\s*$",
+    "number": r"^\s*[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*$",
+    "boolean": "^([01]|"
+    + "|".join(
+        "".join(f"[{letter}{letter.upper()}]" for letter in word)
+        for word in ("true", "t", "on", "yes", "y", "false", "f", "off", "no", "n")
+    )
+    + ")$",
+}
+#: the bounds of a number, as annotations and as the schema name them
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+#: what pydantic writes beside the rule for a value, and what `key` declares
+_BESIDE = {"title", "description", "default", "action", "note", "off", "unit"}
+
+
+@dataclass
+class Findings:
+    """`Findings` are what `check` found in one configuration."""
+
+    file: str
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    auto: list[str] = field(default_factory=list)
+    """Dotted keys that wait for Hugging Face's Trainer or Accelerate."""
+    config: DeepSpeedConfig | None = None
+    """The configuration without the keys that have problems; None if what is left has some too."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = _parser().parse_args(arguments)
+    if options.command == "schema":
+        print(json.dumps(make_schema(), indent=1))  # noqa: T201 - a command's answer
+        return FINE
+    code, found = FINE, []
+    for file in options.files:
+        try:
+            found.append(check(file, options.ranks))
+        except (ConfigError, OSError) as error:
+            print(f"ds_config: {error}", file=sys.stderr)  # noqa: T201
+            code = UNREADABLE
+    if options.json:
+        answer = [{name: value for name, value in vars(one).items() if name != "config"} for one in found]
+        print(json.dumps(answer, indent=1))  # noqa: T201
+    else:
+        for one in found:
+            print("\n".join(_lines(one, shows_values=options.show)))  # noqa: T201
+    return code or (WRONG if any(one.problems for one in found) else FINE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("ds_config", "Check a configuration, or print the JSON Schema of all configurations.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    checks = commands.add_parser("check", help="list what is wrong with configuration files")
+    checks.add_argument("files", nargs="+", metavar="FILE", help="a JSON or hjson file")
+    checks.add_argument("--ranks", type=_ranks, help="data-parallel ranks, for which batch sizes are checked")
+    checks.add_argument("--show", action="store_true", help="also show all values; * marks those of the file")
+    checks.add_argument("--json", action="store_true", help="print what was found as JSON")
+    commands.add_parser("schema", help="print the JSON Schema, for editors")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a number of ranks of at least 1")
+    return int(text)
+
+
+def check(file: str, ranks: int | None = None) -> Findings:
+    """Return what `initialize` would say of the configuration in `file`, all at once.
+
+    A key that has a problem is left out to find the next one, so that each problem is the first that a run would meet
+    once those before it are solved.
+
+    Args:
+        ranks: data-parallel ranks; None: whether batch sizes fit is not asked.
+
+    Raises:
+        ConfigError: the file is no JSON object.
+    """
+    left = json.loads(json.dumps(read_config(file), default=str))
+    found = Findings(file)
+    with _collecting(found.warnings):
+        while found.config is None and len(found.problems) < _LONGEST_LIST:
+            try:
+                found.config = DeepSpeedConfig(left, batch_required=False)
+            except ConfigError as error:
+                if str(error) not in found.problems:
+                    found.problems.append(str(error))
+                if not _leave_out(left, str(error).partition(":")[0].partition(" (now ")[0]):
+                    return found
+        if found.config is not None:
+            _look_further(found, found.config, ranks)
+    return found
+
+
+def _look_further(found: Findings, config: DeepSpeedConfig, ranks: int | None) -> None:
+    """Add what this version does not support, and batch sizes that do not fit."""
+    found.auto = config.unresolved_auto()
+    for one in objections(config):
+        (found.problems if one.support.action == "refused" else found.warnings).append(one.sentence())
+    if ranks is not None and not {TRAIN, MICRO, STEPS} & set(found.auto):
+        try:
+            config.resolve_batch(ranks)
+        except DeepSpeedError as error:
+            found.problems.append(str(error))
+
+
+@contextmanager
+def _collecting(lines: list[str]) -> Iterator[None]:
+    """Put what the log says inside into `lines`, once each, in place of the console."""
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() not in lines:
+                lines.append(record.getMessage())
+
+    warn_once.cache_clear()  # what was said of the file before this one is news of this one
+    before, logger.handlers = logger.handlers, [Collector(logging.WARNING)]
+    try:
+        yield
+    finally:
+        logger.handlers = before
+
+
+def _leave_out(section: Any, where: str) -> bool:
+    """Remove what is at the dotted key `where`, or the nearest that the file has around it; False if it has none."""
+    if not isinstance(section, dict):
+        return False
+    around = [name for name in section if where == name or where.startswith((f"{name}.", f"{name}["))]
+    if not any(_leave_out(section[name], where[len(name) + 1 :]) for name in around if where != name):
+        for name in around:
+            del section[name]
+    return bool(around)
+
+
+def _lines(found: Findings, *, shows_values: bool) -> Iterator[str]:
+    counts = [counted(len(found.problems), "problem"), counted(len(found.warnings), "warning")]
+    yield f"{found.file}: {', '.join(counts)}"
+    yield from (f"  problem  {line}" for line in found.problems)
+    yield from (f"  warning  {line}" for line in found.warnings)
+    if found.auto:
+        yield f"  auto     {', '.join(found.auto)}: filled by Hugging Face's Trainer or Accelerate"
+    config = found.config
+    if config is None:
+        return
+    if not found.problems:
+        yield f"  {_summary(config)}"
+    if shows_values:
+        yield config.describe()
+
+
+def _summary(config: DeepSpeedConfig) -> str:
+    sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    batch = ""
+    if None not in sizes:
+        batch = f"; {sizes[0]} samples a step: micro-batches of {sizes[1]}, {sizes[2]} a step on each of "
+        batch += counted(config.world_size, "rank")
+    dtype = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled), "fp32")
+    return f"ZeRO stage {config.zero_optimization.stage}, {dtype}{batch}"
+
+
+def make_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the configuration: types, bounds and meaning of each key, and deprecated keys as such.
+
+    It accepts what parses, and refuses wrong types, values and keys of sections. Which keys exclude one another it does
+    not say; `check` does. An unknown key is refused in a section only: other libraries keep keys at the top level.
+    """
+    whole = DeepSpeedConfig.model_json_schema()
+    for section in _sections(DeepSpeedConfig):
+        _complete(section, whole if section is DeepSpeedConfig else whole["$defs"][section.__name__])
+    return {"$schema": DIALECT, "title": "Configuration of DeepSpeed", **{k: whole[k] for k in whole if k != "title"}}
+
+
+def _sections(model: type[Section]) -> Iterator[type[Section]]:
+    known: dict[type[Section], None] = {}
+    left = [model]
+    while left:
+        each = left.pop()
+        if each not in known:
+            known[each] = None
+            left += [inner for info in each.model_fields.values() if (inner := section_of(info)) is not None]
+    yield from known
+
+
+def _complete(section: type[Section], written: dict[str, Any]) -> None:
+    """Say in a section's schema what `intake.take_in` accepts beside the declared types: "auto", null, old keys."""
+    declared_rules, properties = written["properties"], {}
+    for name, info in section.model_fields.items():
+        value = _value(info, declared_rules[info.alias or name], is_lax=issubclass(section, LaxSection))
+        properties.update(dict.fromkeys((info.alias or name, name), value))
+    for old, (new, _) in section.moved.items():
+        properties[old] = {"description": f"Deprecated: write {new}.", "deprecated": True}
+    written["properties"] = properties
+    written["additionalProperties"] = section.tolerates_unknown
+    if "description" in written:
+        written["description"] = " ".join(written["description"].split())
+
+
+def _value(info: FieldInfo, written: Mapping[str, Any], *, is_lax: bool) -> dict[str, Any]:
+    rule = {name: value for name, value in written.items() if name not in _BESIDE}
+    result: dict[str, Any] = {"description": _description(info)}
+    if "default" in written:
+        result["default"] = written["default"]
+    if not rule:
+        return result
+    inner = section_of(info)
+    rules = [_bounded(one, info) for one in rule.get("anyOf", [rule])]
+    if is_lax and not any(one.get("type") == "string" for one in rules):
+        rules += [quoted for one in rules for quoted in _in_quotes(one)]
+    rules.append({"const": AUTO})
+    if not info.is_required():
+        rules.append({"type": "null"})
+    if inner is not None and default_of(info) is None:
+        rules.append({"const": False})
+    if inner is not None and "normalize" in vars(inner):  # an older spelling of the section as a whole
+        rules.append({"type": "boolean"})
+    unique = [one for place, one in enumerate(rules) if one not in rules[:place]]
+    return {**result, "anyOf": unique}
+
+
+def _bounded(rule: dict[str, Any], info: FieldInfo) -> dict[str, Any]:
+    if rule.get("type") not in ("integer", "number"):
+        return rule
+    bounds = {word: getattr(one, name) for one in info.metadata for name, word in _BOUNDS.items() if hasattr(one, name)}
+    return {**rule, **bounds}
+
+
+def _in_quotes(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rule for a text that stands for such a value. Of a number it knows no bounds."""
+    values = rule.get("enum", [])
+    if bool in map(type, values):
+        yield {"type": "string", "pattern": _IN_QUOTES["boolean"]}
+    elif values:
+        yield {"enum": [str(value) for value in values if isinstance(value, int)]}
+    elif rule.get("type") in _IN_QUOTES:
+        yield {"type": "string", "pattern": _IN_QUOTES[rule["type"]]}
+
+
+def _description(info: FieldInfo) -> str:
+    support, unit = declared(info)
+    text = (info.description or "") + (f" In {unit}." if unit else "")
+    notes = {"quiet": "No effect", "warned": "Ignored with a warning", "refused": "Not supported"}
+    return f"{text} {notes[support.action]}: {support.note}." if support.action in notes else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

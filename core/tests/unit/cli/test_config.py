@@ -1,0 +1,173 @@
+"""`ds_config`: a file's problems all at once, and a JSON Schema that judges as the code does."""
+
+import json
+
+import pytest
+from deepspeed.cli import config as command
+from deepspeed.config.base import section_of
+from deepspeed.config.root import DeepSpeedConfig
+from deepspeed.errors import ConfigError
+from jsonschema import Draft202012Validator
+
+PROBES = (
+    *(True, False, 0, 1, 2, -1, 1.5, 0.5, 10**6, None, [], ["x"], {}, {"no_such_key": 1}),
+    *("1", "1e-3", "true", "x", "auto", "cpu", "nvme", "fp16", "bfloat16", "torch.half", "warn", "DEBUG"),
+)
+# What a schema of single keys does not see: keys that exclude one another, and the bounds of a number in quotes.
+BEYOND_THE_SCHEMA = {
+    ("bf16.bf16_optimizer_states", True),
+    ("bf16.bf16_optimizer_states", "true"),
+    ("bf16.bf16_optimizer_states", "1"),
+    ("data_types.param_dtype", "fp16"),
+    ("data_types.param_dtype", "torch.half"),
+    ("zero_optimization.zeropp_loco_param.err_beta", "1"),
+}
+
+
+@pytest.fixture(scope="module")
+def schema():
+    made = command.make_schema()
+    Draft202012Validator.check_schema(made)
+    return Draft202012Validator(made)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "ds.json"
+        path.write_text(text if isinstance(text, str) else json.dumps(text))
+        return str(path)
+
+    return write
+
+
+def keys_of(model, path=()):
+    for name, info in model.model_fields.items():
+        key = info.alias or name
+        yield path, key
+        section = section_of(info)
+        if section is not None:
+            yield from keys_of(section, (*path, key))
+
+
+def with_key(path, key, value):
+    """A configuration with this key alone, and those that its sections must have."""
+    whole = inner = {}
+    model = DeepSpeedConfig
+    for name in path:
+        model = section_of(next(info for each, info in model.model_fields.items() if (info.alias or each) == name))
+        inner[name] = {info.alias or each: "Adam" for each, info in model.model_fields.items() if info.is_required()}
+        inner = inner[name]
+    inner[key] = value
+    return whole
+
+
+def is_taken(config):
+    try:
+        DeepSpeedConfig(config, batch_required=False)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_schema_takes_for_every_key_what_the_code_takes(schema, monkeypatch):
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    differing = set()
+    keys = list(keys_of(DeepSpeedConfig))
+    assert len(keys) > 400
+    for path, key in keys:
+        for value in PROBES:
+            config = with_key(path, key, value)
+            if is_taken(config) != schema.is_valid(config):
+                differing.add((".".join((*path, key)), value))
+    assert differing == BEYOND_THE_SCHEMA
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": 3, "cpu_offload": True}, "bfloat16": {"enabled": "auto"}},  # deprecated keys
+        {"zero_optimization": True, "fp32_allreduce": True},
+        {"$schema": "./ds.schema.json", "_comment": "mine", "library_key": 1},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999]}}, "scheduler": None},
+    ],
+)
+def test_other_spellings_are_in_the_schema(config, schema):
+    assert is_taken(config)
+    assert schema.is_valid(config)
+
+
+def test_the_schema_says_what_a_key_means_and_what_is_not_supported(schema):
+    properties = schema.schema["properties"]
+    assert properties["train_batch_size"]["description"] == "Samples per update, over all ranks. In samples."
+    assert properties["bfloat16"]["deprecated"]
+    assert "Not supported: apex" in schema.schema["$defs"]["AmpConfig"]["properties"]["enabled"]["description"]
+
+
+def test_a_file_without_problems(write, capsys):
+    path = write({"train_batch_size": 16, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}})
+    assert command.main(["check", path, "--ranks", "4"]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: 0 problems, 0 warnings\n"
+        "  ZeRO stage 0, bf16; 16 samples a step: micro-batches of 2, 2 a step on each of 4 ranks\n"
+    )
+
+
+def test_all_problems_and_warnings_are_listed_at_once(write, capsys):
+    text = """{
+    "train_batch_size": 10, "own_key": 1, "clip_grad": 1,
+    "zero_optimization": {"stge": 2, "overlap_comm": "maybe", "cpu_offload": "perhaps"},
+    "optimizer": {"params": {"lr": "auto"}},
+    "amp": {"enabled": true},
+    "disable_python_gc": true
+}"""
+    path = write(text)
+    assert command.main(["check", path, "--ranks", "4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: 6 problems, 4 warnings"
+    problems = [line.split()[1] for line in lines if line.startswith("  problem")]
+    assert sorted(problems) == [
+        *("amp.enabled:", "optimizer.type:", "train_batch_size:", "zero_optimization.cpu_offload:"),
+        *("zero_optimization.overlap_comm:", "zero_optimization.stge:"),
+    ]
+    assert "  warning  clip_grad: unknown config key, ignored; here it is 'gradient_clipping'" in lines
+    assert any(line.startswith("  warning  disable_python_gc: found true") for line in lines)
+
+
+def test_what_hugging_face_fills_is_no_problem(write, capsys):
+    path = write({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    assert command.main(["check", path]) == 0
+    assert "train_batch_size, optimizer.params.lr: filled by Hugging Face's Trainer" in capsys.readouterr().out
+
+
+def test_values_are_shown_and_secrets_are_not(write, capsys):
+    assert command.main(["check", write({"wandb": {"team": "ours"}, "comet": {"api_key": "hush"}}), "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert "* wandb.team" in shown
+    assert "hush" not in shown
+
+
+def test_as_json(write, capsys):
+    path = write({"zero_optimization": {"stage": 7}})
+    assert command.main(["check", path, "--json"]) == 1
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["file"] == path
+    assert found["problems"] == ["zero_optimization.stage: found 7; allowed: 0 or 1 or 2 or 3"]
+    assert command.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"] == command.DIALECT
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}'])
+def test_a_file_that_is_no_configuration(text, write, capsys):
+    fine = write({})
+    assert command.main(["check", fine]) == 0
+    assert command.main(["check", write(text)]) == 2
+    assert capsys.readouterr().err.startswith("ds_config: ")
+
+
+def test_a_missing_file_and_a_wrong_count(capsys):
+    assert command.main(["check", "/no/such/ds.json"]) == 2
+    assert "/no/such/ds.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        command.main(["check", "ds.json", "--ranks", "0"])
+    assert ended.value.code == 2
