@@ -257,7 +257,14 @@ def outcome(call):
     return "nothing", ""
 
 
+def with_weight_of(linear):
+    other = nn.Linear(IN, IN)
+    other.weight = linear.weight
+    return other
+
+
 def wrong_module_job(name):
+    shared = nn.Linear(IN, IN)
     cases = {
         "stages over layers": lambda: mlp(layers=[LayerSpec(nn.Linear, IN, OUT)]),
         "stages over ranks": lambda: mlp(num_stages=3),
@@ -272,6 +279,9 @@ def wrong_module_job(name):
         "idle": lambda: create(mlp(layers=[LayerSpec(nn.Linear, IN, OUT), torch.tanh], partition_method="uniform")),
         "attribute": lambda: mlp(layers=[TiedLayerSpec("e", nn.Linear, IN, IN, tied_weight_attr="wait")] * 2),
         "layer": lambda: mlp(layers=[3, 4]),
+        "module twice": lambda: mlp(layers=[shared, torch.tanh, shared], partition_method="uniform"),
+        "tied by hand": lambda: mlp(layers=nn.Sequential(nn.Linear(IN, IN), shared, with_weight_of(shared))),
+        "in an argument": lambda: mlp(layers=[LayerSpec(nn.Sequential, shared), torch.tanh, shared]),
         "schedule": lambda: create(pipeline={"schedule": "gpipe"}),
     }
     return outcome(cases[name])
@@ -293,6 +303,12 @@ def wrong_module_job(name):
         ("idle", "no parameters that train on stage 1; its cuts are .0, 1, 2."),
         ("attribute", "Linear has no tensor 'wait'; its parameters are weight, bias"),
         ("layer", "layer 0 is int"),
+        (
+            "module twice",
+            r"shape \[4, 4\] in layer 0 \(Linear, stage 0\) and in layer 2 \(Linear, stage 1\).*TiedLayerSpec",
+        ),
+        ("tied by hand", r"in layer 1 \(Linear, stage 0\) and in layer 2 \(Linear, stage 1\)"),
+        ("in an argument", r"in layer 0 \(Sequential, stage 0\) and in layer 2 \(Linear, stage 1\)"),
         ("schedule", "pipeline.schedule"),
     ],
 )
@@ -300,6 +316,22 @@ def test_wrong_modules_are_refused_on_every_rank(name, message):
     for kind, text in run_ranks(2, wrong_module_job, name):
         assert kind == "ConfigError", text
         assert re.search(message, text), text
+
+
+def sharing_job():
+    shared = nn.Linear(IN, IN)
+    layers = [shared, shared, nn.Linear(IN, OUT), torch.tanh]
+    engine = create(mlp(layers=layers, partition_method="uniform"))
+    frozen = nn.Linear(IN, IN).requires_grad_(False)
+    mlp(layers=[frozen, nn.Linear(IN, OUT), frozen, nn.Linear(IN, OUT)], partition_method="uniform")
+    loss = engine.train_batch(samples()).item()
+    engine.destroy()
+    return loss
+
+
+def test_layers_of_one_stage_and_frozen_ones_may_share_parameters():
+    first, second = run_ranks(2, sharing_job)
+    assert first == second
 
 
 def wrong_batch_job(name):

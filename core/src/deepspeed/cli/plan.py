@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="precision of the model (default: of --config, or bf16)",
     )
     add("--optimizer", help="the optimizer's name: adamw (default), lion, sgd, ...")
-    add("--stages", type=int, nargs="+", help="stages of ZeRO to try (default 0 1 2 3)")
+    add("--stages", type=_stage, nargs="+", help="stages of ZeRO to try (default 0 1 2 3)")
     pipeline = "fix the ranks along pp, or try `any` (default 1: a pipeline needs a PipelineModule)"
     add("--pp", type=_ranks_or_any, metavar="N|any", help=pipeline)
     for axis in _AXES[1:]:
@@ -83,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--verbose", action="store_true", help="show the parts of memory and of traffic too")
     add("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _stage(text: str) -> int:
+    if not text.isdecimal():  # what follows the stages is taken for one
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; give numbers of 0 to 3. A model goes before --stages, or after another option"
+        )
+    return int(text)
 
 
 def _ranks_or_any(text: str) -> int | str:

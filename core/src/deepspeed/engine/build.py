@@ -67,7 +67,7 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import is_tensor_parallel, parts_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
-from deepspeed.precision.policy import cast_buffers, cast_floating
+from deepspeed.precision.policy import Precision, cast_buffers, cast_floating
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.tensor_parallel.ranks import ranks_asked_by
@@ -255,6 +255,7 @@ def _initialize(
     prepare_stored(module, settings, trains=basic_optimizer is not None, dtype=weights_dtype)
     refuse_managed(module, basic_optimizer, weights_dtype)
     _refuse_of_parts(module, basic_optimizer)
+    _refuse_complex(module, precision)
     refuse_sharded(module, zero.stage)
     if settings.data_types.param_dtype == "fp32":
         cast_floating((param for param in module.parameters() if unit_of(param) is None), torch.float32)
@@ -462,6 +463,20 @@ def _refuse_of_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> No
             f"({divided}); it needs whole parameters, so use an elementwise optimizer, such as AdamW, or "
             "tensor_parallel.autotp_size 1"
         )
+
+
+def _refuse_complex(module: torch.nn.Module, precision: Precision) -> None:
+    """A complex parameter has no low precision, and its master weight is itself; an update has masters of one kind."""
+    if precision.model_dtype is None:
+        return
+    for name, param in module.named_parameters():
+        if param.is_complex() and param.requires_grad:
+            dtype = str(param.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{precision.name}: the parameter {name!r} is {dtype}, which has no form in 16 bits; train it in "
+                "fp32, or keep the parameter as real numbers (torch.view_as_real) and make it complex in the forward "
+                "(torch.view_as_complex)"
+            )
 
 
 def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:

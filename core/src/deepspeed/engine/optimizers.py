@@ -3,6 +3,7 @@
 Called by `build.py`.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -177,7 +178,10 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
         return None  # a callable without an optimizer to give it
     if given is not None:
         is_scheduler = hasattr(given, "step") and not isinstance(given, type)
-        scheduler = given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
+        scheduler = given
+        if not is_scheduler and callable(given) and optimizer is not None:
+            _check_takes_optimizer(given)
+            scheduler = given(optimizer)
         if section is not None and section.type is not None:
             log.announce(
                 f"scheduler: {type(scheduler).__name__}, which initialize() was given, is used in place of the "
@@ -191,6 +195,20 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
         scheduler_class(section.type)  # a name that is none is wrong all the same
         return None
     return create_scheduler(section.type, section.params, optimizer)
+
+
+def _check_takes_optimizer(make: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise ConfigError(
+            f"initialize: lr_scheduler is {name}, which is to be called with the optimizer alone: {error}; give "
+            f"lr_scheduler=lambda optimizer: {name}(optimizer, ...) with its other arguments, or a schedule that "
+            "exists"
+        ) from None
+    except ValueError:  # no signature is known, of a callable in C
+        return
 
 
 def _warn_of_another(scheduler: Any, optimizer: Optimizer | None) -> None:

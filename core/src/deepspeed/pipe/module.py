@@ -161,6 +161,7 @@ class PipelineModule(Module):
             self._check()
             #: cuts between the parts, in layers
             self.parts = self._partition(check_method(partition_method), sample_inputs)
+            self._check_shared()
             self.tied_modules = ModuleDict()
             #: by chunk, the own layers as functions of one argument, with the layer's module where it has one
             self._chunks = [self._build(part) for part in range(self.stage_id, self.num_parts, self.num_stages)]
@@ -316,6 +317,25 @@ class PipelineModule(Module):
                     f"PipelineModule: layer {index} is {type(spec).__name__}; give a LayerSpec, a module or a function"
                 )
 
+    def _check_shared(self) -> None:
+        """A parameter that trains is in layers of one stage only, unless these layers are tied: each stage would have a
+        copy, which goes its own way. The layers are modules here, or are given modules as arguments."""
+        first: dict[int, int] = {}  # the layer, by id of the parameter
+        for index, spec in enumerate(self._specs):
+            for param in _given_parameters(spec):
+                other = first.setdefault(id(param), index)
+                stages, keys = (
+                    {call(at) for at in (other, index)} for call in (self.stage_owner, lambda at: _key(self._specs[at]))
+                )
+                if len(stages) > 1 and (len(keys) > 1 or None in keys):
+                    raise ConfigError(
+                        f"PipelineModule: found a parameter of shape {list(param.shape)} in layer {other} "
+                        f"({_name(self._specs[other])}, stage {self.stage_owner(other)}) and in layer {index} "
+                        f"({_name(spec)}, stage {self.stage_owner(index)}), of which each stage would train a copy of "
+                        "its own; give both layers as TiedLayerSpec of one key, whose copies stay equal, or use a "
+                        "partition_method that has them in one stage"
+                    )
+
     def _partition(self, method: str, sample_inputs: Any) -> list[int]:
         if method == "uniform":
             return partition_uniform(len(self._specs), self.num_parts)
@@ -461,6 +481,17 @@ class _OneParameter(Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = Parameter(torch.zeros(1))
+
+
+def _given_parameters(spec: Layer) -> list[Parameter]:
+    """The parameters that train of a layer that is a module, or of the modules that its spec is to be built with."""
+    given = [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else [spec]
+    found = [list(each.parameters()) if isinstance(each, Module) else [each] for each in given]
+    return [param for params in found for param in params if isinstance(param, Parameter) and param.requires_grad]
+
+
+def _key(spec: Layer) -> str | None:
+    return spec.key if isinstance(spec, TiedLayerSpec) else None
 
 
 def _num_parameters(spec: Layer) -> int:

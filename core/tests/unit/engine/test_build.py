@@ -247,6 +247,37 @@ def test_what_is_no_schedule(given):
         deepspeed.initialize(model=nn.Linear(4, 2), lr_scheduler=given, config=SGD)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lr_scheduler.StepLR, r"lr_scheduler is StepLR, .*'step_size'.*lambda optimizer: StepLR\(optimizer, \.\.\.\)"),
+        (lambda: None, "lr_scheduler is <lambda>, .*too many positional arguments"),
+    ],
+)
+def test_what_makes_no_schedule_of_the_optimizer_alone(given, message):
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.initialize(model=nn.Linear(4, 2), lr_scheduler=given, config=SGD)
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.linear = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_complex_parameters_are_trained_in_fp32_alone(precision):
+    with pytest.raises(ConfigError, match=rf"{precision}: .*'filter' is complex64.*view_as_real"):
+        deepspeed.initialize(model=Spectral(), config={**SGD, precision: {"enabled": True}})
+    frozen = Spectral()
+    frozen.filter.requires_grad_(False)
+    for model, config in ((frozen, {**SGD, precision: {"enabled": True}}), (Spectral(), SGD)):
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert engine.module.filter.is_complex()
+        engine.destroy()
+
+
 @pytest.mark.parametrize("given", [3, "data.json", iter([1, 2])])
 def test_what_is_no_dataset(given):
     with pytest.raises(ConfigError, match=r"training_data is \w+; give a dataset with __len__ and __getitem__, or an"):

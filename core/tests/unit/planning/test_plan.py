@@ -186,6 +186,12 @@ def test_memory_without_a_unit_is_asked_for_one(model, capsys):
     assert "found '80' without a unit; give for example 80GiB" in capsys.readouterr().err
 
 
+def test_a_model_after_the_stages_is_asked_for_another_place(model, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--ranks", "4", "--memory", "8GiB", "--stages", "1", "2", model])
+    assert f"--stages: found {model!r}; give numbers of 0 to 3. A model goes before" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
     path = tmp_path / "nope.json"
     assert command.main([str(path), "--ranks", "8", "--memory", "80GiB"]) == command.WRONG
