@@ -338,3 +338,40 @@ def read_what_is_empty() -> None:
 
 def test_a_read_that_nobody_notices_ends_with_a_hint() -> None:
     run_ranks(2, read_what_is_empty)
+
+
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda weight: weight.square().sum(),
+    "norm": lambda weight: weight.norm(),
+    "product": lambda weight: (weight.T @ weight).sum(),
+}
+
+
+def add_a_term(name: str, backward_within: bool) -> tuple[str, list[float]]:
+    net = create_net()
+    engine = create_engine(net, trains=True)
+    try:
+        loss = engine(torch.ones(1, 8)).sum()
+        with GatheredParameters(net.parameters()):
+            loss = loss + TERMS[name](net[0].weight)
+            if backward_within:
+                engine.backward(loss)
+        if not backward_within:
+            engine.backward(loss)
+    except (RuntimeError, IndexError) as error:
+        return str(error), []
+    engine.step()
+    with GatheredParameters(net.parameters()):
+        return "", [float(param.detach().sum()) for param in net.parameters()]
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_gathered_weights_has_its_backward_in_the_context(name):
+    for message, _ in run_ranks(2, add_a_term, name, False):
+        assert "call engine.backward within the same context" in message
+    net = create_net()
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    (net(torch.ones(1, 8)).sum() + TERMS[name](net[0].weight)).backward()
+    optimizer.step()
+    for _, sums in run_ranks(2, add_a_term, name, True):
+        assert sums == pytest.approx([float(param.detach().sum()) for param in net.parameters()], rel=1e-4, abs=1e-4)

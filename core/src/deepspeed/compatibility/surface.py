@@ -140,7 +140,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "param.grad between backward and step",
             D,
             "Stage 0 shows it and takes changes, after the last backward of an accumulation; before that, and in "
-            "stages 1 to 3, it is None: use `safe_get_full_grad` and `safe_set_full_grad`.",
+            "stages 1 to 3, it is None: use `safe_get_full_grad` and `safe_set_full_grad`. So `module.zero_grad()` and "
+            "`param.grad = None` drop nothing there: use `engine.zero_grad()`.",
         ),
         (
             "parameters without a gradient in a step",

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ from deepspeed.zero.backward_calls import runs_unscaled
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.gradients import BackwardPlan
 from deepspeed.zero.sharding import Sharding
+
+# what autograd and torch's operators say of a tensor that has become empty and 1-D
+_OF_SHAPES = re.compile(
+    r"size of tensor|invalid gradient|expected shape|must be a matrix|Dimension out of range|1-D tensor"
+)
 
 if TYPE_CHECKING:
     from deepspeed.compression.moq import MixtureOfQuantization
@@ -197,7 +203,12 @@ class Training:
     ) -> None:
         with self.sharding.gradients.window.opened(), self.observers.phase("backward_inner"):
             if tensors:
-                torch.autograd.backward(tensors, gradients, **kwargs)
+                try:
+                    torch.autograd.backward(tensors, gradients, **kwargs)
+                except (RuntimeError, IndexError) as error:
+                    if self.sharding.gathering is not None:
+                        _add_gathering_hint(error)
+                    raise
 
     def end_backward(self) -> None:
         """The gradients of a backward are there; reduce them if the schedule says so."""
@@ -500,6 +511,16 @@ def _check(tensor: Any, grad: Any) -> None:
     if grad is not None and (not isinstance(grad, Tensor) or grad.shape != tensor.shape):
         found = f"one of shape {tuple(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
         raise ValueError(f"backward: wanted a gradient of its tensor's shape {tuple(tensor.shape)}, found {found}")
+
+
+def _add_gathering_hint(error: Exception) -> None:
+    """Append what to do to the message of `error` where a backward may have failed over a parameter that is sharded."""
+    if type(error) in (RuntimeError, IndexError) and _OF_SHAPES.search(str(error)):
+        hint = (
+            "stage 3: if the loss has a term that reads parameters in GatheredParameters, they are sharded again; call "
+            "engine.backward within the same context, or compute the term in the module's forward"
+        )
+        error.args = (f"{error}; {hint}", *error.args[1:])
 
 
 def _count(gradient: Any) -> int:
