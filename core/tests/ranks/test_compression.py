@@ -171,6 +171,98 @@ def test_a_copy_of_the_model_compresses_itself():
     torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
 
 
+# ---- blocks by snip_momentum ----------------------------------------------------------------------------------------
+
+
+def block_settings(stage=0, **keys):
+    shared = {
+        **{"enabled": True, "method": "snip_momentum", "block_pattern": "4x1", "dense_ratio": 0.25},
+        **{"schedule_offset": 1, "schedule_offset_end": 5, "schedule_offset_stride": 2, **keys},
+    }
+    config = settings(stage)
+    config["compression_training"] = {"sparse_pruning": {"shared_parameters": shared, "different_groups": {}}}
+    return config
+
+
+def blocks_of(model):
+    return [model[0].sparse_pruning_mask.clone(), model[2].sparse_pruning_mask.clone()]
+
+
+def block_job(stage, folder):
+    config = block_settings(stage)
+    engine = deepspeed.initialize(model=init_compression(build(), config), config=config)[0]
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    train(engine, STEPS, start=3)
+    done = blocks_of(engine.module), values_of(engine)
+    engine.load_checkpoint(folder)
+    train(engine, STEPS, start=3)
+    again = blocks_of(engine.module), values_of(engine)
+    engine.destroy()
+    return done, again
+
+
+def plain_blocks():
+    """The same in a loop: scores of |w g| with a momentum, and blocks of 4 outputs that go by a cubic schedule."""
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    masks, scores = (
+        [start(w) for w in (model[0].weight, model[2].weight)] for start in (torch.ones_like, torch.zeros_like)
+    )
+    for step, (x, y) in enumerate(batches(), 1):
+        weights = [(layer.weight * mask) for layer, mask in zip((model[0], model[2]), masks, strict=True)]
+        hidden = nn.functional.linear(x, weights[0], model[0].bias).relu()
+        loss = nn.functional.mse_loss(nn.functional.linear(hidden, weights[1], model[2].bias), y)
+        grads = torch.autograd.grad(loss, weights, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scores = [0.9 * s + (w * g).abs().detach() for s, w, g in zip(scores, weights, grads, strict=True)]
+        if step in (1, 3, 5):
+            means = [each.reshape(-1, 4, each.shape[1]).mean(1) for each in scores]
+            every = torch.cat([each.flatten() for each in means]).sort().values
+            num_gone = int(0.75 * (1 - (1 - (step - 1) / 4) ** 3) * len(every))
+            if num_gone:
+                masks = [(each > every[num_gone - 1]).repeat_interleave(4, 0).float() for each in means]
+    return model, masks
+
+
+@pytest.mark.parametrize("stage", swept([0, 1, 2, 3], lambda stage: stage in (0, 3)))
+def test_blocks_go_as_in_a_plain_loop(tmp_path, stage):
+    model, masks = plain_blocks()
+    for (blocks, values), again in run_ranks(2, block_job, stage, str(tmp_path)):
+        torch.testing.assert_close([each.float() for each in blocks], masks)
+        torch.testing.assert_close({name: values[name] for name in model.state_dict()}, model.state_dict())
+        torch.testing.assert_close(again, (blocks, values), rtol=1e-5, atol=1e-6)
+    assert sum(each.sum() for each in masks) == 80 - 4 * 15  # 15 of 20 blocks
+
+
+def test_blocks_in_a_loop_of_ones_own_stay_gone_when_cleaned():
+    config = block_settings()
+    model = init_compression(build(), config)
+    scheduler = compression_scheduler(model, get_compression_config(config))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for x, y in batches():
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    masks = plain_blocks()[1]
+    torch.testing.assert_close([each.float() for each in blocks_of(model)], masks)
+    x = batches()[0][0]
+    expected = model.eval()(x)
+    smaller = redundancy_clean(model, config)
+    torch.testing.assert_close(smaller(x), expected)
+    assert (smaller[0].weight[masks[0] == 0] == 0).all()
+    assert "sparse_snip_scores" not in str(smaller.state_dict().keys())
+
+
+def test_blocks_that_do_not_divide_a_weight_are_named():
+    config = block_settings(block_pattern="3x1")
+    with pytest.raises(ConfigError, match=r"block_pattern: found '3x1', which does not divide the 8 x 6 weight of '0'"):
+        compression_scheduler(init_compression(build(), config), get_compression_config(config))
+
+
 # ---- Mixture of Quantization ----------------------------------------------------------------------------------------
 
 

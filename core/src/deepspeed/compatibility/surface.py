@@ -521,10 +521,10 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.compression.compress.init_compression",
             D,
-            "Layers become compressing ones in place. Weights are rounded in the forward, whatever "
+            "Layers become compressing ones in place. In fp32 weights are rounded in the forward, whatever "
             "`quantize_weight_in_forward` says, and bits fall by `quantization_period` there too. Scores begin as "
-            "magnitudes. `snip_momentum` and divided layers (`mpu`) are refused; a pattern that finds nothing is an "
-            "error.",
+            "magnitudes. `snip_momentum` needs no package, and has a cubic schedule. Divided layers (`mpu`) are "
+            "refused; a pattern that finds nothing is an error.",
         ),
         (
             "deepspeed.compression.compress.redundancy_clean",

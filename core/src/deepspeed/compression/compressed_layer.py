@@ -39,6 +39,9 @@ class CompressedLayer(nn.Module):
     sparse_pruning_enabled = False
     sparse_pruning_method = ""
     sparse_pruning_ratio = 1.0
+    sparse_pruning_mask: Tensor
+    sparse_snip_scores: Tensor  # of method snip_momentum
+    effects: Tensor | None = None  # of the elements since the last step, with method snip_momentum
     #: kinds of pruning that were enabled, as `get_mask` takes them, with method and ratio
     prunings: Mapping[str, tuple[str, float]] = MappingProxyType({})
 
@@ -58,7 +61,7 @@ class CompressedLayer(nn.Module):
 
         Args:
             start_bits, target_bits, quantization_period: from how many bits to how many; steps per bit.
-            weight_quantization_enabled_in_forward: has no effect; the forward always does it.
+            weight_quantization_enabled_in_forward: has no effect; `weight_quantization_enabled` switches it.
             quantization_type: "symmetric" or "asymmetric".
             num_groups: scales of the weight; divides its elements.
             stochastic, mixed_ratio: see `WeightQuantizer`.
@@ -110,9 +113,15 @@ class CompressedLayer(nn.Module):
 
         Args:
             ratio: above 0, to 1.
-            method: "l1" or "topk".
+            method: "l1", "topk" or "snip_momentum".
         """
-        self._enable("sparse", ratio, method, self.weight)
+        if method != "snip_momentum":
+            self._enable("sparse", ratio, method, self.weight)
+            return
+        self.register_buffer("sparse_pruning_mask", torch.ones_like(self.weight, dtype=torch.bool))
+        self.register_buffer("sparse_snip_scores", torch.zeros_like(self.weight, dtype=torch.float32))
+        self.prunings = {**self.prunings, "sparse": (method, ratio)}
+        self.sparse_pruning_method, self.sparse_pruning_ratio = method, ratio
 
     def fix_sparse_pruning_helper(self) -> None:
         """Put the zeros into the weight for good."""
@@ -136,7 +145,7 @@ class CompressedLayer(nn.Module):
                 f"{sorted(self.prunings) or 'none'}; enable it first"
             )
         method, ratio = self.prunings[pruning_type]
-        if method == "l1":
+        if method != "topk":
             mask: Tensor = getattr(self, f"{pruning_type}_pruning_mask")
             return mask.to(self.weight.dtype)
         scores = getattr(self, _scores_of(pruning_type))
@@ -149,8 +158,24 @@ class CompressedLayer(nn.Module):
         if self.weight_quantization_enabled and self.weight_quantizer is not None:
             weight = self.weight_quantizer(weight, trains=self.training)
         for kind in self.prunings:
-            if getattr(self, f"{kind}_pruning_enabled"):
+            is_by_blocks = kind == "sparse" and self.sparse_pruning_method == "snip_momentum"
+            if is_by_blocks or getattr(
+                self, f"{kind}_pruning_enabled"
+            ):  # blocks: nothing is gone before the first step
                 weight = self._masked(weight, kind, self.get_mask(kind))
+        if self.sparse_pruning_method == "snip_momentum" and self.training and weight.requires_grad:
+            weight = self._watched(weight)
+        return weight
+
+    def _watched(self, weight: Tensor) -> Tensor:
+        """Return the weight, whose gradients add up in `effects`: how much the loss depends on each element."""
+        weight, values = weight.view_as(weight), weight.detach()
+
+        def saw(grad: Tensor) -> None:
+            effects = values.float() * grad.detach().float()
+            self.effects = effects if self.effects is None else self.effects + effects
+
+        weight.register_hook(saw)
         return weight
 
     def effective_bias(self) -> Tensor | None:
@@ -205,7 +230,10 @@ class CompressedLayer(nn.Module):
     def _disable(self, kind: str) -> None:
         method, _ = self.prunings[kind]
         self.prunings = {name: value for name, value in self.prunings.items() if name != kind}
-        delattr(self, f"{kind}_pruning_mask" if method == "l1" else _scores_of(kind))
+        delattr(self, _scores_of(kind) if method == "topk" else f"{kind}_pruning_mask")
+        if method == "snip_momentum":
+            del self.sparse_snip_scores
+            self.sparse_pruning_method, self.effects = "", None
         setattr(self, f"{kind}_pruning_enabled", False)
 
     def _keep_outputs(self, kept: Tensor) -> None:

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepspeed import log
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.compression.compress import check_prepared, inner_of, planned
 from deepspeed.compression.compressed_layer import CompressedLayer
-from deepspeed.config.compression import CompressionConfig
+from deepspeed.config.compression import CompressionConfig, SparsePruningShared
 from deepspeed.config.intake import parse_section
+from deepspeed.errors import ConfigError
 
 __all__ = ["compression_scheduler"]
 
@@ -56,6 +58,13 @@ class compression_scheduler:  # DeepSpeed's name
             for item in plan
             if rounds_weights or item.technique != "weight_quantization"
         ]
+        blocks = {
+            item.name: layer
+            for item, layer in self._plan
+            if item.technique == "sparse_pruning" and item.shared.method == "snip_momentum"
+        }
+        #: what prunes blocks after each step; None: no layer has the method "snip_momentum"
+        self.blocks = BlockPruning(section.sparse_pruning.shared_parameters, blocks) if blocks else None
         self._verbose = section.weight_quantization.shared_parameters.quantize_verbose
         self._counts = num_steps
         self._counted = 0
@@ -75,6 +84,8 @@ class compression_scheduler:  # DeepSpeed's name
         """
         if not step_zero_check:
             self._counted += 1
+            if self.blocks is not None and self._counts is None:
+                self.blocks.step_ended(self._counted, applied=True)
         self.check_all_modules()
 
     def check_all_modules(self) -> None:
@@ -102,6 +113,88 @@ class compression_scheduler:  # DeepSpeed's name
         quantizer.move_to(num_steps)
         if self._verbose and (quantizer.num_bits != before or num_steps == 0):
             log.report(f"weight quantization of {name}: {quantizer.num_bits} bits")
+
+
+#: share of the scores so far that a step keeps
+_MOMENTUM = 0.9
+
+
+class BlockPruning:
+    """Takes blocks of weights away, of all layers together, by how little the loss depends on them.
+
+    The score of an element is |w dL/dw| of the reduced gradient, that of SNIP (Lee et al., arXiv 1810.02340, section
+    4.1), with a momentum: s <- 0.9 s + |w dL/dw| at each step. A block has the mean of its elements. The share that is
+    gone grows as in Zhu, Gupta, "To prune, or not to prune" (arXiv 1710.01878), section 3: with t from 0 at
+    `schedule_offset` to 1 at `schedule_offset_end`, s (1 - (1 - t)^3), every `schedule_offset_stride` steps.
+
+    Args:
+        shared: the section's `shared_parameters`.
+        layers: by name, those with the method "snip_momentum".
+
+    Raises:
+        ConfigError: blocks do not divide a weight.
+    """
+
+    def __init__(self, shared: SparsePruningShared, layers: Mapping[str, CompressedLayer]) -> None:
+        self._shared, self._layers = shared, layers
+        self._rows, self._columns = map(int, shared.block_pattern.split("x"))
+        #: makes the mean over ranks of a tensor, in place, where each has gradients of its own
+        self.average: Callable[[Tensor], None] | None = None
+        for name, layer in layers.items():
+            rows, columns = layer.sparse_pruning_mask.flatten(1).shape
+            if rows % self._rows or columns % self._columns:
+                raise ConfigError(
+                    "compression_training.sparse_pruning.shared_parameters.block_pattern: found "
+                    f"{shared.block_pattern!r}, which does not divide the {rows} x {columns} weight of {name!r}; "
+                    "choose another, or name the layer in excluded_modules"
+                )
+
+    def share_gone(self, step: int) -> float:
+        """Return which share is gone after so many steps."""
+        first, last = self._shared.schedule_offset, self._shared.schedule_offset_end
+        done = 1.0 if step >= last else max(0.0, (step - first) / (last - first))
+        return (1.0 - self._shared.dense_ratio) * (1.0 - (1.0 - done) ** 3)
+
+    def step_ended(self, step: int, *, applied: bool, scale: float = 1.0) -> None:
+        """Score by the gradients of a step, and choose blocks if it is time. A collective where ranks share scores.
+
+        Args:
+            step: its number, from 1.
+            applied: False: it was skipped, and its gradients count for nothing.
+            scale: what the loss was multiplied by.
+        """
+        if applied:
+            self._score(scale)
+        for layer in self._layers.values():
+            layer.effects = None
+        first, last = self._shared.schedule_offset, self._shared.schedule_offset_end
+        is_time = (step - first) % self._shared.schedule_offset_stride == 0 or step == last
+        if first <= step <= last and is_time:
+            self._choose(self.share_gone(step))
+
+    def _score(self, scale: float) -> None:
+        for layer in self._layers.values():
+            scores = layer.sparse_snip_scores
+            effects = torch.zeros_like(scores) if layer.effects is None else layer.effects.to(scores.dtype) / scale
+            if self.average is not None:
+                effects = effects.contiguous()
+                self.average(effects.view(-1))
+            scores.mul_(_MOMENTUM).add_(effects.abs())
+
+    def _choose(self, share: float) -> None:
+        by_layer = [self._by_block(layer.sparse_snip_scores).mean((1, 3)) for layer in self._layers.values()]
+        scores = torch.cat([each.flatten() for each in by_layer])
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        kept[scores.argsort(stable=True)[: int(share * scores.numel())]] = False
+        parts = kept.split([each.numel() for each in by_layer])
+        for layer, blocks, part in zip(self._layers.values(), by_layer, parts, strict=True):
+            mask = self._by_block(layer.sparse_pruning_mask)
+            mask.copy_(part.view(blocks.shape)[:, None, :, None].expand_as(mask))
+
+    def _by_block(self, values: Tensor) -> Tensor:
+        """View a weight's values as (blocks, rows of one, blocks, columns of one)."""
+        rows, columns = values.flatten(1).shape
+        return values.view(rows // self._rows, self._rows, columns // self._columns, self._columns)
 
 
 def _layer(model: nn.Module, name: str) -> CompressedLayer:

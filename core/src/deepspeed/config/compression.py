@@ -7,15 +7,27 @@ it.
 `quantize_training` and `eigenvalue` are the older form of weights of few bits, Mixture of Quantization.
 """
 
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet
+from pydantic import BeforeValidator
+
+from deepspeed.config.base import Flag, Float, Free, Int, Says, Section, Text, key, quiet
 from deepspeed.config.intake import parse_section
 from deepspeed.config.read import brief, shown_key
 from deepspeed.errors import ConfigError
 
-_SNIP = quiet("for snip_momentum, which needs neural_compressor and is refused")
+_BLOCK = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+def _block(value: Any) -> Any:
+    if not isinstance(value, str) or not _BLOCK.fullmatch(value):
+        raise ValueError("not a block")
+    return value
+
+
+Block = Annotated[str, BeforeValidator(_block), Says('"NxM", N outputs by M inputs')]
 
 
 class LayerReductionConfig(Section):
@@ -69,13 +81,15 @@ class SparsePruningShared(Section):
 
     enabled: Flag = key(False, "Put zeros into weights.")
     schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
-    schedule_offset_end: Int = key(1000, "Last step of a change.", unit="step", ge=0, support=_SNIP)
-    schedule_offset_stride: Int = key(1, "Steps between changes.", unit="step", ge=1, support=_SNIP)
+    schedule_offset_end: Int = key(1000, "snip_momentum: the last step of a change.", unit="step", ge=0)
+    schedule_offset_stride: Int = key(1, "snip_momentum: steps between changes.", unit="steps", ge=1)
     method: Literal["l1", "topk", "snip_momentum"] = key(
-        "l1", "l1: the smallest go, by weights at init_compression; topk: scores are learned. Refused: snip_momentum."
+        "l1",
+        "l1: the smallest go, by weights at init_compression; topk: scores are learned; snip_momentum: blocks that the "
+        "loss depends on least go, of all layers together, more of them over time.",
     )
-    block_pattern: str = key("4x1", "Shape of a block.", support=_SNIP)
-    dense_ratio: Float = key(0.1, "Share that stays, of all layers together.", gt=0, le=1, support=_SNIP)
+    block_pattern: Block = key("4x1", "snip_momentum: shape of a block.")
+    dense_ratio: Float = key(0.1, "snip_momentum: share that stays, of all layers together.", gt=0, le=1)
     excluded_modules: list[str] = key(list, "Layers that keep all weights: parts of names, or patterns.")
 
 
@@ -328,15 +342,30 @@ def groups_of(section: CompressionConfig, technique: str) -> dict[str, tuple[Com
         return {}
     where = f"compression_training.{technique}"
     if technique == "sparse_pruning" and settings.shared_parameters.method == "snip_momentum":
-        raise ConfigError(
-            f"{where}.shared_parameters.method: found 'snip_momentum', which needs the package neural_compressor and "
-            "is not in this version; use 'topk' or 'l1'"
-        )
+        return _groups_of_blocks(settings, where)
     if technique == "head_pruning" and settings.shared_parameters.num_heads is None:
         raise ConfigError(f"{where}.shared_parameters.num_heads: found nothing; give the heads of each layer")
     if not settings.different_groups:
         raise ConfigError(f"{where}.different_groups: found none; give at least one group, with params and modules")
     return {name: _read_group(technique, name, value) for name, value in settings.different_groups.items()}
+
+
+def _groups_of_blocks(settings: SparsePruningTechnique, where: str) -> dict[str, tuple[CompressionGroup, Any]]:
+    shared = settings.shared_parameters
+    if shared.schedule_offset_end < shared.schedule_offset:
+        raise ConfigError(
+            f"{where}.shared_parameters.schedule_offset_end: found {shared.schedule_offset_end}, before "
+            f"schedule_offset {shared.schedule_offset}; end at or after it"
+        )
+    groups = settings.different_groups or {"all": {}}
+    for name, value in groups.items():
+        if isinstance(value, Mapping) and value.get("params"):
+            raise ConfigError(
+                f"{where}.different_groups.{shown_key(name)}.params: found {brief(value['params'])}, but snip_momentum "
+                "prunes all layers together to the dense_ratio of shared_parameters; leave params out"
+            )
+    params = RatioParams(dense_ratio=shared.dense_ratio)
+    return {name: (_read_group("sparse_pruning", name, value)[0], params) for name, value in groups.items()}
 
 
 def _read_group(technique: str, name: str, value: Any) -> tuple[CompressionGroup, Any]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.together import together
 from deepspeed.comm.values import all_gather_values, check_same
 from deepspeed.config import DeepSpeedConfig
@@ -91,6 +92,7 @@ from deepspeed.zero.unit_groups import unit_groups
 if TYPE_CHECKING:
     from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.compression.moq import MixtureOfQuantization
+    from deepspeed.compression.scheduler import BlockPruning
     from deepspeed.data.random_ltd import RandomLTDScheduler
     from deepspeed.data.sampler import Curriculum
     from deepspeed.engine.step_schedules import StepSchedules
@@ -293,6 +295,7 @@ def _initialize(
     types = settings.data_types
     buffer_dtype = torch_dtype(types.buffer_dtype) if types.buffer_dtype is not None else None
     cast_buffers(module, buffer_dtype, types.keep_in_fp32_modules, precision.model_dtype)
+    training.blocks = _connect_blocks(step_schedules, module, mesh)
     training.moq = _create_moq(settings, module, mesh, sharding)
     training.optimizer = _optimizer_of_user(training)
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
@@ -557,6 +560,29 @@ def _create_step_schedules(
             rounds_weights=not rounds_after_steps(config),
         )
     return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, compression)
+
+
+def _connect_blocks(
+    step_schedules: "StepSchedules | None", module: torch.nn.Module, mesh: Mesh
+) -> "BlockPruning | None":
+    compression = None if step_schedules is None else step_schedules.compression
+    if compression is None or compression.blocks is None:
+        return None
+    if isinstance(module, PipelineModule):
+        raise ConfigError(
+            "compression_training.sparse_pruning.shared_parameters.method: found 'snip_momentum' with a "
+            "PipelineModule, whose layers are not all on one rank to be compared; use 'topk' or 'l1'"
+        )
+    num_ranks = mesh.size("dp") * mesh.size("sp")
+    if num_ranks > 1:
+        backend = group_backend(mesh.gradient_group())
+
+        def average(values: torch.Tensor) -> None:
+            backend.all_reduce(values).wait()
+            values /= num_ranks
+
+        compression.blocks.average = average
+    return compression.blocks
 
 
 def _create_moq(

@@ -30,6 +30,7 @@ _OF_SHAPES = re.compile(
 
 if TYPE_CHECKING:
     from deepspeed.compression.moq import MixtureOfQuantization
+    from deepspeed.compression.scheduler import BlockPruning
 
 
 class Accumulation:
@@ -139,6 +140,7 @@ class Training:
         self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
         self.lr_scheduler: Any = None
         self.moq: MixtureOfQuantization | None = None  # set by build.py, too
+        self.blocks: BlockPruning | None = None  # and this
         #: of an engine whose weights are others for a while: why no backward may begin now; None: one may
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
@@ -446,6 +448,8 @@ class Training:
                 self._step_schedule(lr_kwargs)
             elif hasattr(self.lr_scheduler, "skip_batch"):  # one that follows the batches, of which this one is used up
                 self.lr_scheduler.skip_batch()
+            if self.blocks is not None:
+                self.blocks.step_ended(self.progress.global_steps + 1, applied=verdict.applies, scale=loss_scale)
             sharding.gradients.zero_grad()
             precision.after_step(verdict)
             if (feedback := sharding.options.stage.feedback) is not None:

@@ -269,7 +269,15 @@ def test_names_and_single_layers():
         (technique("row_pruning", {"ratio": 1}, ["up"]), r"g1.params.*ratio"),
         (technique("row_pruning", {}, ["up"], [["down"], ["down"]]), r"related_modules: found .+ for 1 of modules"),
         (technique("sparse_pruning", {}, ["up"], [["down"]]), r"related_modules: found it with sparse_pruning"),
-        (technique("sparse_pruning", {}, ["up"], method="snip_momentum"), r"method: found 'snip_momentum'.+neural"),
+        (
+            technique("sparse_pruning", {"dense_ratio": 0.5}, ["up"], method="snip_momentum"),
+            r"g1.params: found .+, but snip_momentum prunes all layers together",
+        ),
+        (technique("sparse_pruning", {}, ["up"], method="snip_momentum", block_pattern="2:4"), r"block_pattern: found"),
+        (
+            technique("sparse_pruning", {}, ["up"], method="snip_momentum", schedule_offset=2, schedule_offset_end=1),
+            r"schedule_offset_end: found 1, before schedule_offset",
+        ),
         (technique("sparse_pruning", {}, ["up"], method="l3"), r"sparse_pruning.shared_parameters.method: found 'l3'"),
         (technique("head_pruning", {}, ["dense"]), r"num_heads: found nothing"),
         (technique("weight_quantization", {"start_bits": 4}, ["up"]), r"target_bits: found 8, above start_bits 4"),
