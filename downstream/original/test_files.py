@@ -49,6 +49,7 @@ def test_from_here_to_there(original, ours, tmp_path):
         check(tmp_path, case, target, 2)
 
 
+@pytest.mark.timeout(900)  # eight jobs, with imports of two libraries each
 def test_universal_checkpoints_made_here_are_those_made_there(original, ours, tmp_path):
     """DeepSpeed goes on from ours as from its own, of the same training, at another number of ranks. It does not take
     frozen parameters from either, so the losses are not those of the unbroken run."""
