@@ -17,7 +17,7 @@ from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Says, Sect
 
 
 def _peak(value: Any) -> Any:
-    if value != "measured" and not number(value) > 0:
+    if value != "measured" and (not isinstance(number(value), float | int) or value <= 0):
         raise ValueError("not a peak")
     return value
 

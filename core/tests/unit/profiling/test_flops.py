@@ -409,7 +409,9 @@ def test_a_peak_is_measured():
     profile._backward_flops = 2
     profile._utilization(1, 1.0)
     assert 3 / 1e15 < profile.ideal_step_s < 3 / 1e8
-    with pytest.raises(
-        ConfigError, match=r"flops_profiler.peak_tflops: found 'fast'; allowed: a number > 0 or .measured."
-    ):
-        parse_section(FlopsProfilerConfig, {"peak_tflops": "fast"}, "flops_profiler")
+
+
+@pytest.mark.parametrize("peak", ["fast", 0, -1.0, True, [312], {"bf16": 312}])
+def test_what_is_no_peak(peak):
+    with pytest.raises(ConfigError, match=r"flops_profiler.peak_tflops: found .*; allowed: a number > 0 or .measured."):
+        parse_section(FlopsProfilerConfig, {"peak_tflops": peak}, "flops_profiler")
