@@ -1,44 +1,62 @@
-"""User CPU of `import deepspeed` in a fresh interpreter, beside an interpreter that imports nothing and one with torch.
+"""User CPU and memory of `import deepspeed` and of a rank up to its first step, in fresh interpreters.
 
     python benchmarks/import_time.py
 
-The programs take turns; the figure is user CPU time of the child (RUSAGE_CHILDREN), so another process on the machine
+Beside them an interpreter that imports nothing, one with torch, and a first step of plain torch. The programs take turns;
+the figures are user CPU time and resident memory at its peak of the child (`wait4`), so another process on the machine
 does not count. It also says whether torch was loaded, which `import deepspeed` alone must not do.
 """
 
 import argparse
-import resource
+import os
 import statistics
 import subprocess
 import sys
+from typing import NamedTuple
 
+MODEL = "import torch; model = torch.nn.Linear(8, 8); "
 PROGRAMS = {
     "nothing": "pass",
     "import deepspeed": "import deepspeed",
     "import torch": "import torch",
     "import deepspeed; deepspeed.initialize": "import deepspeed; deepspeed.initialize",
+    "first step, torch.optim.Adam": MODEL + "adam = torch.optim.Adam(model.parameters()); "
+    "model(torch.ones(1, 8)).sum().backward(); adam.step()",
+    "first step, deepspeed, ZeRO stage 2": MODEL + "import deepspeed; "
+    "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={'train_batch_size': 1, "
+    "'optimizer': {'type': 'Adam'}, 'zero_optimization': {'stage': 2}}); "
+    "engine.backward(engine(torch.ones(1, 8)).sum()); engine.step()",
 }
 
 
-def user_cpu_ms(program: str) -> float:
-    """User CPU milliseconds of one run of `program`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    subprocess.run([sys.executable, "-c", program], check=True)
-    return (resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before) * 1e3
+class Cost(NamedTuple):
+    """What one run of a program took."""
+
+    user_ms: float
+    peak_mib: float
+
+
+def cost_of(program: str) -> Cost:
+    """The cost of one run of `program`."""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{program}: exit code {process.returncode}")
+    return Cost(usage.ru_utime * 1e3, usage.ru_maxrss / 1024)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    costs: dict[str, list[Cost]] = {name: [] for name in PROGRAMS}
     for _ in range(1 + rounds):
         for name, program in PROGRAMS.items():
-            times[name].append(user_cpu_ms(program))
-    floor = statistics.median(times["nothing"][1:])
-    for name, values in times.items():
-        median = statistics.median(values[1:])
-        print(f"{name:40s} {median:7.0f} ms user CPU, {median - floor:7.0f} ms beyond the interpreter's")
+            costs[name].append(cost_of(program))
+    for name, values in costs.items():
+        user, peak = (statistics.median(column) for column in zip(*values[1:], strict=True))
+        print(f"{name:40s} {user:7.0f} ms user CPU {peak:7.0f} MiB")
     loads_torch = subprocess.run(
         [sys.executable, "-c", "import deepspeed, sys; sys.exit('torch' in sys.modules)"], check=False
     )
