@@ -2,9 +2,9 @@
 
     python benchmarks/import_time.py
 
-Beside them an interpreter that imports nothing, one with torch, and a first step of plain torch. The programs take turns;
-the figures are user CPU time and resident memory at its peak of the child (`wait4`), so another process on the machine
-does not count. It also says whether torch was loaded, which `import deepspeed` alone must not do.
+Beside them an interpreter that imports nothing, one with torch, and a first step of plain torch. The programs take
+turns; the figures are user CPU time and resident memory at its peak of the child (`wait4`), so another process on the
+machine does not count. It also says whether torch was loaded, which `import deepspeed` alone must not do.
 """
 
 import argparse
@@ -23,8 +23,8 @@ PROGRAMS = {
     "first step, torch.optim.Adam": MODEL + "adam = torch.optim.Adam(model.parameters()); "
     "model(torch.ones(1, 8)).sum().backward(); adam.step()",
     "first step, deepspeed, ZeRO stage 2": MODEL + "import deepspeed; "
-    "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={'train_batch_size': 1, "
-    "'optimizer': {'type': 'Adam'}, 'zero_optimization': {'stage': 2}}); "
+    "section = {'train_batch_size': 1, 'optimizer': {'type': 'Adam'}, 'zero_optimization': {'stage': 2}}; "
+    "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=section); "
     "engine.backward(engine(torch.ones(1, 8)).sum()); engine.step()",
 }
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from deepspeed.config.base import Flag, Float, Free, Int, Says, Section, Text, key, quiet
 from deepspeed.config.intake import parse_section
@@ -27,7 +27,12 @@ def _block(value: Any) -> Any:
     return value
 
 
-Block = Annotated[str, BeforeValidator(_block), Says('"NxM", N outputs by M inputs')]
+Block = Annotated[
+    str,
+    BeforeValidator(_block),
+    Says('"NxM", N outputs by M inputs'),
+    WithJsonSchema({"type": "string", "pattern": f"^{_BLOCK.pattern}$"}),
+]
 
 
 class LayerReductionConfig(Section):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Says, Section, Text, Texts, key, number, quiet
@@ -22,7 +22,12 @@ def _peak(value: Any) -> Any:
     return value
 
 
-Peak = Annotated[float | str, BeforeValidator(_peak), Says('a number > 0 or "measured"')]
+Peak = Annotated[
+    float | str,
+    BeforeValidator(_peak),
+    Says('a number > 0 or "measured"'),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "measured"}]}),
+]
 
 
 class TensorBoardConfig(LaxSection):
