@@ -1,13 +1,15 @@
 """`ds_config`: what is wrong with a configuration, and a JSON Schema by which editors complete and check its keys.
 
-    ds_config check ds.json --ranks 8       every problem and warning that `initialize` would meet, without a device
+    ds_config check ds.json --ranks 8       all problems and warnings of its keys, without a device
     ds_config check ds.json --show          with all values, resolved
     ds_config schema > ds.schema.json       then "$schema": "./ds.schema.json" in ds.json
 
+What depends on the model, the optimizer or the mesh only `initialize` can say.
 Exit code of `check`: 0; 1 if a file has problems; 2 if one cannot be read.
 """
 
 import argparse
+import copy
 import json
 import logging
 import sys
@@ -101,7 +103,7 @@ def _ranks(text: str) -> int:
 
 
 def check(file: str, ranks: int | None = None) -> Findings:
-    """Return what `initialize` would say of the configuration in `file`, all at once.
+    """Return what is wrong with the keys of the configuration in `file`, all at once.
 
     A key that has a problem is left out to find the next one, so that each problem is the first that a run would meet
     once those before it are solved.
@@ -112,7 +114,7 @@ def check(file: str, ranks: int | None = None) -> Findings:
     Raises:
         ConfigError: the file is no JSON object.
     """
-    left = json.loads(json.dumps(read_config(file), default=str))
+    left = copy.deepcopy(read_config(file))
     found = Findings(file)
     with _collecting(found.warnings):
         while found.config is None and len(found.problems) < _LONGEST_LIST:

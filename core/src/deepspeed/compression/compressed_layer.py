@@ -159,9 +159,8 @@ class CompressedLayer(nn.Module):
             weight = self.weight_quantizer(weight, trains=self.training)
         for kind in self.prunings:
             is_by_blocks = kind == "sparse" and self.sparse_pruning_method == "snip_momentum"
-            if is_by_blocks or getattr(
-                self, f"{kind}_pruning_enabled"
-            ):  # blocks: nothing is gone before the first step
+            # of blocks nothing is gone before the first step
+            if is_by_blocks or getattr(self, f"{kind}_pruning_enabled"):
                 weight = self._masked(weight, kind, self.get_mask(kind))
         if self.sparse_pruning_method == "snip_momentum" and self.training and weight.requires_grad:
             weight = self._watched(weight)
