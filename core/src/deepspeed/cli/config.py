@@ -1,26 +1,30 @@
-"""`ds_config`: what is wrong with a configuration, and a JSON Schema by which editors complete and check its keys.
+"""`ds_config` writes a configuration and says why, lists what is wrong with one, and prints the JSON Schema of all.
 
+    ds_config write ds.json --model config.json --ranks 8 --memory 80GiB --global-batch 256
     ds_config check ds.json --ranks 8       all problems and warnings of its keys, without a device
     ds_config check ds.json --show          with all values, resolved
     ds_config schema > ds.schema.json       then "$schema": "./ds.schema.json" in ds.json
 
-What depends on the model, the optimizer or the mesh only `initialize` can say.
-Exit code of `check`: 0; 1 if a file has problems; 2 if one cannot be read.
+`write` asks on a terminal for what it was not given, and chooses by the estimates of `ds_plan`. What depends on the
+model, the optimizer or the mesh `check` cannot know: `initialize` says it.
+
+Exit code: 0; 1 if a file has problems, or nothing fits; 2 if a file cannot be read or written, or an answer is missing.
 """
 
 import argparse
 import copy
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.cli.console import make_parser
+from deepspeed.cli.console import make_console, make_parser, make_table, size_with_unit
 from deepspeed.config.base import AUTO, LaxSection, Section, declared, default_of, section_of
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.read import read_config
@@ -28,6 +32,9 @@ from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.config.supported import objections
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.log import logger, warn_once
+
+if TYPE_CHECKING:
+    from deepspeed.planning import Choice
 
 FINE, WRONG, UNREADABLE = 0, 1, 2
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -45,6 +52,22 @@ _IN_QUOTES = {
 }
 #: the bounds of a number, as annotations and as the schema name them
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+#: what `write` tries until something fits: words, changes of the training, axes that may have more than one rank
+_REMEDIES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("", {}, ()),
+    ("activation checkpointing", {"checkpoints_activations": True}, ()),
+    ("activation checkpointing and layers divided over ranks", {"checkpoints_activations": True}, ("tp",)),
+    (
+        "activation checkpointing and the optimizer in host memory",
+        {"checkpoints_activations": True, "offloads_optimizer": True},
+        (),
+    ),
+    (
+        "activation checkpointing, and optimizer and weights in host memory",
+        {"checkpoints_activations": True, "offloads_optimizer": True, "offloads_parameters": True},
+        (),
+    ),
+)
 #: what pydantic writes beside the rule for a value, and what `key` declares
 _BESIDE = {"title", "description", "default", "action", "note", "off", "unit"}
 
@@ -68,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "schema":
         print(json.dumps(make_schema(), indent=1))  # noqa: T201 - a command's answer
         return FINE
+    if options.command == "write":
+        return _write(options)
     code, found = FINE, []
     for file in options.files:
         try:
@@ -85,21 +110,172 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("ds_config", "Check a configuration, or print the JSON Schema of all configurations.")
+    parser = make_parser("ds_config", "Write or check a configuration, or print the JSON Schema of all configurations.")
     commands = parser.add_subparsers(dest="command", required=True)
+    writes = commands.add_parser("write", help="write a configuration for a model and a machine, and say why it is so")
+    add = writes.add_argument
+    add("file", metavar="FILE", help="the JSON file to write; one that exists needs --force")
+    add("--model", help="a config.json of transformers, its folder, or a plain description, as for ds_plan")
+    add("--ranks", type=_count, help="the number of ranks of the job")
+    add("--memory", type=size_with_unit, help="memory of a rank's device that training may use: 80GiB")
+    add("--global-batch", type=_count, help="sequences of a step (default: one micro-batch per rank)")
+    add("--micro-batch", type=_count, default=1, help="sequences in a forward (default 1)")
+    add("--sequence", type=_count, default=2048, help="tokens of a sequence (default 2048)")
+    add("--precision", choices=["bf16", "fp16", "fp32"], default="bf16", help="precision of the model (default bf16)")
+    add("--optimizer", default="AdamW", help="the optimizer's name (default AdamW)")
+    add("--lr", type=float, default=1e-4, help="its learning rate (default 1e-4)")
+    add("--hugging-face", action="store_true", help='leave at "auto" what the Trainer or Accelerate fills')
+    add("--force", action="store_true", help="write over a file that exists")
     checks = commands.add_parser("check", help="list what is wrong with configuration files")
     checks.add_argument("files", nargs="+", metavar="FILE", help="a JSON or hjson file")
-    checks.add_argument("--ranks", type=_ranks, help="data-parallel ranks, for which batch sizes are checked")
+    checks.add_argument("--ranks", type=_count, help="data-parallel ranks, for which batch sizes are checked")
     checks.add_argument("--show", action="store_true", help="also show all values; * marks those of the file")
     checks.add_argument("--json", action="store_true", help="print what was found as JSON")
     commands.add_parser("schema", help="print the JSON Schema, for editors")
     return parser
 
 
-def _ranks(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; give a number of ranks of at least 1")
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a whole number of at least 1")
     return int(text)
+
+
+def _write(options: argparse.Namespace) -> int:
+    try:
+        _ask(options)
+        if os.path.exists(options.file) and not options.force:
+            raise ConfigError(f"{options.file}: exists; give --force to write over it, or another name")
+        choice, remedies = _choose(options)
+        if choice is None:
+            print(f"ds_config: {remedies[0]}", file=sys.stderr)  # noqa: T201
+            return WRONG
+        config, reasons = _explained(choice, remedies, options)
+        DeepSpeedConfig(config, batch_required=False).check_supported()
+        with open(options.file, "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=4) + "\n")
+    except (ConfigError, OSError) as error:
+        print(f"ds_config: {error}", file=sys.stderr)  # noqa: T201
+        return UNREADABLE
+    console = make_console()
+    rows = ([key, json.dumps(value), reasons.get(key, "")] for key, value in _leaves(config))
+    console.print(make_table(options.file, ["key", "value", "why"], rows))
+    if choice.training.checkpoints_activations:
+        console.print("Switch activation checkpointing on in the model: the estimate counts on it.")
+    return FINE
+
+
+def _ask(options: argparse.Namespace) -> None:
+    """Fill in what was not given, from the terminal.
+
+    Raises:
+        ConfigError: there is no terminal to ask on.
+    """
+    questions: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
+        ("model", "The model's config.json, or its folder", str),
+        ("ranks", "Ranks of the job", _count),
+        ("memory", "Memory of a rank's device that training may use, such as 80GiB", size_with_unit),
+    )
+    missing = [name for name, _, _ in questions if getattr(options, name) is None]
+    if missing and not sys.stdin.isatty():
+        flags = ", ".join(f"--{name}" for name in missing)
+        raise ConfigError(f"write: found no {flags}; give them, or start it on a terminal, where it asks")
+    for name, question, read in questions:
+        while getattr(options, name) is None:
+            try:
+                setattr(options, name, read(input(f"{question}: ").strip()))
+            except argparse.ArgumentTypeError as error:
+                print(error)  # noqa: T201
+
+
+def _choose(options: argparse.Namespace) -> "tuple[Choice | None, list[str]]":
+    """Return the fastest choice, by estimate, of the first remedy with which something fits.
+
+    Beside it are what the remedies before it need, and its own words. Where nothing fits: None, and a message.
+
+    Raises:
+        ConfigError: the model cannot be read, or the batch fits no number of ranks.
+    """
+    from deepspeed.planning import Training, plan  # late: the other commands need none of it
+
+    failed: list[str] = []
+    for words, changes, axes in _REMEDIES:
+        training = Training(
+            micro_batch=options.micro_batch,
+            sequence=options.sequence,
+            precision=options.precision,
+            optimizer=options.optimizer.lower(),
+            **changes,
+        )
+        found = plan(
+            options.model,
+            ranks=options.ranks,
+            memory=options.memory,
+            training=training,
+            stages=(3,) if training.offloads_parameters else (1, 2, 3) if training.offloads_optimizer else (0, 1, 2, 3),
+            axes={axis: 1 for axis in ("pp", "sp", "tp") if axis not in axes},
+            global_batch=options.global_batch,
+        )
+        if found.best is not None:
+            return found.best, [*failed, words]
+        closest = found.others[0]
+        failed.append(f"{_gib(closest.memory.total)}{f' with {words}' if words else ''}")
+    return None, [
+        f"{options.model} does not fit {counted(options.ranks, 'rank')} of {_gib(options.memory)}: a rank would need "
+        f"{', '.join(failed)}; give more --ranks or --memory, or a shorter --sequence"
+    ]
+
+
+def _explained(
+    choice: "Choice", remedies: list[str], options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the configuration of a choice, and the reasons of its keys."""
+    *failed, words = remedies
+    config = choice.config()
+    batch = choice.training.micro_batch * choice.training.accumulation * choice.mesh.dp
+    memory = f"a rank needs {_gib(choice.memory.total)} of {_gib(options.memory)}, by estimate"
+
+    def without(change: str) -> str:
+        """Say what the last remedy would need that does not have this change or axis."""
+        first = next(place for place, (_, changes, axes) in enumerate(_REMEDIES) if change in changes or change in axes)
+        return f"else a rank would need {failed[first - 1]}" if failed[first - 1 : first] else ""
+
+    reasons = {
+        "train_micro_batch_size_per_gpu": "sequences in a forward, as asked",
+        "gradient_accumulation_steps": f"{counted(batch, 'sequence')} a step on dp {choice.mesh.dp}",
+        "zero_optimization.stage": f"the fastest that fits: {memory}" + (f", with {words}" if words else ""),
+        "zero_optimization.offload_optimizer.device": without("offloads_optimizer"),
+        "zero_optimization.offload_param.device": without("offloads_parameters"),
+        "mesh.dp": "copies of the model's layers",
+        "mesh.tp": f"ranks that share each layer; {without('tp')}",
+        "tensor_parallel.autotp_size": "as mesh.tp",
+        "optimizer.type": "as asked",
+        "optimizer.params.lr": "as asked",
+        "gradient_clipping": "the default, written so that it is seen",
+        "bf16.enabled": "as asked; needs no loss scale",
+        "fp16.enabled": "as asked; the loss is scaled",
+    }
+    config["gradient_clipping"] = 1.0
+    if options.hugging_face:
+        filled = ["train_batch_size", MICRO, STEPS, "gradient_clipping"]
+        config.update(dict.fromkeys(filled, AUTO))
+        reasons.update(dict.fromkeys(filled, "an argument of the Trainer or of Accelerate fills it"))
+        reasons[MICRO] += f"; the estimate is for {choice.training.micro_batch}"
+    else:
+        config["optimizer"] = {"type": options.optimizer, "params": {"lr": options.lr}}
+    return config, reasons
+
+
+def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB"
 
 
 def check(file: str, ranks: int | None = None) -> Findings:

@@ -1,8 +1,10 @@
-"""`ds_config`: a file's problems all at once, and a JSON Schema that judges as the code does."""
+"""`ds_config`: files that fit, a file's problems all at once, and a JSON Schema that judges as the code does."""
 
 import json
 
+import deepspeed
 import pytest
+import torch
 from deepspeed.cli import config as command
 from deepspeed.config.base import section_of
 from deepspeed.config.root import DeepSpeedConfig
@@ -155,6 +157,106 @@ def test_as_json(write, capsys):
     assert found["problems"] == ["zero_optimization.stage: found 7; allowed: 0 or 1 or 2 or 3"]
     assert command.main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["$schema"] == command.DIALECT
+
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+EIGHT_B = {
+    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+}
+
+
+# a model, words of the command, and what they must lead to
+SITUATIONS = {
+    "a small model on one device": (SMALL, "--ranks 1 --memory 8GiB", {"stage": 0}),
+    "in fp32": (SMALL, "--ranks 1 --memory 8GiB --precision fp32", {"stage": 0}),
+    "in fp16": (SMALL, "--ranks 1 --memory 8GiB --precision fp16 --lr 3e-4", {"stage": 0}),
+    "another optimizer": (SMALL, "--ranks 1 --memory 8GiB --optimizer Lion", {"stage": 0}),
+    "accumulated": (SMALL, "--ranks 1 --memory 8GiB --global-batch 4 --micro-batch 2", {"accumulation": 2}),
+    "one device that holds the weights, not the optimizer": (
+        *(EIGHT_B, "--ranks 1 --memory 40GiB --sequence 1024"),
+        {"stage": 1, "offload_optimizer": "cpu", "checkpoints": True},
+    ),
+    "eight devices of 80 GiB": (EIGHT_B, "--ranks 8 --memory 80GiB --global-batch 256 --sequence 4096", {"stage": 1}),
+    "eight devices of 24 GiB": (EIGHT_B, "--ranks 8 --memory 24GiB --sequence 2048", {"stage": 3, "checkpoints": True}),
+    "64 devices, by the Trainer": (EIGHT_B, "--ranks 64 --memory 40GiB --hugging-face", {"accumulation": "auto"}),
+    "weights in host memory": (
+        *(EIGHT_B, "--ranks 2 --memory 8GiB --sequence 512"),
+        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "checkpoints": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_written_configuration_fits_and_trains(situation, tmp_path, capsys, single_rank):
+    model, words, expected = SITUATIONS[situation]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    path = tmp_path / "ds.json"
+    words = words.split()
+    assert command.main(["write", str(path), "--model", str(tmp_path), *words]) == 0
+    said = capsys.readouterr().out
+    written = json.loads(path.read_text())
+    zero = written["zero_optimization"]
+    found = {
+        "stage": zero["stage"],
+        "accumulation": written["gradient_accumulation_steps"],
+        "checkpoints": "Switch activation checkpointing on" in said,
+        **{name: zero[name]["device"] for name in ("offload_optimizer", "offload_param") if name in zero},
+    }
+    assert {name: found[name] for name in expected} == expected
+    offloaded = {"offload_optimizer", "offload_param"}
+    assert found.keys() & offloaded == expected.keys() & offloaded
+    ranks = words[words.index("--ranks") + 1]
+    assert command.main(["check", str(path), "--ranks", ranks]) == 0
+    assert " 0 problems, 0 warnings" in capsys.readouterr().out
+    if "--hugging-face" in words:
+        return
+    module = torch.nn.Linear(4, 4)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=written)
+    before = engine.get_lr()
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(torch.ones(1, 4, dtype=next(engine.module.parameters()).dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    assert engine.global_steps == 1
+    assert before == [written["optimizer"]["params"]["lr"]]
+    engine.destroy()
+
+
+def test_what_does_not_fit_is_said_and_nothing_is_written(write, tmp_path, capsys):
+    path = tmp_path / "new.json"
+    words = ["write", str(path), "--model", write(EIGHT_B), "--memory", "2GiB", "--ranks"]
+    assert command.main([*words, "1"]) == 1
+    assert "does not fit 1 rank of 2.00 GiB: a rank would need" in capsys.readouterr().err
+    assert command.main([*words, "8", "--global-batch", "3"]) == 2
+    assert "a batch of 3 sequences is no multiple" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_file_is_not_written_over_and_nobody_waits_for_answers(write, capsys, monkeypatch):
+    path = write(SMALL)
+    words = ["write", path, "--model", path, "--ranks", "1"]
+    assert command.main([*words, "--memory", "8GiB"]) == 2
+    assert "exists; give --force" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert command.main(words) == 2
+    assert "found no --memory; give them, or start it on a terminal" in capsys.readouterr().err
+
+
+def test_a_terminal_is_asked(write, tmp_path, capsys, monkeypatch):
+    answers = iter([write(SMALL), "two", "1", "8", "8GiB"])
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    assert command.main(["write", str(tmp_path / "new.json")]) == 0
+    said = capsys.readouterr().out
+    assert "found 'two'; give a whole number of at least 1" in said
+    assert "found '8' without a unit" in said
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}'])
