@@ -90,7 +90,7 @@ def test_equal_ranks_are_not_named(stage):
 def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage():
     """One rank for each stage has no peer; of two, the slow one's neighbor in the other stage waits for it."""
     assert run_ranks(2, train, 0, 1, "pipeline") == [[], []]
-    first, *others = run_ranks(4, train, 0, 3, "pipeline")
+    first, *others = run_ranks(4, train, 0, 3, "pipeline", True)
     of_last_stage = [line for line in first if "rank 2" in line or "rank 3" in line]  # others are as fast as they are
     assert len(of_last_stage) == 2
     assert all(": rank 3 took longer than the median of 2 ranks" in line for line in of_last_stage)
