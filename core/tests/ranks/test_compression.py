@@ -96,8 +96,8 @@ def job(stage, folder):
     return {"done": done, "four": at_four, "loaded": loaded, "again": again, "steps": steps, "state": state}
 
 
-def plain():
-    config = settings()
+def plain(config=None):
+    config = settings() if config is None else config
     model = init_compression(build(), config)
     scheduler = compression_scheduler(model, get_compression_config(config))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -239,14 +239,7 @@ def test_blocks_go_as_in_a_plain_loop(tmp_path, stage):
 
 def test_blocks_in_a_loop_of_ones_own_stay_gone_when_cleaned():
     config = block_settings()
-    model = init_compression(build(), config)
-    scheduler = compression_scheduler(model, get_compression_config(config))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for x, y in batches():
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    model = plain(config)
     masks = plain_blocks()[1]
     torch.testing.assert_close([each.float() for each in blocks_of(model)], masks)
     x = batches()[0][0]

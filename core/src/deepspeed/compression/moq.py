@@ -433,8 +433,24 @@ class MixtureOfQuantization:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for a state of other weights."""
-        missing = self._params.keys() - state.get("bits", {}).keys()
+        """Raise CheckpointError for a state of other weights, or one that no run has written."""
+        kinds = {"qsteps": int, "quantize_real_ratio": (int, float), "bits": Mapping, "eigenvalues": Mapping}
+        for key, kind in kinds.items():
+            if not isinstance(state.get(key), kind):
+                raise CheckpointError(
+                    f"moq.{key}: found a {type(state.get(key)).__name__} in the checkpoint; load another one, or the "
+                    "weights alone with load_module_only=True"
+                )
+        for name, value in state["bits"].items():
+            is_sound = (
+                isinstance(value, tuple) and len(value) == 3 and all(isinstance(one, int | float) for one in value)
+            )
+            if not is_sound or value[0] not in range(1, 17):
+                raise CheckpointError(
+                    f"moq.bits: found {value!r} for {name!r} in the checkpoint, not (bits of 1 to 16, period, share); "
+                    "load another one, or the weights alone with load_module_only=True"
+                )
+        missing = self._params.keys() - state["bits"].keys()
         if missing:
             raise CheckpointError(
                 f"moq: found no bits of {min(missing)} in the checkpoint, which this run rounds; round the weights "

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from deepspeed.errors import ConfigError
+from deepspeed.compression.moq import MixtureOfQuantization, Rounding
+from deepspeed.config.compression import BitsParams
+from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.ops.quantizer.groups import fake_quantize
 from deepspeed.runtime.eigenvalue import Eigenvalue
 from deepspeed.runtime.quantize import Quantizer
@@ -148,3 +150,27 @@ def test_few_bits_and_mixed_values():
     before = param.detach().clone()
     quantizer.quantize([[param]], False, False)
     torch.testing.assert_close(param.detach(), 0.75 * before + 0.25 * fake_quantize(before, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("qsteps", "3", "moq.qsteps: found a str"),
+        ("quantize_real_ratio", None, "moq.quantize_real_ratio: found a NoneType"),
+        ("bits", [1], "moq.bits: found a list"),
+        ("bits", {"weight": (99, 1, 1.0)}, r"moq.bits: found \(99, 1, 1.0\) for 'weight'"),
+        ("bits", {"weight": (8, "1", 1.0)}, "moq.bits: found .* for 'weight'"),
+        ("bits", {"other": (8, 1, 1.0)}, "moq: found no bits of weight"),
+        ("eigenvalues", 1, "moq.eigenvalues: found a int"),
+    ],
+)
+def test_a_state_that_no_run_has_written_changes_nothing(key, value, words):
+    layer = nn.Linear(4, 4)
+    bits = BitsParams(start_bits=8, target_bits=4, quantization_period=2)
+    rounding = Rounding("quantize_training", 0, {"weight": bits}, {"q_groups": 1})
+    moq = MixtureOfQuantization(rounding, layer, {id(layer.weight)}, lambda: None, None, lambda values: values)
+    state = moq.state_dict()
+    moq.check_state_dict(state)
+    with pytest.raises(CheckpointError, match=words):
+        moq.check_state_dict({**state, key: value})
+    assert moq.state_dict() == state
