@@ -434,7 +434,12 @@ class MixtureOfQuantization:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError for a state of other weights, or one that no run has written."""
-        kinds = {"qsteps": int, "quantize_real_ratio": (int, float), "bits": Mapping, "eigenvalues": Mapping}
+        kinds: dict[str, Any] = {
+            "qsteps": int,
+            "quantize_real_ratio": (int, float),
+            "bits": Mapping,
+            "eigenvalues": Mapping,
+        }
         for key, kind in kinds.items():
             if not isinstance(state.get(key), kind):
                 raise CheckpointError(
