@@ -221,8 +221,8 @@ COLLECTIONS = {
         "get_grad_norm": "optim.norm:get_grad_norm",
         "get_weight_norm": "optim.norm:get_weight_norm",
         "move_to_device": "data.placement:move_to_device",
-        "partition_balanced": "pipe.partition:partition_balanced",
-        "partition_uniform": "pipe.partition:partition_uniform",
+        "partition_balanced": "pipe.layers:partition_balanced",
+        "partition_uniform": "pipe.layers:partition_uniform",
         "see_memory_usage": "profiling.breakdown:see_memory_usage",
         "set_random_seed": "accelerator.current:set_random_seed",
     },
@@ -337,10 +337,10 @@ PACKAGES = {
         "ZeroOneAdam": "optim.zero_one_adam:ZeroOneAdam",
     },
     "runtime.pipe": {
-        "LayerSpec": "pipe.layer_spec:LayerSpec",
+        "LayerSpec": "pipe.layers:LayerSpec",
         "PipelineModule": "pipe.module:PipelineModule",
         "ProcessTopology": "pipe.topology:ProcessTopology",
-        "TiedLayerSpec": "pipe.layer_spec:TiedLayerSpec",
+        "TiedLayerSpec": "pipe.layers:TiedLayerSpec",
     },
     "runtime.zero": {
         "GatheredParameters": "zero.gather:GatheredParameters",

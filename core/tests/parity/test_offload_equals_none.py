@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.testing import optimizer_offload
+from deepspeed.testing import offload
 from deepspeed.testing.distributed import RankError, run_ranks
-from deepspeed.testing.optimizer_offload import loss_of, state_of, train, weights_of
+from deepspeed.testing.offload import loss_of, state_of, train, weights_of
 from deepspeed.testing.tiers import covering
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.nvme import NvmePlacement
@@ -116,7 +116,7 @@ def create_engine(case, path):
     if case.params != "none":
         section["offload_param"] = {"device": case.params, "nvme_path": path, "buffer_count": 2, "max_in_cpu": 0}
     with separate_host_memory():
-        return optimizer_offload.create_engine(
+        return offload.create_engine(
             case.stage,
             section,
             freezes=case.freezes,

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.errors import ConfigError
-from deepspeed.testing import optimizer_offload
+from deepspeed.testing import offload as offloaded
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.optimizer_offload import OPTIMIZERS, loss_of, state_of, train
+from deepspeed.testing.offload import OPTIMIZERS, loss_of, state_of, train
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments, state_dict
 
@@ -35,7 +35,7 @@ def swap_path():
 def create_engine(stage, offload, **keys):
     """`offload`: keys of `offload_optimizer`; None: no offload."""
     section = {"offload_optimizer": {"device": "nvme", "nvme_path": swap_path(), **(offload or {})}}
-    return optimizer_offload.create_engine(stage, {} if offload is None else section, **keys)
+    return offloaded.create_engine(stage, {} if offload is None else section, **keys)
 
 
 def check_empty(engine):

@@ -11,7 +11,7 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import RankError, run_ranks
 from deepspeed.testing.models import CheckpointedMLP
-from deepspeed.testing.param_offload import access, assert_same, create_engine, run, train
+from deepspeed.testing.offload import access_params, assert_same, create_param_engine, losses_of, train_params
 from deepspeed.testing.tiers import swept
 
 
@@ -30,14 +30,14 @@ def on_disk(path, **keys):
     ),
 )
 def test_losses_and_weights_are_those_in_memory(tmp_path, world_size, precision, section):
-    expected = run_ranks(world_size, train, precision, section)
-    assert_same(run_ranks(world_size, train, precision, {**section, **on_disk(tmp_path)}), expected)
+    expected = run_ranks(world_size, train_params, precision, section)
+    assert_same(run_ranks(world_size, train_params, precision, {**section, **on_disk(tmp_path)}), expected)
     assert list(tmp_path.iterdir()) == []  # the swap files are gone with their engine
 
 
 def buffers_job(path):
-    engine = create_engine("fp32", on_disk(path, buffer_count=10**9))
-    run(engine, 1)
+    engine = create_param_engine("fp32", on_disk(path, buffer_count=10**9))
+    losses_of(engine, 1)
     units = engine.sharding.units.modules.all
     (home,) = {unit.offloaded._home for unit in units if unit.shard_S.is_meta}
     num_buffers = len(home._buffers)
@@ -52,8 +52,8 @@ def test_no_more_buffers_are_made_than_shards_need(tmp_path):
 
 def where(path):
     """On which kinds of device shards are, and how many reads were begun before their unit was used."""
-    engine = create_engine("fp32", on_disk(path, max_in_cpu=30))
-    run(engine, 1)
+    engine = create_param_engine("fp32", on_disk(path, max_in_cpu=30))
+    losses_of(engine, 1)
     units = engine.sharding.units.modules.all
     kinds = [unit.shard_S.device.type for unit in units]
     (folder,) = Path(path).glob(f"*_rank{torch.distributed.get_rank()}_*")
@@ -66,7 +66,7 @@ def where(path):
             unit.offloaded.prepare = lambda shard=unit.offloaded, do=prepare: (
                 ahead.append(shard._buffer is not None), do()
             )  # fmt: skip
-    run(engine, 1)
+    losses_of(engine, 1)
     engine.destroy()
     return kinds, sum(ahead) / len(ahead)
 
@@ -79,10 +79,10 @@ def test_shards_leave_memory_and_are_read_ahead(tmp_path):
 
 
 def save_and_die(path, folder):
-    engine = create_engine("bf16", on_disk(path))
-    run(engine, 2)
+    engine = create_param_engine("bf16", on_disk(path))
+    losses_of(engine, 2)
     engine.save_checkpoint(folder, tag="two")
-    losses = run(engine, 1)
+    losses = losses_of(engine, 1)
     if torch.distributed.get_rank() == 0:
         Path(folder, "losses").write_text(repr(losses))
     torch.distributed.barrier()
@@ -91,9 +91,9 @@ def save_and_die(path, folder):
 
 
 def resume(folder, section):
-    engine = create_engine("bf16", section)
+    engine = create_param_engine("bf16", section)
     engine.load_checkpoint(folder)
-    losses = run(engine, 1)
+    losses = losses_of(engine, 1)
     engine.destroy()
     return losses
 
@@ -111,7 +111,7 @@ def test_a_killed_run_is_resumed_without_its_swap_files(tmp_path):
 
 
 def access_job(path):
-    return [access("bf16", section) for section in ({}, on_disk(path))]
+    return [access_params("bf16", section) for section in ({}, on_disk(path))]
 
 
 def test_single_parameters_are_read_and_changed_as_in_memory(tmp_path):
@@ -121,12 +121,12 @@ def test_single_parameters_are_read_and_changed_as_in_memory(tmp_path):
 
 def move_states(path):
     """What is on disk is out of the device's memory already; the rest is that of the host."""
-    engine, other = create_engine("bf16", on_disk(path)), create_engine("bf16", {})
+    engine, other = create_param_engine("bf16", on_disk(path)), create_param_engine("bf16", {})
     for each in (engine, other):
-        run(each, 1)
+        losses_of(each, 1)
         each.offload_states()
         each.reload_states()
-    assert run(engine, 2) == run(other, 2)
+    assert losses_of(engine, 2) == losses_of(other, 2)
     engine.offload_states()
     engine.destroy()
     other.destroy()
@@ -142,8 +142,8 @@ def build(path):
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = CheckpointedMLP()
     kinds = {param.ds_tensor.device.type for param in model.parameters()}
-    engine = create_engine("fp32", on_disk(path), model)
-    losses = run(engine, 1)
+    engine = create_param_engine("fp32", on_disk(path), model)
+    losses = losses_of(engine, 1)
     engine.destroy()
     return kinds, losses
 
@@ -151,7 +151,7 @@ def build(path):
 def test_init_builds_on_disk(tmp_path):
     (kinds, losses), _ = run_ranks(2, build, str(tmp_path))
     assert kinds == {"meta"}
-    assert losses == run_ranks(2, train, "fp32", {}, 1)[0][0][:2]
+    assert losses == run_ranks(2, train_params, "fp32", {}, 1)[0][0][:2]
 
 
 KEY = r"zero_optimization\.offload_param\.nvme_path"
@@ -160,21 +160,21 @@ KEY = r"zero_optimization\.offload_param\.nvme_path"
 def refused(path):
     absent = {"offload_param": {"device": "nvme", "max_in_cpu": 0}}
     with pytest.raises(ConfigError, match=r"offload_param\.nvme_path: found none, and device is 'nvme'; name a folder"):
-        create_engine("fp32", absent)
+        create_param_engine("fp32", absent)
     with pytest.raises(ConfigError, match="nvme_path: found none"):
         deepspeed.zero.Init(remote_device="nvme")
     with pytest.raises(ConfigError, match="nvme_path: found none"):  # else it would be the working directory
-        create_engine("fp32", on_disk(""))
+        create_param_engine("fp32", on_disk(""))
     with pytest.raises(ConfigError, match=f"^{KEY}: no folder can be made in .* too long; check"):
-        create_engine("fp32", on_disk(f"{path}/{'x' * 300}"))
+        create_param_engine("fp32", on_disk(f"{path}/{'x' * 300}"))
     with pytest.raises(ConfigError, match=f"^{KEY}: no folder can be made in /proc/nowhere: "):
-        create_engine("fp32", on_disk("/proc/nowhere"))
+        create_param_engine("fp32", on_disk("/proc/nowhere"))
     with pytest.raises(
         ConfigError, match=r"buffer_size: found 10 elements, and .* layers\.0\.weight .* has 56; make it"
     ):
-        create_engine("fp32", on_disk(path, buffer_size=10))
+        create_param_engine("fp32", on_disk(path, buffer_size=10))
     with pytest.raises(ConfigError, match="found 'nvme' with zero_quantized_nontrainable_weights true"):
-        create_engine("fp32", {"zero_quantized_nontrainable_weights": True, **on_disk(path)})
+        create_param_engine("fp32", {"zero_quantized_nontrainable_weights": True, **on_disk(path)})
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from deepspeed.comm.group_backend import serve_by
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.sequence import ring
 from deepspeed.sequence.blockwise import ChunkedAttention, forward_block
-from deepspeed.sequence.channel import channel
+from deepspeed.sequence.exchange import channel
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ring import RingAttention, zigzag_part
 from deepspeed.testing.distributed import run_ranks

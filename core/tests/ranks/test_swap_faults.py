@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.errors import CommError, DeepSpeedError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.optimizer_offload import create_engine, loss_of, train, weights_of
+from deepspeed.testing.offload import create_engine, loss_of, train, weights_of
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload.nvme import NvmePlacement
 from deepspeed.zero.offload.swapped_shards import SwappedShards

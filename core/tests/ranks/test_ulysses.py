@@ -7,8 +7,7 @@ from deepspeed.comm.group_backend import serve_by
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import ConfigError
 from deepspeed.sequence import layer
-from deepspeed.sequence.channel import channel
-from deepspeed.sequence.exchange import HeadDivision, gather_heads, scatter_heads, sent_bytes
+from deepspeed.sequence.exchange import HeadDivision, channel, gather_heads, scatter_heads, sent_bytes
 from deepspeed.testing.distributed import run_ranks
 
 TOKENS, BATCH, WIDTH = 12, 2, 4

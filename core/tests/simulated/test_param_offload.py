@@ -7,10 +7,9 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
-from deepspeed.testing import param_offload
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import CheckpointedMLP
-from deepspeed.testing.param_offload import assert_same, create_engine, run
+from deepspeed.testing.offload import access_params, assert_same, create_param_engine, losses_of, train_params
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import buffers
 
@@ -24,7 +23,7 @@ SECTIONS = {"params": (PARAMS, {}), "both": ({**PARAMS, **OPTIMIZER}, OPTIMIZER)
 
 def train(precision, section, steps=20, schedule="late"):
     torch.sim.set_schedule(schedule)
-    result = param_offload.train(precision, section, steps)
+    result = train_params(precision, section, steps)
     torch.sim.set_schedule("late")
     return result
 
@@ -110,8 +109,8 @@ FAULTS = {
 def losses_with(fault, schedule):
     torch.sim.set_schedule(schedule)
     with mock.patch.object(*FAULTS[fault]) if fault else contextlib.nullcontext():
-        engine = create_engine("fp32", PARAMS)
-        losses = run(engine, 2)
+        engine = create_param_engine("fp32", PARAMS)
+        losses = losses_of(engine, 2)
         engine.destroy()
     torch.sim.set_schedule("late")
     return losses
@@ -125,7 +124,7 @@ def test_a_missing_wait_is_seen(sim, fault):
 
 def write_before_the_copy_is_done(without_waiting):
     """The shard changes while the copy of a prefetched unit waits in its stream."""
-    engine = create_engine("fp32", PARAMS)
+    engine = create_param_engine("fp32", PARAMS)
     (unit, *_) = engine.sharding.units.modules.all
     with mock.patch.object(buffers.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
         unit.launch()
@@ -188,20 +187,20 @@ def test_other_ways_to_shard(sim_ranks, section):
 
 
 def save(folder, section, precision):
-    engine = create_engine(precision, section)
-    run(engine, 2)
+    engine = create_param_engine(precision, section)
+    losses_of(engine, 2)
     engine.save_checkpoint(folder, tag="two")
     engine.save_16bit_model(folder)
-    losses = run(engine, 2)
+    losses = losses_of(engine, 2)
     engine.destroy()
     return losses
 
 
 def resume(folder, section, precision):
-    engine = create_engine(precision, section)
-    run(engine, 1)  # what is gathered, and what was saved, differ
+    engine = create_param_engine(precision, section)
+    losses_of(engine, 1)  # what is gathered, and what was saved, differ
     engine.load_checkpoint(folder)
-    losses = run(engine, 2)
+    losses = losses_of(engine, 2)
     engine.destroy()
     return losses
 
@@ -218,7 +217,7 @@ def test_checkpoints_load_with_and_without_at_any_size(sim, sim_ranks, tmp_path,
 
 
 def access():
-    return [param_offload.access("bf16", section) for section in ({}, PARAMS, {**PARAMS, **OPTIMIZER})]
+    return [access_params("bf16", section) for section in ({}, PARAMS, {**PARAMS, **OPTIMIZER})]
 
 
 def test_single_parameters_are_read_and_changed_as_without(sim_ranks):
@@ -236,7 +235,7 @@ def build(arguments):
     shards = {param.ds_tensor.device.type for param in model.parameters()}
     stage3 = {"stage3_param_persistence_threshold": 4, "stage3_max_reuse_distance": 0}
     engine = make_engine(model, 3, zero_optimization={**stage3, **config["zero_optimization"]})
-    losses = run(engine, 2)
+    losses = losses_of(engine, 2)
     engine.destroy()
     return shards, losses
 
@@ -255,7 +254,7 @@ def reuse_of_a_buffer(path, without_waiting):
     """A shard is read into a buffer from which the copy of another one still waits in its stream."""
     section = {"offload_param": {"device": "nvme", "nvme_path": path, "buffer_count": 1, "max_in_cpu": 0}}
     with mock.patch.dict(os.environ, WITH_FILES):
-        engine = create_engine("fp32", section)
+        engine = create_param_engine("fp32", section)
         first, second, *_ = engine.sharding.units.modules.all
         first.gather()
     expected = first.params[0].detach().cpu()

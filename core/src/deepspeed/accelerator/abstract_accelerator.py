@@ -9,14 +9,13 @@ A vendor whose device torch knows writes two lines and then only what differs:
     # optional: override any method of the six mixins below
 
 The methods stand in files by subject, so that each can be read at once: `device.py` (which device, how it behaves, its
-random numbers, streams, events, graphs), `memory.py`, `dtypes.py`, `building.py` (op builders,
-environment, compiler). There is no abstract method and no `__init__`: a class that implements everything itself, as
-vendors wrote them for DeepSpeed, is as welcome as one that implements nothing, and new methods never break it.
+random numbers, streams, events, graphs, dtypes), `memory.py`, `building.py` (op builders, environment, compiler). There
+is no abstract method and no `__init__`: a class that implements everything itself, as vendors wrote them for DeepSpeed,
+is as welcome as one that implements nothing, and new methods never break it.
 """
 
 from deepspeed.accelerator.building import BuildingMixin
-from deepspeed.accelerator.device import DeviceMixin, RngMixin, StreamMixin
-from deepspeed.accelerator.dtypes import DtypeMixin
+from deepspeed.accelerator.device import DeviceMixin, DtypeMixin, RngMixin, StreamMixin
 from deepspeed.accelerator.memory import MemoryMixin
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
-from deepspeed.accelerator.dtypes import TensorMaker
+from deepspeed.accelerator.device import TensorMaker
 from deepspeed.accelerator.memory import aligned_copy, is_aligned
 from deepspeed.errors import ConfigError, StateError, environment_int
 

@@ -151,12 +151,11 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
     Returns:
         The keys of `collect_why`, `versions` (name -> version or None), `paths`, `toolkits` and `machine` (see
         `report_parts`), `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of
-        `op_report`).
+        `collect_ops`).
     """
     why = collect_why()
     from deepspeed.accelerator.current import explain
-    from deepspeed.cli.op_report import build_ops, collect_ops
-    from deepspeed.cli.report_parts import collect_machine, collect_paths, collect_toolkits
+    from deepspeed.cli.report_parts import build_ops, collect_machine, collect_ops, collect_paths, collect_toolkits
 
     choice = None if why["chosen"]["error"] else explain()
     return {

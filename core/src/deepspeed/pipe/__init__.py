@@ -7,9 +7,9 @@ May import `activation`, `parallel`, `comm` and below. Read `schedule.py` (what 
 from deepspeed._forward import forward
 
 _NAMES = {
-    "LayerSpec": "deepspeed.pipe.layer_spec:LayerSpec",
+    "LayerSpec": "deepspeed.pipe.layers:LayerSpec",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
-    "TiedLayerSpec": "deepspeed.pipe.layer_spec:TiedLayerSpec",
+    "TiedLayerSpec": "deepspeed.pipe.layers:TiedLayerSpec",
     "ProcessTopology": "deepspeed.pipe.topology:ProcessTopology",
 }
 

@@ -31,8 +31,15 @@ from deepspeed.comm.together import together
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError, PipelineError, counted, either
 from deepspeed.parallel.model_part import mark_tied
-from deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec, count_parameters
-from deepspeed.pipe.partition import check_method, partition_balanced, partition_uniform, type_weights
+from deepspeed.pipe.layers import (
+    LayerSpec,
+    TiedLayerSpec,
+    check_method,
+    count_parameters,
+    partition_balanced,
+    partition_uniform,
+    type_weights,
+)
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, check_world
 
 _NUM_RUNS = 3

@@ -8,8 +8,7 @@ memory-and-traffic.md` has the sums, and a test compares them with `saved_tensor
 
 from dataclasses import dataclass
 
-from deepspeed.planning.shape import ModelShape
-from deepspeed.planning.share import Share
+from deepspeed.planning.shape import ModelShape, Share
 from deepspeed.planning.tape import Profile, Tape, Value
 
 _FP32 = 4

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from deepspeed.pipe.partition import partition_balanced
+from deepspeed.pipe.layers import partition_balanced
 from deepspeed.planning import blocks
 from deepspeed.planning.blocks import Param, PlannedBlock
-from deepspeed.planning.shape import ModelShape
-from deepspeed.planning.share import Mesh, Share, share_of
+from deepspeed.planning.shape import Mesh, ModelShape, Share, share_of
 from deepspeed.planning.tape import Point, Profile
 from deepspeed.planning.training import DEVICE, Library, Training
 from deepspeed.zero.bucket import FLUSH_NUMEL

@@ -9,8 +9,7 @@ from typing import Any
 
 from deepspeed.errors import ConfigError, counted
 from deepspeed.planning.memory import Memory, estimate_memory, rank_model
-from deepspeed.planning.shape import ModelShape, read_shape
-from deepspeed.planning.share import Mesh, why_not
+from deepspeed.planning.shape import Mesh, ModelShape, read_shape, why_not
 from deepspeed.planning.traffic import Machine, Traffic, estimate_traffic, idle_share, step_seconds
 from deepspeed.planning.training import DEVICE, Library, Training
 

@@ -8,8 +8,7 @@ parallelism 1909.08053, section 3; Ulysses 2309.14509, section 3.2; experts `moe
 from dataclasses import dataclass
 
 from deepspeed.planning.memory import rank_model
-from deepspeed.planning.shape import ModelShape
-from deepspeed.planning.share import Mesh, first_heads, share_of
+from deepspeed.planning.shape import Mesh, ModelShape, first_heads, share_of
 from deepspeed.planning.training import Training
 
 

@@ -25,7 +25,7 @@ from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import counted, first_line
-from deepspeed.sequence.channel import channel
+from deepspeed.sequence.exchange import channel
 
 IGNORED = -100
 #: keys by which the length of a batch is known, the first one that it has

@@ -27,8 +27,7 @@ from deepspeed.errors import ConfigError, counted, either
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import read_layout
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.sequence.channel import channel, check_layout
-from deepspeed.sequence.exchange import divide_heads, gather_heads, scatter_heads
+from deepspeed.sequence.exchange import channel, check_layout, divide_heads, gather_heads, scatter_heads
 from deepspeed.sequence.layer import repeat_heads
 
 

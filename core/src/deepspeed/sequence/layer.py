@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, counted
-from deepspeed.sequence.channel import channel, check_layout
-from deepspeed.sequence.exchange import HeadDivision, divide_heads, gather_heads, scatter_heads
+from deepspeed.sequence.exchange import HeadDivision, channel, check_layout, divide_heads, gather_heads, scatter_heads
 
 
 @absent_members("sequence.layer:DistributedAttention")

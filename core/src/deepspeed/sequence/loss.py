@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.sequence.channel import channel, check_layout, fails_with_engine
+from deepspeed.sequence.exchange import channel, check_layout, fails_with_engine
 
 
 @fails_with_engine

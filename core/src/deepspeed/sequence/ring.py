@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import counted
 from deepspeed.sequence.blockwise import backward_block, delta, forward_block, merge
-from deepspeed.sequence.channel import channel, check_layout
+from deepspeed.sequence.exchange import channel, check_layout
 
 
 class RingAttention(torch.nn.Module):

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.accelerator import current, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.cli import report
-from deepspeed.cli.op_report import build_ops, collect_ops
+from deepspeed.cli.report_parts import build_ops, collect_ops
 from deepspeed.ops.op_builder import OpBuilder
 
 MODULE = """

@@ -15,7 +15,7 @@ from deepspeed import _installation, env_report
 from deepspeed.accelerator import candidates, current
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.cli import op_report, report, report_parts
+from deepspeed.cli import report, report_parts
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import warn_once
 from deepspeed.ops.op_builder import OpBuilder
@@ -161,7 +161,7 @@ def test_states_are_in_color_on_a_terminal_only(shelf, capsys, monkeypatch):
 
 
 def test_ops_can_be_hidden_and_are_not_looked_at(shelf, capsys, monkeypatch):
-    monkeypatch.setattr(op_report, "collect_ops", lambda: pytest.fail("ops were looked at"))
+    monkeypatch.setattr(report_parts, "collect_ops", lambda: pytest.fail("ops were looked at"))
     assert report.main(["--hide_operator_status"]) == 0
     text = capsys.readouterr().out
     assert "Chosen: cpu" in text
@@ -171,7 +171,7 @@ def test_ops_can_be_hidden_and_are_not_looked_at(shelf, capsys, monkeypatch):
 def test_errors_and_warnings_can_be_hidden(shelf, capsys, monkeypatch):
     op = {"op": "gemm", "front": None, "offered": True, "builder": None, "source": "reference", "state": "failed"}
     op |= {"library": None, "rejected": [["here", "driver too old"]], "remark": "no compiler"}
-    monkeypatch.setattr(op_report, "collect_ops", lambda: [op])
+    monkeypatch.setattr(report_parts, "collect_ops", lambda: [op])
     monkeypatch.setattr(report, "foreign_deepspeed", lambda: "0.18.2")
     told = ("driver too old", "no compiler", "DeepSpeed itself", "[WARNING]")
     warn_once.cache_clear()

@@ -8,7 +8,7 @@ import torch
 from deepspeed._installation import pip_install
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.current import reset_accelerator
-from deepspeed.cli.op_report import collect_ops
+from deepspeed.cli.report_parts import collect_ops
 from deepspeed.errors import ConfigError, OpUnavailable, PluginError
 from deepspeed.log import logger
 from deepspeed.ops import registry

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.pipe.partition import check_method, partition_balanced, partition_uniform, type_weights
+from deepspeed.pipe.layers import check_method, partition_balanced, partition_uniform, type_weights
 from hypothesis import given
 from hypothesis import strategies as st
 

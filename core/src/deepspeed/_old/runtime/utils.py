@@ -12,7 +12,7 @@ from deepspeed.optim.norm import (
     get_weight_norm,
 )
 from deepspeed.parallel.partitioned_tensor import PartitionedTensor
-from deepspeed.pipe.partition import partition_balanced, partition_uniform
+from deepspeed.pipe.layers import partition_balanced, partition_uniform
 from deepspeed.precision.overflow import CheckOverflow
 from deepspeed.profiling.breakdown import see_memory_usage
 

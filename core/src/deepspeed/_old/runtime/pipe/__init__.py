@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from deepspeed._forward import forward
 
 if TYPE_CHECKING:
-    from deepspeed.pipe.layer_spec import LayerSpec as LayerSpec
-    from deepspeed.pipe.layer_spec import TiedLayerSpec as TiedLayerSpec
+    from deepspeed.pipe.layers import LayerSpec as LayerSpec
+    from deepspeed.pipe.layers import TiedLayerSpec as TiedLayerSpec
     from deepspeed.pipe.module import PipelineModule as PipelineModule
     from deepspeed.pipe.topology import ProcessTopology as ProcessTopology
     from deepspeed.runtime.pipe import engine as engine
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.pipe import topology as topology
 
 _NAMES: dict[str, str] = {
-    "LayerSpec": "deepspeed.pipe.layer_spec:LayerSpec",
+    "LayerSpec": "deepspeed.pipe.layers:LayerSpec",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "ProcessTopology": "deepspeed.pipe.topology:ProcessTopology",
-    "TiedLayerSpec": "deepspeed.pipe.layer_spec:TiedLayerSpec",
+    "TiedLayerSpec": "deepspeed.pipe.layers:TiedLayerSpec",
     "engine": "deepspeed.runtime.pipe.engine",
     "module": "deepspeed.runtime.pipe.module",
     "schedule": "deepspeed.runtime.pipe.schedule",

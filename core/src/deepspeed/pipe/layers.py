@@ -1,0 +1,202 @@
+"""The layers of a pipeline. `LayerSpec`: how to build one, so that only the rank whose stage it is in builds it.
+
+`partition_balanced` cuts a list of them into stages: contiguous parts, none empty, the heaviest as light as possible.
+"""
+
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from deepspeed.errors import ConfigError, counted
+
+METHODS = ("parameters", "uniform", "type:REGEX", "profile")
+
+
+class LayerSpec:
+    """A module's class and its arguments.
+
+        layers = [LayerSpec(torch.nn.Linear, 16, 64), LayerSpec(torch.nn.ReLU), LayerSpec(torch.nn.Linear, 64, 4)]
+
+    Args:
+        typename: a subclass of `torch.nn.Module`.
+        *module_args: its arguments.
+        **module_kwargs: its named arguments.
+
+    Raises:
+        ConfigError: `typename` is no such class.
+    """
+
+    def __init__(self, typename: type[Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, Module)):
+            raise ConfigError(f"{type(self).__name__}: found {typename!r}; give a subclass of torch.nn.Module")
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+        self.global_rank = -1
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
+
+    def build(self, log: bool = False) -> Module:
+        """A new module; `log` is accepted for compatibility."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def num_parameters(self) -> int:
+        """Elements of the parameters that train; the module is built without memory."""
+        with torch.device("meta"):
+            module = self.build()
+        return count_parameters(module)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares one module with all others of the same key, whatever stages they are in.
+
+    Every stage that has one of them holds the module. It starts from the weights that the first of these stages has
+    drawn, and gradients of all its parameters are summed over the stages, so that the copies stay equal.
+
+    Args:
+        key: names the shared module.
+        typename: its class.
+        *module_args: its arguments.
+        forward_fn: called as `forward_fn(module, inputs)` instead of the module itself.
+        tied_weight_attr: what the layers share, for example "weight" or ["word.weight", "bias"]; it must exist. All
+            other parameters of the module are shared too, as they are on one rank.
+        **module_kwargs: named arguments of the class.
+
+    Raises:
+        ConfigError: the key is no name for parameters.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[Module],
+        *module_args: Any,
+        forward_fn: Callable[[Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        if not isinstance(key, str) or not key or "." in key:
+            raise ConfigError(f"TiedLayerSpec: found the key {key!r}; give a name without dots")
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+    def check(self, module: Module) -> None:
+        """Raises ConfigError if the module has no tied weight of that name."""
+        for path in self.tied_weight_attr:
+            found: Any = module
+            for name in path.split("."):
+                found = getattr(found, name, None)
+            if not isinstance(found, torch.Tensor):
+                has = ", ".join(name for name, _ in module.named_parameters()) or "none"
+                raise ConfigError(
+                    f"TiedLayerSpec({self.key!r}): {self.typename.__name__} has no tensor {path!r}; its parameters are "
+                    f"{has}, so give one of them as tied_weight_attr"
+                )
+
+
+def count_parameters(module: Module) -> int:
+    """Elements of the parameters that train."""
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Cuts of `num_items` layers into parts of as equal length as possible, the first ones longer: `num_parts` + 1
+    numbers, from 0."""
+    return partition_balanced([1] * num_items, num_parts)
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Cuts between layers of these weights, so that the heaviest part is as light as possible.
+
+        >>> partition_balanced([4, 1, 1, 1, 1], num_parts=2)
+        [0, 1, 5]
+
+    Among such cuts those with the smallest sum of squares, and among these the ones that give the last parts less.
+    Every part has a layer.
+
+    Args:
+        weights: of each layer, 0 or more.
+        num_parts: at most the number of layers.
+
+    Returns:
+        `num_parts` + 1 numbers: part i has the layers from the i-th to before the next.
+
+    Raises:
+        ConfigError: there are more parts than layers.
+    """
+    if not 1 <= num_parts <= len(weights):
+        raise ConfigError(
+            f"pipeline: found {counted(num_parts, 'part')} for {counted(len(weights), 'layer')}; each part needs a "
+            f"layer, so use 1 to {len(weights)}"
+        )
+    sums = [0, *itertools.accumulate(weights)]
+    ends = range(1, len(sums))
+    bounds = sorted({sums[stop] - sums[start] for stop in ends for start in range(stop)})
+    bound = bounds[bisect_left(bounds, True, key=lambda each: _fits(sums, num_parts, each))]
+    return _smoothest(sums, num_parts, bound)
+
+
+def _fits(sums: Sequence[float], num_parts: int, bound: float) -> bool:
+    """Whether parts of at most `bound` cover all layers: each takes as much as it may."""
+    start, num_layers = 0, len(sums) - 1
+    for num_left in reversed(range(num_parts)):
+        stop = start
+        while stop < num_layers - num_left and sums[stop + 1] - sums[start] <= bound:
+            stop += 1
+        if stop == start:
+            return False
+        start = stop
+    return start == num_layers
+
+
+def _smoothest(sums: Sequence[float], num_parts: int, bound: float) -> list[int]:
+    """The cuts with the smallest sum of squares among parts of at most `bound`, by dynamic programming."""
+    num_layers = len(sums) - 1
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by part: end -> (sum of squares, start)
+    for part in range(1, num_parts + 1):
+        found: dict[int, tuple[float, int]] = {}
+        for start, (squares, _) in best[-1].items():
+            for stop in range(start + 1, num_layers - (num_parts - part) + 1):
+                weight = sums[stop] - sums[start]
+                if weight > bound:
+                    break
+                if stop not in found or (squares + weight**2, -start) < (found[stop][0], -found[stop][1]):
+                    found[stop] = (squares + weight**2, start)
+        best.append(found)
+    cuts = [num_layers]
+    for found in reversed(best[1:]):
+        cuts.append(found[cuts[-1]][1])
+    return cuts[::-1]
+
+
+def type_weights(method: str, names: Sequence[str]) -> list[int]:
+    """1 for every layer whose class name matches the expression of "type:REGEX", upper and lower case alike."""
+    pattern = method.partition(":")[2]
+    try:
+        matcher = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"partition_method: found {method!r}, whose expression is wrong: {error}") from error
+    return [int(matcher.search(name) is not None) for name in names]
+
+
+def check_method(method: str) -> str:
+    """The method in lower case, where it is a name.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    known = method.lower() if isinstance(method, str) else ""
+    if known.startswith("type:"):
+        return method
+    if known not in METHODS:
+        raise ConfigError(f"partition_method: found {method!r}; use one of {', '.join(METHODS)}")
+    return known
