@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deepspeed import log
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
+from deepspeed.comm.values import all_gather_values
 from deepspeed.compression.compress import is_in, planned
 from deepspeed.compression.eigenvalue import Eigenvalue
 from deepspeed.compression.quantizers import BinaryQuantizer, TernaryQuantizer
@@ -31,6 +32,7 @@ from deepspeed.config.compression import (
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.ops.quantizer.groups import fake_quantize
 from deepspeed.parallel.expert_params import is_moe_param
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import is_tensor_parallel
 
 __all__ = ["Quantizer"]
@@ -208,23 +210,24 @@ class Rounding:
 def create_moq(
     config: Any,
     module: nn.Module,
+    mesh: Mesh,
     *,
     stage: int,
     is_pipeline: bool,
     trained: Collection[int],
     masters: Collection[int],
     accept: Callable[[], None],
-    average: Callable[[list[float]], list[float]],
 ) -> "MixtureOfQuantization":
     """Return what the engine rounds weights by, for a configuration that asks for it.
 
     Args:
         config: the whole `DeepSpeedConfig`.
         module: the model.
+        mesh: of the engine; the ranks that average gradients average eigenvalues, too.
         stage: of ZeRO.
         is_pipeline: whether the model is one stage of a pipeline.
         trained: ids of the parameters that the optimizer has.
-        masters, accept, average: as for `MixtureOfQuantization`.
+        masters, accept: as for `MixtureOfQuantization`.
 
     Raises:
         ConfigError: names the key that does not fit, and what to do.
@@ -247,6 +250,12 @@ def create_moq(
     else:
         names = [name for name, param in module.named_parameters() if param.dim() > 1 and id(param) in trained]
         rounding = asked_by(config.quantize_training, names)
+
+    def average(values: list[float]) -> list[float]:
+        is_alone = mesh.size("dp") * mesh.size("sp") == 1
+        by_rank = [values] if is_alone else all_gather_values(values, mesh.gradient_group())
+        return [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
+
     return MixtureOfQuantization(rounding, module, masters, accept, eigenvalue_of(config), average)
 
 
@@ -380,13 +389,9 @@ class MixtureOfQuantization:
         values = self._average(estimate.estimates(self._layers, grads, scale=scale))
         self.block_eigenvalue = estimate.by_weight(self._layers, values)
 
-    def after_update(self, step: int) -> None:
-        """Round the weights that a step has made.
-
-        Args:
-            step: its number, from 1.
-        """
-        if step < self._offset:
+    def after_update(self, step: int, *, applied: bool = True, scale: float = 1.0) -> None:
+        """Round the weights that a step, counted from 1, has made. One that was skipped leaves them as they are."""
+        if not applied or step < self._offset:
             return
         with self._same_chance(self.quantizer.qsteps + 1):
             is_by_eigenvalue = self._eigenvalue is not None
@@ -434,12 +439,8 @@ class MixtureOfQuantization:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError for a state of other weights, or one that no run has written."""
-        kinds: dict[str, Any] = {
-            "qsteps": int,
-            "quantize_real_ratio": (int, float),
-            "bits": Mapping,
-            "eigenvalues": Mapping,
-        }
+        kinds: dict[str, Any] = {"qsteps": int, "quantize_real_ratio": (int, float)}
+        kinds |= {"bits": Mapping, "eigenvalues": Mapping}
         for key, kind in kinds.items():
             if not isinstance(state.get(key), kind):
                 raise CheckpointError(

@@ -4,7 +4,6 @@ It and `sharding.py` alone read the root of the configuration.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -16,26 +15,26 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.together import together
-from deepspeed.comm.values import all_gather_values, check_same
+from deepspeed.comm.values import check_same
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.compression import asks_for_moq, asks_for_steps, rounds_after_steps
-from deepspeed.config.monitor import WatchConfig
+from deepspeed.config.compression import asks_for_moq, rounds_after_steps
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
 from deepspeed.data.loader import check_data
 from deepspeed.engine.accessors import read_answers
-from deepspeed.engine.device import claim_device, claim_dtypes, local_rank
+from deepspeed.engine.device import claim_device, claim_dtypes, local_rank, move_module
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed.engine.observers import Observers, Progress, notify, ranks_of_table
+from deepspeed.engine.observers import Progress, create_observers, create_profile, notify
 from deepspeed.engine.optimizers import (
     OptimizerLike,
     Parameters,
     SchedulerLike,
     choose_optimizer,
     choose_scheduler,
+    optimizer_of_user,
+    refuse_parts,
     trainable,
     warn_without_optimizer,
 )
@@ -50,8 +49,9 @@ from deepspeed.engine.sharding import (
     refuse_quantized,
     split_data,
 )
-from deepspeed.engine.slow_ranks import SlowRanks
+from deepspeed.engine.slow_ranks import create_slow_ranks
 from deepspeed.engine.start_line import start_line
+from deepspeed.engine.step_schedules import StepSchedules, create_curriculum, create_step_schedules
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import SavedPart, TrainingState
 from deepspeed.errors import ConfigError
@@ -59,18 +59,15 @@ from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
 from deepspeed.moe.divide import divide_experts
 from deepspeed.moe.layer import DivideExpert, connect_moe_layers
-from deepspeed.monitor.monitor import MonitorMaster, is_writer
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel, parts_held
+from deepspeed.parallel.model_part import is_tensor_parallel
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
-from deepspeed.precision.policy import Precision, cast_buffers, cast_floating
-from deepspeed.profiling.breakdown import Breakdown
-from deepspeed.profiling.timer import ThroughputTimer
+from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.tensor_parallel.ranks import ranks_asked_by
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.managed import (
@@ -78,31 +75,20 @@ from deepspeed.zero.managed import (
     refuse_meta,
     refuse_sharded,
     refuse_unshaped,
+    refuse_wrapped,
     warn_of_shared_memory,
 )
 from deepspeed.zero.module_units import mark_configured
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
-from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of
-from deepspeed.zero.replicas import ReplicaCheck
+from deepspeed.zero.replicas import create_check
 from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:
-    from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.compression.moq import MixtureOfQuantization
-    from deepspeed.compression.scheduler import BlockPruning
-    from deepspeed.data.random_ltd import RandomLTDScheduler
     from deepspeed.data.sampler import Curriculum
-    from deepspeed.engine.step_schedules import StepSchedules
-    from deepspeed.profiling.step_profile import StepProfile
-
-_STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
-_MEASURES_NOTHING = (
-    "autotuning.enabled: found true without metric_path, so nothing is measured and training goes on; search by "
-    "`deepspeed --autotuning tune`"
-)
 
 
 def initialize(
@@ -191,10 +177,10 @@ def _initialize(
             "batches of samples; for batches of tokens call "
             "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed with the engine, and use its loader"
         )
-    _refuse_wrapped(model, settings.zero_optimization.stage)
+    refuse_wrapped(model, settings.zero_optimization.stage)
     warn_of_shared_memory(model, settings.zero_optimization.stage)
-    if optimizer is not None:
-        _leave_unclipped(settings)
+    if optimizer is not None and "gradient_clipping" not in settings.model_fields_set:
+        settings.gradient_clipping = 0.0  # a script that brings its optimizer gets its gradients as they are
     _start_communication(dist_init_required, distributed_port)
     if isinstance(model, PipelineModule):
         mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
@@ -216,7 +202,7 @@ def _initialize(
     claim_dtypes(asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
-    slow_ranks = _create_slow_ranks(settings.watch, mesh)  # before the backends of groups, whose waits it counts
+    slow_ranks = create_slow_ranks(settings.watch, mesh)  # before the backends of groups, whose waits it counts
 
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
@@ -228,7 +214,7 @@ def _initialize(
         divide_expert = entry.divide_expert
         if settings.tensor_parallel.size > 1:
             entry.divide_over(model, mesh, settings.tensor_parallel)
-    module = _move(model, device, zero.stage)
+    module = move_module(model, device, zero.stage)
     if mesh.size("tp") > 1:
         entry.prepare_params(module)
     precision = create_precision(settings, device)
@@ -256,8 +242,8 @@ def _initialize(
     weights_dtype = torch_dtype(settings.weights_dtype) if settings.weights_dtype is not None else None
     prepare_stored(module, settings, trains=basic_optimizer is not None, dtype=weights_dtype)
     refuse_managed(module, basic_optimizer, weights_dtype)
-    _refuse_of_parts(module, basic_optimizer)
-    _refuse_complex(module, precision)
+    refuse_parts(module, basic_optimizer)
+    precision.refuse_complex(module)
     refuse_sharded(module, zero.stage)
     if settings.data_types.param_dtype == "fp32":
         cast_floating((param for param in module.parameters() if unit_of(param) is None), torch.float32)
@@ -269,19 +255,54 @@ def _initialize(
     schedule = Accumulation(settings.gradient_accumulation_steps)
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     progress = Progress()
-    profile = _create_profile(settings, module, mesh, progress)
-    step_schedules = _create_step_schedules(settings, module, mesh, progress)
-    curriculum = _create_curriculum(settings, mesh)
+    profile = create_profile(
+        settings.autotuning,
+        settings.flops_profiler,
+        module,
+        mesh,
+        progress,
+        micro_batch_size=int(settings.train_micro_batch_size_per_gpu),
+        num_micro_batches=schedule.num_steps,
+    )
+    step_schedules = create_step_schedules(
+        settings.curriculum_learning,
+        settings.progressive_layer_drop,
+        settings.data_efficiency,
+        settings.compression_training,
+        module=module,
+        mesh=mesh,
+        progress=progress,
+        train_batch_size=int(settings.train_batch_size),
+        rounds_weights=not rounds_after_steps(settings),
+    )
+    curriculum = create_curriculum(
+        settings.data_efficiency,
+        mesh,
+        micro_batch_size=int(settings.train_micro_batch_size_per_gpu),
+        num_steps=schedule.num_steps,
+    )
     training = Training(
         sharding=sharding,
         precision=precision,
         schedule=schedule,
-        observers=_create_observers(settings, group, slow_ranks, profile, scales_loss=precision.loss_scaler.is_dynamic),
+        observers=create_observers(
+            settings.monitor_config,
+            settings.timers.throughput,
+            group,
+            slow_ranks,
+            profile,
+            times=settings.wall_clock_breakdown,
+            memory=settings.memory_breakdown,
+            steps_per_print=settings.steps_per_print,
+            train_batch_size=int(settings.train_batch_size),
+            shows_loss_scale=settings.fp16.enabled or precision.loss_scaler.is_dynamic,
+        ),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
         progress=progress,
-        check=_create_check(settings, module, mesh, sharding),
     )
+    if (check := create_check(zero, settings.watch, module, mesh, sharding)) is not None:
+        training.before_update.append(check)
     synchronize_module(module, group, experts)
     synchronize_tied(module, units)
     sharding.attach(
@@ -295,9 +316,12 @@ def _initialize(
     types = settings.data_types
     buffer_dtype = torch_dtype(types.buffer_dtype) if types.buffer_dtype is not None else None
     cast_buffers(module, buffer_dtype, types.keep_in_fp32_modules, precision.model_dtype)
-    training.blocks = _connect_blocks(step_schedules, module, mesh)
     training.moq = _create_moq(settings, module, mesh, sharding)
-    training.optimizer = _optimizer_of_user(training)
+    if training.moq is not None:
+        training.after_update.append(training.moq.after_update)
+    if step_schedules is not None:
+        step_schedules.follow(training)
+    training.optimizer = optimizer_of_user(training)
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
     sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()
     state = TrainingState(
@@ -344,28 +368,6 @@ def _initialize(
         log.report(settings.describe())
     notify("ds_engine_ready", engine=engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _refuse_wrapped(model: torch.nn.Module, stage: int) -> None:
-    """Two that average gradients take them from one another, so that weights are wrong. TorchScript's modules have
-    parameters that no other object can be put in place of."""
-    kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel,)
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    for name, module in model.named_modules():
-        where = f"{name!r} of the model" if name else "the model"
-        scripted = module.parameters() if isinstance(module, torch.jit.ScriptModule) else ()
-        if any(param.requires_grad or stage == 3 for param in scripted):
-            raise ConfigError(
-                f"initialize: {where} was made by torch.jit, whose parameters the engine cannot hold; pass the module "
-                "that was scripted or traced, and call engine.compile() for speed"
-            )
-        if isinstance(module, kinds):
-            kind = next(cls.__name__ for cls in type(module).__mro__ if cls in kinds)
-            raise ConfigError(
-                f"initialize: {where} is a {kind}, which averages gradients over the ranks, as the engine does; pass "
-                "the module inside it, before it is wrapped"
-            )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -433,12 +435,6 @@ def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
         config.train_batch_size = train // mesh.size("tp")
 
 
-def _leave_unclipped(config: DeepSpeedConfig) -> None:
-    """A script that brings its optimizer gets its gradients as they are, unless the configuration says otherwise."""
-    if "gradient_clipping" not in config.model_fields_set:
-        config.gradient_clipping = 0.0
-
-
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
     """Check that ranks agree on what decides their collectives: which ones, with what contents, and how much a rank's
     samples count. A collective of all ranks of the model."""
@@ -455,136 +451,6 @@ def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
     check_same(facts, mesh.norm_group)
 
 
-def _refuse_of_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> None:
-    """Optimizers that take norms or products of whole parameters would take those of this rank's parts."""
-    if optimizer is None or is_elementwise(optimizer):
-        return
-    divided = next((name for name, part in parts_held(module).items() if not part.is_whole), None)
-    if divided is not None:
-        raise ConfigError(
-            f"optimizer: found {type(optimizer).__name__} for a model of which tensor-parallel ranks have parts "
-            f"({divided}); it needs whole parameters, so use an elementwise optimizer, such as AdamW, or "
-            "tensor_parallel.autotp_size 1"
-        )
-
-
-def _refuse_complex(module: torch.nn.Module, precision: Precision) -> None:
-    """A complex parameter has no low precision, and its master weight is itself; an update has masters of one kind."""
-    if precision.model_dtype is None:
-        return
-    for name, param in module.named_parameters():
-        if param.is_complex() and param.requires_grad:
-            dtype = str(param.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{precision.name}: the parameter {name!r} is {dtype}, which has no form in 16 bits; train it in "
-                "fp32, or keep the parameter as real numbers (torch.view_as_real) and make it complex in the forward "
-                "(torch.view_as_complex)"
-            )
-
-
-def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:
-    """Bring the model to its device. Stage 3 moves parameters itself, as it shards them; here go the buffers."""
-    if stage < 3:
-        before = dict(model.named_parameters(remove_duplicate=False))
-        model.to(device)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if param is not before[name]:  # torch made a new one, for some devices: keep the marks of experts and parts
-                vars(param).update(vars(before[name]))
-        return model
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    return model
-
-
-def _optimizer_of_user(training: Training) -> Optimizer | None:
-    """Return the torch optimizer itself in fp32 without sharding, as documented; else a wrapper with our step."""
-    optimizer, precision = training.basic_optimizer, training.precision
-    is_plain = precision.model_dtype is None and not precision.checks_overflow
-    if optimizer is None:  # at stage 3 libraries find the hooks on the module here
-        sharding: Any = training.sharding
-        return sharding.gathering.hooks if sharding.stage == 3 else None
-    if training.sharding.options.stage.shows_gradients and is_plain:
-        training.reduce_before_steps_of(optimizer)
-        return optimizer
-    return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)
-
-
-def _create_check(
-    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
-) -> ReplicaCheck | None:
-    """Create the check that compares copies of weights before updates, a collective; None where none is asked for."""
-    if config.zero_optimization.enable_sanity_checks:
-        return ReplicaCheck(module, mesh, sharding, key="zero_optimization.enable_sanity_checks", every=1)
-    if every := config.watch.compare_weights_every:
-        return ReplicaCheck(module, mesh, sharding, key="watch.compare_weights_every", every=every)
-    return None
-
-
-def _create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
-    if config.slow_rank_window == 0 or len(mesh.layout.ranks) == 1:
-        return None
-    return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
-
-
-def _create_step_schedules(
-    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, progress: Progress
-) -> "StepSchedules | None":
-    curriculum, layer_drop = config.curriculum_learning, config.progressive_layer_drop
-    drops_tokens = config.data_efficiency.asks_for_random_ltd()
-    compresses = asks_for_steps(config.compression_training)
-    if not (curriculum.enabled or layer_drop.enabled or drops_tokens or compresses):
-        return None
-    if layer_drop.enabled and isinstance(module, PipelineModule):
-        raise ConfigError(
-            "progressive_layer_drop.enabled: found true with a PipelineModule, whose layers take no arguments of a "
-            "step; switch it off, or drop layers in the layers' own forward"
-        )
-    if drops_tokens and isinstance(module, PipelineModule):
-        raise ConfigError(
-            "data_efficiency.data_routing.random_ltd.enabled: found true with a PipelineModule, whose layers "
-            "convert_to_random_ltd does not reach; switch it off, or drop tokens in the layers' own forward"
-        )
-    from deepspeed.engine.step_schedules import StepSchedules  # late: few runs ask for it
-
-    random_ltd = _create_random_ltd(config, mesh) if drops_tokens else None
-    compression = None
-    if compresses:
-        from deepspeed.compression.scheduler import compression_scheduler
-
-        compression = compression_scheduler(
-            module,
-            config.compression_training,
-            lambda: progress.global_steps,
-            rounds_weights=not rounds_after_steps(config),
-        )
-    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, compression)
-
-
-def _connect_blocks(
-    step_schedules: "StepSchedules | None", module: torch.nn.Module, mesh: Mesh
-) -> "BlockPruning | None":
-    compression = None if step_schedules is None else step_schedules.compression
-    if compression is None or compression.blocks is None:
-        return None
-    if isinstance(module, PipelineModule):
-        raise ConfigError(
-            "compression_training.sparse_pruning.shared_parameters.method: found 'snip_momentum' with a "
-            "PipelineModule, whose layers are not all on one rank to be compared; use 'topk' or 'l1'"
-        )
-    num_ranks = mesh.size("dp") * mesh.size("sp")
-    if num_ranks > 1:
-        backend = group_backend(mesh.gradient_group())
-
-        def average(values: torch.Tensor) -> None:
-            backend.all_reduce(values).wait()
-            values /= num_ranks
-
-        compression.blocks.average = average
-    return compression.blocks
-
-
 def _create_moq(
     config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
 ) -> "MixtureOfQuantization | None":
@@ -592,116 +458,24 @@ def _create_moq(
         return None
     from deepspeed.compression.moq import create_moq  # late: few runs ask for it
 
-    group = mesh.gradient_group()
-
-    def average(values: list[float]) -> list[float]:
-        by_rank = all_gather_values(values, group) if mesh.size("dp") * mesh.size("sp") > 1 else [values]
-        return [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
-
     return create_moq(
         config,
         module,
+        mesh,
         stage=sharding.stage,
         is_pipeline=isinstance(module, PipelineModule),
         trained={id(param) for param in sharding.units.params},
         masters={id(param) for unit in sharding.units if unit.has_masters for param in unit.params},
         accept=sharding.accept_rounded,
-        average=average,
     )
 
 
-def _create_random_ltd(config: DeepSpeedConfig, mesh: Mesh) -> "RandomLTDScheduler":
-    for axis, ranks in (("tp", "tensor-parallel"), ("sp", "sequence-parallel")):
-        if mesh.size(axis) > 1:
-            raise ConfigError(
-                f"data_efficiency.data_routing.random_ltd.enabled: found true with {mesh.size(axis)} {ranks} ranks, "
-                "each of which would drop other tokens of one sample; switch it off, or use data-parallel ranks alone"
-            )
-    from deepspeed.data.random_ltd import RandomLTDScheduler  # late: few runs ask for it
-
-    return RandomLTDScheduler(config.data_efficiency.data_routing.random_ltd, int(config.train_batch_size))
-
-
 def _saved_parts(
-    curriculum: "Curriculum | None", step_schedules: "StepSchedules | None", moq: "MixtureOfQuantization | None"
+    curriculum: "Curriculum | None", step_schedules: StepSchedules | None, moq: "MixtureOfQuantization | None"
 ) -> dict[str, SavedPart]:
     random_ltd = None if step_schedules is None else step_schedules.random_ltd
     parts: dict[str, SavedPart | None] = {"data_sampler": curriculum, "random_ltd": random_ltd, "moq": moq}
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def _create_curriculum(config: DeepSpeedConfig, mesh: Mesh) -> "Curriculum | None":
-    section = config.data_efficiency
-    if not section.asks_for_curriculum():
-        return None
-    from deepspeed.data.sampler import Curriculum  # late: few runs ask for it
-
-    stages = mesh.group("pp") if mesh.size("pp") > 1 else None
-    return Curriculum(
-        section,
-        micro_batch_size=int(config.train_micro_batch_size_per_gpu),
-        num_steps=int(config.gradient_accumulation_steps),
-        rank=mesh.rank("dp"),
-        num_replicas=mesh.size("dp"),
-        gather=None if stages is None else partial(all_gather_values, group=stages),
-    )
-
-
-def _create_profile(
-    config: DeepSpeedConfig, module: torch.nn.Module, mesh: Mesh, progress: Progress
-) -> "StepProfile | TrialProfile | None":
-    """Create what measures a trial (`autotuning`), on every rank, or what profiles one step (`flops_profiler`), on
-    rank 0 alone; None where neither is asked for."""
-    if config.autotuning.measures:
-        from deepspeed.autotuning.trial import TrialProfile  # late: few runs ask for it
-
-        known = {"micro_batch": config.train_micro_batch_size_per_gpu}
-        return TrialProfile(config.autotuning, module, known, is_whole=mesh.model_size == 1)
-    if config.autotuning.enabled:
-        warn_once(_MEASURES_NOTHING)
-    if not (config.flops_profiler.enabled and is_writer()):
-        return None
-    from deepspeed.profiling.flops import FlopsProfiler  # late: few runs ask for it
-    from deepspeed.profiling.step_profile import StepProfile
-
-    facts = {
-        "ranks": str(len(mesh.layout.ranks)),
-        "data-parallel ranks": str(mesh.size("dp")),
-        "ranks of one model": f"{mesh.model_size} ({mesh.size('pp')} stages x {mesh.size('tp')} tensor-parallel)",
-        "micro-batch of a rank": str(config.train_micro_batch_size_per_gpu),
-        "micro-batches": str(config.gradient_accumulation_steps),
-    }
-    return StepProfile(FlopsProfiler(module), config.flops_profiler, lambda: progress.global_steps, facts)
-
-
-def _create_observers(
-    config: DeepSpeedConfig,
-    group: Any,
-    slow_ranks: SlowRanks | None,
-    profile: "StepProfile | TrialProfile | None",
-    *,
-    scales_loss: bool,
-) -> Observers:
-    """A collective over `group`, whose ranks print their tables together."""
-    throughput, every = config.timers.throughput, config.steps_per_print
-    if every is None:
-        every = _STEPS_PER_TABLE if config.wall_clock_breakdown or config.memory_breakdown else float("inf")
-    return Observers(
-        MonitorMaster(config.monitor_config),
-        Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
-        # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
-        ThroughputTimer(
-            throughput,
-            int(config.train_batch_size),
-            steps_per_output=1,
-            logging_fn=partial(log.announce, is_asked_for=True),
-        ),
-        steps_per_print=every,
-        shows_loss_scale=config.fp16.enabled or scales_loss,
-        group=ranks_of_table(is_enabled=config.wall_clock_breakdown, steps_per_print=every, group=group),
-        slow_ranks=slow_ranks,
-        profile=profile,
-    )
 
 
 def _embedding_weights(module: torch.nn.Module) -> set[str]:

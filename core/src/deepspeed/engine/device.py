@@ -64,6 +64,22 @@ def claim_dtypes(asked: Mapping[str, torch.dtype]) -> None:
         accelerator.prepare_dtype(dtype)
 
 
+def move_module(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:
+    """Bring the model to its device. Stage 3 moves parameters itself, as it shards them; here go the buffers."""
+    if stage < 3:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        model.to(device)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if param is not before[name]:  # torch made a new one, for some devices: keep the marks of experts and parts
+                vars(param).update(vars(before[name]))
+        return model
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
     if accelerator.on_accelerator(torch.empty(0)):  # it works in host memory, which all ranks of a machine share
         return rank

@@ -1,7 +1,7 @@
 """`Observers`: timers, the printed lines and the monitor watch the engine. They receive values and change nothing.
 
 `notify` does the same for plugins. `Progress` counts the steps so far and `StepStats` describes one step; `training.py`
-makes both.
+makes both. `create_observers` and `create_profile` make for an engine what its configuration asks for.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,12 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm, log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
+from deepspeed.config.monitor import FlopsProfilerConfig, MonitorConfig, ThroughputTimerConfig
+from deepspeed.config.training import AutotuningConfig
 from deepspeed.engine.slow_ranks import SlowRanks
 from deepspeed.log import warn_once
 from deepspeed.monitor.monitor import MonitorMaster, is_writer, step_events
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import warn_unless_finite
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
@@ -29,6 +33,12 @@ from deepspeed.profiling.timer import ThroughputTimer
 if TYPE_CHECKING:
     from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.profiling.step_profile import StepProfile
+
+_STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
+_MEASURES_NOTHING = (
+    "autotuning.enabled: found true without metric_path, so nothing is measured and training goes on; search by "
+    "`deepspeed --autotuning tune`"
+)
 
 
 @dataclass(slots=True)
@@ -215,3 +225,75 @@ def ranks_of_table(*, is_enabled: bool, steps_per_print: float, group: ProcessGr
     mine = [is_enabled, float(steps_per_print)]
     found = all_gather_values(mine, group)
     return group if is_enabled and all(theirs == mine for theirs in found) else None
+
+
+def create_observers(
+    monitor: MonitorConfig,
+    throughput: ThroughputTimerConfig,
+    group: ProcessGroup | None,
+    slow_ranks: SlowRanks | None,
+    profile: "StepProfile | TrialProfile | None",
+    *,
+    times: bool,
+    memory: bool,
+    steps_per_print: float | None,
+    train_batch_size: int,
+    shows_loss_scale: bool,
+) -> Observers:
+    """A collective over `group`, whose ranks print their tables together.
+
+    Args:
+        group, slow_ranks, profile, shows_loss_scale: as for `Observers`.
+        times, memory: what a table shows (`wall_clock_breakdown`, `memory_breakdown`).
+        steps_per_print: a line every so many steps; None: the configuration does not say it.
+        train_batch_size: samples per step, over all ranks.
+    """
+    every = steps_per_print
+    if every is None:
+        every = _STEPS_PER_TABLE if times or memory else math.inf
+    return Observers(
+        MonitorMaster(monitor),
+        Breakdown(times=times, memory=memory),
+        # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
+        ThroughputTimer(
+            throughput, train_batch_size, steps_per_output=1, logging_fn=partial(log.announce, is_asked_for=True)
+        ),
+        steps_per_print=every,
+        shows_loss_scale=shows_loss_scale,
+        group=ranks_of_table(is_enabled=times, steps_per_print=every, group=group),
+        slow_ranks=slow_ranks,
+        profile=profile,
+    )
+
+
+def create_profile(
+    trial: AutotuningConfig,
+    flops: FlopsProfilerConfig,
+    module: torch.nn.Module,
+    mesh: Mesh,
+    progress: Progress,
+    *,
+    micro_batch_size: int,
+    num_micro_batches: int,
+) -> "StepProfile | TrialProfile | None":
+    """Create what measures a trial (`autotuning`), on every rank, or what profiles one step (`flops_profiler`), on
+    rank 0 alone; None where neither is asked for."""
+    if trial.measures:
+        from deepspeed.autotuning.trial import TrialProfile  # late: few runs ask for it
+
+        return TrialProfile(trial, module, {"micro_batch": micro_batch_size}, is_whole=mesh.model_size == 1)
+    if trial.enabled:
+        warn_once(_MEASURES_NOTHING)
+    if not (flops.enabled and is_writer()):
+        return None
+    from deepspeed.profiling.flops import FlopsProfiler  # late: few runs ask for it
+    from deepspeed.profiling.step_profile import StepProfile
+
+    facts = {
+        "ranks": str(len(mesh.layout.ranks)),
+        "data-parallel ranks": str(mesh.size("dp")),
+        "ranks of one model": f"{mesh.model_size} ({mesh.size('pp')} stages x {mesh.size('tp')} tensor-parallel)",
+        "micro-batch of a rank": str(micro_batch_size),
+        "micro-batches": str(num_micro_batches),
+    }
+    return StepProfile(FlopsProfiler(module), flops, lambda: progress.global_steps, facts)

@@ -14,9 +14,12 @@ from torch.optim import Optimizer
 from deepspeed import log
 from deepspeed.config.read import brief
 from deepspeed.config.training import OptimizerConfig, SchedulerConfig
+from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError
-from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_host_front
+from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_elementwise, is_host_front
 from deepspeed.optim.factory import scheduler_class
+from deepspeed.parallel.model_part import parts_held
+from deepspeed.zero.optimizer import ZeroOptimizer
 
 Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -235,3 +238,33 @@ def _checked(scheduler: Any, given: Any) -> Any:
         "torch.optim.lr_scheduler, or a callable that makes one of the optimizer. A schedule by name stands in the "
         'configuration ("scheduler")'
     )
+
+
+def refuse_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer that takes norms or products of whole parameters where this rank has parts of them.
+
+    Raises:
+        ConfigError: names such a parameter and what to do.
+    """
+    if optimizer is None or is_elementwise(optimizer):
+        return
+    divided = next((name for name, part in parts_held(module).items() if not part.is_whole), None)
+    if divided is not None:
+        raise ConfigError(
+            f"optimizer: found {type(optimizer).__name__} for a model of which tensor-parallel ranks have parts "
+            f"({divided}); it needs whole parameters, so use an elementwise optimizer, such as AdamW, or "
+            "tensor_parallel.autotp_size 1"
+        )
+
+
+def optimizer_of_user(training: Training) -> Optimizer | None:
+    """Return the torch optimizer itself in fp32 without sharding, as documented; else a wrapper with our step."""
+    optimizer, precision = training.basic_optimizer, training.precision
+    is_plain = precision.model_dtype is None and not precision.checks_overflow
+    if optimizer is None:  # at stage 3 libraries find the hooks on the module here
+        sharding: Any = training.sharding
+        return sharding.gathering.hooks if sharding.stage == 3 else None
+    if training.sharding.options.stage.shows_gradients and is_plain:
+        training.reduce_before_steps_of(optimizer)
+        return optimizer
+    return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)

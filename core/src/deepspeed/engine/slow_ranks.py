@@ -14,6 +14,7 @@ from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.record import waits
 from deepspeed.comm.values import all_gather_values, named_ranks
+from deepspeed.config.monitor import WatchConfig
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.profiling.timer import create_stopwatch
 
@@ -70,6 +71,13 @@ class SlowRanks:
     def close(self) -> None:
         """The engine is destroyed."""
         waits.unwatch(self)
+
+
+def create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
+    """Create what names slow ranks, before the backends of groups, whose waits it counts; None: it is not asked for."""
+    if config.slow_rank_window == 0 or len(mesh.layout.ranks) == 1:
+        return None
+    return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,37 @@
 
 `CurriculumScheduler` is the section `curriculum_learning`, `ProgressiveLayerDrop` the section `progressive_layer_drop`,
 both under DeepSpeed's names, which later versions of DeepSpeed removed. The model's own forward takes the arguments and
-does the rest. Imported only where the configuration asks for one.
+does the rest. `create_step_schedules` and `create_curriculum` make for an engine what its configuration asks for.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.config.training import CurriculumConfig, ProgressiveLayerDropConfig
+import torch
+
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.values import all_gather_values
+from deepspeed.config.compression import CompressionConfig, asks_for_steps
+from deepspeed.config.training import (
+    CurriculumConfig,
+    DataEfficiencyConfig,
+    ProgressiveLayerDropConfig,
+    RandomLTDConfig,
+)
 from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.engine.observers import Progress
+from deepspeed.engine.training import Training
+from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
-    from deepspeed.compression.scheduler import compression_scheduler
+    from deepspeed.compression.scheduler import BlockPruning, compression_scheduler
     from deepspeed.data.random_ltd import RandomLTDScheduler
+    from deepspeed.data.sampler import Curriculum
 
 __all__ = ["ProgressiveLayerDrop", "StepSchedules"]
 
@@ -78,6 +95,11 @@ class StepSchedules:
         self.random_ltd = random_ltd
         self.compression = compression
 
+    def follow(self, training: Training) -> None:
+        """Choose blocks of weights after each update, where a technique prunes by them."""
+        if self.compression is not None and self.compression.blocks is not None:
+            training.after_update.append(self.compression.blocks.step_ended)
+
     def arguments(self, *, trains: bool = True) -> dict[str, Any]:
         """Move to the step that has begun, and return what its forwards are given; one that does not train, nothing."""
         if self.compression is not None:
@@ -100,3 +122,105 @@ class StepSchedules:
                 )
             self.random_ltd.update_seq(self._num_steps())
         return arguments
+
+
+def create_step_schedules(
+    curriculum: CurriculumConfig,
+    layer_drop: ProgressiveLayerDropConfig,
+    data: DataEfficiencyConfig,
+    compression: CompressionConfig,
+    *,
+    module: torch.nn.Module,
+    mesh: Mesh,
+    progress: Progress,
+    train_batch_size: int,
+    rounds_weights: bool,
+) -> StepSchedules | None:
+    """Create what the sections ask for; None where they ask for nothing.
+
+    Args:
+        progress: counts the steps.
+        train_batch_size: samples per step, over all ranks.
+        rounds_weights: as for `compression_scheduler`.
+
+    Raises:
+        ConfigError: the model or the mesh does not go with what a section asks for.
+    """
+    drops_tokens, compresses = data.asks_for_random_ltd(), asks_for_steps(compression)
+    if not (curriculum.enabled or layer_drop.enabled or drops_tokens or compresses):
+        return None
+    if layer_drop.enabled and isinstance(module, PipelineModule):
+        raise ConfigError(
+            "progressive_layer_drop.enabled: found true with a PipelineModule, whose layers take no arguments of a "
+            "step; switch it off, or drop layers in the layers' own forward"
+        )
+    if drops_tokens and isinstance(module, PipelineModule):
+        raise ConfigError(
+            "data_efficiency.data_routing.random_ltd.enabled: found true with a PipelineModule, whose layers "
+            "convert_to_random_ltd does not reach; switch it off, or drop tokens in the layers' own forward"
+        )
+    random_ltd = _create_random_ltd(data.data_routing.random_ltd, mesh, train_batch_size) if drops_tokens else None
+    scheduler = None
+    if compresses:
+        from deepspeed.compression.scheduler import compression_scheduler  # late: few runs ask for it
+
+        scheduler = compression_scheduler(
+            module, compression, lambda: progress.global_steps, rounds_weights=rounds_weights
+        )
+        if scheduler.blocks is not None:
+            _connect_blocks(scheduler.blocks, module, mesh)
+    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, scheduler)
+
+
+def _create_random_ltd(section: RandomLTDConfig, mesh: Mesh, train_batch_size: int) -> "RandomLTDScheduler":
+    for axis, ranks in (("tp", "tensor-parallel"), ("sp", "sequence-parallel")):
+        if mesh.size(axis) > 1:
+            raise ConfigError(
+                f"data_efficiency.data_routing.random_ltd.enabled: found true with {mesh.size(axis)} {ranks} ranks, "
+                "each of which would drop other tokens of one sample; switch it off, or use data-parallel ranks alone"
+            )
+    from deepspeed.data.random_ltd import RandomLTDScheduler  # late: few runs ask for it
+
+    return RandomLTDScheduler(section, train_batch_size)
+
+
+def _connect_blocks(blocks: "BlockPruning", module: torch.nn.Module, mesh: Mesh) -> None:
+    """Let ranks with gradients of their own share scores."""
+    if isinstance(module, PipelineModule):
+        raise ConfigError(
+            "compression_training.sparse_pruning.shared_parameters.method: found 'snip_momentum' with a "
+            "PipelineModule, whose layers are not all on one rank to be compared; use 'topk' or 'l1'"
+        )
+    num_ranks = mesh.size("dp") * mesh.size("sp")
+    if num_ranks > 1:
+        backend = group_backend(mesh.gradient_group())
+
+        def average(values: torch.Tensor) -> None:
+            backend.all_reduce(values).wait()
+            values /= num_ranks
+
+        blocks.average = average
+
+
+def create_curriculum(
+    section: DataEfficiencyConfig, mesh: Mesh, *, micro_batch_size: int, num_steps: int
+) -> "Curriculum | None":
+    """Create what chooses the samples of a step by their difficulty; None where the section does not ask for it.
+
+    Args:
+        micro_batch_size: samples of a micro-batch of one rank.
+        num_steps: micro-batches of a step.
+    """
+    if not section.asks_for_curriculum():
+        return None
+    from deepspeed.data.sampler import Curriculum  # late: few runs ask for it
+
+    stages = mesh.group("pp") if mesh.size("pp") > 1 else None
+    return Curriculum(
+        section,
+        micro_batch_size=micro_batch_size,
+        num_steps=num_steps,
+        rank=mesh.rank("dp"),
+        num_replicas=mesh.size("dp"),
+        gather=None if stages is None else partial(all_gather_values, group=stages),
+    )

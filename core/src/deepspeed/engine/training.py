@@ -1,14 +1,12 @@
 """`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here.
 
-`Accumulation` counts micro-batches and says after which the optimizer steps; `backward_roots` checks what
-`engine.backward` is given.
+`Accumulation` counts micro-batches and says after which the optimizer steps.
 """
 
 import contextlib
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,19 +16,13 @@ from deepspeed.engine.observers import Observers, Progress, StepStats
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
-from deepspeed.zero.backward_calls import runs_unscaled
+from deepspeed.zero.backward_calls import add_gathering_hint, backward_roots, runs_unscaled
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.gradients import BackwardPlan
 from deepspeed.zero.sharding import Sharding
 
-# what autograd and torch's operators say of a tensor that has become empty and 1-D
-_OF_SHAPES = re.compile(
-    r"size of tensor|invalid gradient|expected shape|must be a matrix|Dimension out of range|1-D tensor"
-)
-
 if TYPE_CHECKING:
     from deepspeed.compression.moq import MixtureOfQuantization
-    from deepspeed.compression.scheduler import BlockPruning
 
 
 class Accumulation:
@@ -110,6 +102,17 @@ class Accumulation:
             self._syncs = before
 
 
+class AfterUpdate(Protocol):
+    """`Training.after_update` holds such calls: they follow the update of a step, counted from 1.
+
+    Args:
+        applied: False: the step was skipped, since its gradients overflowed.
+        scale: what its loss was multiplied by.
+    """
+
+    def __call__(self, step: int, *, applied: bool, scale: float) -> None: ...
+
+
 class Training:
     """Built by `build.py`. It knows neither the engine nor the module.
 
@@ -117,7 +120,6 @@ class Training:
         basic_optimizer: torch's; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
         progress: counts the steps; the caller may read it.
-        check: called before each update, by all ranks, with its number; None: nothing is checked.
     """
 
     def __init__(
@@ -130,7 +132,6 @@ class Training:
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
         progress: Progress,
-        check: Callable[[int], None] | None = None,
     ) -> None:
         self.sharding = sharding
         self.precision = precision
@@ -140,11 +141,13 @@ class Training:
         self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
         self.lr_scheduler: Any = None
         self.moq: MixtureOfQuantization | None = None  # set by build.py, too
-        self.blocks: BlockPruning | None = None  # and this
+        #: called on all ranks with the number of the update, from 1, before the norm of its gradients is taken
+        self.before_update: list[Callable[[int], None]] = []
+        #: called after an update, one that was skipped too, while its gradients are there
+        self.after_update: list[AfterUpdate] = []
         #: of an engine whose weights are others for a while: why no backward may begin now; None: one may
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
-        self._check = check
         self.progress = progress
         self.stats: StepStats | None = None  # of the last step
         self.has_applied = False  # whether the last call of `step` changed the weights
@@ -209,7 +212,7 @@ class Training:
                     torch.autograd.backward(tensors, gradients, **kwargs)
                 except (RuntimeError, IndexError) as error:
                     if self.sharding.gathering is not None:
-                        _add_gathering_hint(error)
+                        add_gathering_hint(error)
                     raise
 
     def end_backward(self) -> None:
@@ -436,20 +439,18 @@ class Training:
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> StepStats:
         """Judge the reduced gradients, update, forget. The schedule moves only if the step is made."""
         sharding, precision = self.sharding, self.precision
-        loss_scale = precision.loss_scaler.loss_scale
-        if self._check is not None:
-            self._check(self.progress.global_steps + 1)
+        loss_scale, number = precision.loss_scaler.loss_scale, self.progress.global_steps + 1
+        for call in self.before_update:
+            call(number)
         with self.observers.phase("step"):
             verdict = precision.verdict(sharding.gradients.norm())
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
-                if self.moq is not None:
-                    self.moq.after_update(self.progress.global_steps + 1)
                 self._step_schedule(lr_kwargs)
             elif hasattr(self.lr_scheduler, "skip_batch"):  # one that follows the batches, of which this one is used up
                 self.lr_scheduler.skip_batch()
-            if self.blocks is not None:
-                self.blocks.step_ended(self.progress.global_steps + 1, applied=verdict.applies, scale=loss_scale)
+            for follow in self.after_update:
+                follow(number, applied=verdict.applies, scale=loss_scale)
             sharding.gradients.zero_grad()
             precision.after_step(verdict)
             if (feedback := sharding.options.stage.feedback) is not None:
@@ -478,54 +479,3 @@ class Training:
     def momentum(self) -> list[Any]:
         """Momentum, or betas, of every parameter group."""
         return self.group_values("betas") or self.group_values("momentum")
-
-
-def backward_roots(
-    loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors at which a backward begins, and the gradient of each; None: it is a scalar, whose gradient is 1.
-
-    Args:
-        loss: a tensor or several; each requires a gradient.
-        gradient: of `loss`, and like it one or several, of the same shapes. A tensor of one element needs none.
-
-    Raises:
-        ValueError: says what was found.
-    """
-    tensors = [loss] if isinstance(loss, Tensor) or not isinstance(loss, Sequence) else list(loss)
-    gradients = list(gradient) if isinstance(gradient, Sequence) else [gradient] * len(tensors)
-    if not tensors or len(gradients) != len(tensors) or (isinstance(gradient, Tensor) and len(tensors) > 1):
-        raise ValueError(
-            f"backward: found {counted(len(tensors), 'tensor')} and {counted(_count(gradient), 'gradient')}; pass one "
-            "or more tensors and a list with a gradient (or None) for each"
-        )
-    for tensor, grad in zip(tensors, gradients, strict=True):
-        _check(tensor, grad)
-    return tensors, gradients
-
-
-def _check(tensor: Any, grad: Any) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.requires_grad or (grad is None and tensor.numel() != 1):
-        raise ValueError(
-            "backward: asked for the gradients of one loss, found "
-            + (f"a tensor of shape {tuple(tensor.shape)}, requires_grad={tensor.requires_grad}"
-               if isinstance(tensor, Tensor) else type(tensor).__name__)
-            + "; pass a scalar loss that was computed from the engine's output, or gradient= for another tensor"
-        )  # fmt: skip
-    if grad is not None and (not isinstance(grad, Tensor) or grad.shape != tensor.shape):
-        found = f"one of shape {tuple(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
-        raise ValueError(f"backward: wanted a gradient of its tensor's shape {tuple(tensor.shape)}, found {found}")
-
-
-def _add_gathering_hint(error: Exception) -> None:
-    """Append what to do to the message of `error` where a backward may have failed over a parameter that is sharded."""
-    if type(error) in (RuntimeError, IndexError) and _OF_SHAPES.search(str(error)):
-        hint = (
-            "stage 3: if the loss has a term that reads parameters in GatheredParameters, they are sharded again; call "
-            "engine.backward within the same context, or compute the term in the module's forward"
-        )
-        error.args = (f"{error}; {hint}", *error.args[1:])
-
-
-def _count(gradient: Any) -> int:
-    return len(gradient) if isinstance(gradient, Sequence) else int(gradient is not None)

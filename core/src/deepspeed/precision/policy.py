@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import AUTO
 from deepspeed.config.precision import TorchAutocastConfig, dtype_name
-from deepspeed.errors import CheckpointError, StateError, counted
+from deepspeed.errors import CheckpointError, ConfigError, StateError, counted
 from deepspeed.log import report, warn_once
 
 
@@ -199,6 +199,23 @@ class Precision:
         """Cast floating parameters that are not yet in the model's dtype: frozen ones."""
         if self.model_dtype is not None:
             cast_floating(module.parameters(), self.model_dtype)
+
+    def refuse_complex(self, module: torch.nn.Module) -> None:
+        """A complex parameter has no low precision, and its master weight is itself; an update has masters of one kind.
+
+        Raises:
+            ConfigError: names such a parameter that trains, where weights are cast.
+        """
+        if self.model_dtype is None:
+            return
+        for name, param in module.named_parameters():
+            if param.is_complex() and param.requires_grad:
+                dtype = str(param.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{self.name}: the parameter {name!r} is {dtype}, which has no form in 16 bits; train it in "
+                    "fp32, or keep the parameter as real numbers (torch.view_as_real) and make it complex in the "
+                    "forward (torch.view_as_complex)"
+                )
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the module's forward; as given, but for fp16 with `auto_cast`."""

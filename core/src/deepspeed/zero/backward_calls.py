@@ -9,10 +9,12 @@ Whose backward it was: that of an engine which has seen it begin and not end, an
 parameters are in its graph, since it may have failed before it came to them.
 
 And the tensors are at hand that a running backward began from, for `runs_unscaled` to judge all of its paths.
+`backward_roots` checks those that `engine.backward` is given.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -21,10 +23,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from deepspeed.comm.give_up import on_failure_after
+from deepspeed.errors import counted
 from deepspeed.zero.backward_window import BackwardWindow, is_in_backward, is_scaled_for, window_of_output
 from deepspeed.zero.managed import manager_of
 
 _NAME = "_engine_run_backward"
+# what autograd and torch's operators say of a tensor that has become empty and 1-D
+_OF_SHAPES = re.compile(
+    r"size of tensor|invalid gradient|expected shape|must be a matrix|Dimension out of range|1-D tensor"
+)
 _windows: WeakSet[BackwardWindow] = WeakSet()
 #: what each running backward began from, by a number of its call; also one inside of another, or on another thread
 _roots: dict[object, Iterable[Any]] = {}
@@ -97,3 +104,54 @@ def _nodes(outputs: Iterable[Any], *, until: Callable[[Node], bool] = lambda nod
             if not until(node):
                 yield node
                 todo += [following for following, _ in node.next_functions]
+
+
+def backward_roots(
+    loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The tensors at which a backward begins, and the gradient of each; None: it is a scalar, whose gradient is 1.
+
+    Args:
+        loss: a tensor or several; each requires a gradient.
+        gradient: of `loss`, and like it one or several, of the same shapes. A tensor of one element needs none.
+
+    Raises:
+        ValueError: says what was found.
+    """
+    tensors = [loss] if isinstance(loss, Tensor) or not isinstance(loss, Sequence) else list(loss)
+    gradients = list(gradient) if isinstance(gradient, Sequence) else [gradient] * len(tensors)
+    if not tensors or len(gradients) != len(tensors) or (isinstance(gradient, Tensor) and len(tensors) > 1):
+        raise ValueError(
+            f"backward: found {counted(len(tensors), 'tensor')} and {counted(_count(gradient), 'gradient')}; pass one "
+            "or more tensors and a list with a gradient (or None) for each"
+        )
+    for tensor, grad in zip(tensors, gradients, strict=True):
+        _check(tensor, grad)
+    return tensors, gradients
+
+
+def _check(tensor: Any, grad: Any) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.requires_grad or (grad is None and tensor.numel() != 1):
+        raise ValueError(
+            "backward: asked for the gradients of one loss, found "
+            + (f"a tensor of shape {tuple(tensor.shape)}, requires_grad={tensor.requires_grad}"
+               if isinstance(tensor, Tensor) else type(tensor).__name__)
+            + "; pass a scalar loss that was computed from the engine's output, or gradient= for another tensor"
+        )  # fmt: skip
+    if grad is not None and (not isinstance(grad, Tensor) or grad.shape != tensor.shape):
+        found = f"one of shape {tuple(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+        raise ValueError(f"backward: wanted a gradient of its tensor's shape {tuple(tensor.shape)}, found {found}")
+
+
+def add_gathering_hint(error: Exception) -> None:
+    """Append what to do to the message of `error` where a backward may have failed over a parameter that is sharded."""
+    if type(error) in (RuntimeError, IndexError) and _OF_SHAPES.search(str(error)):
+        hint = (
+            "stage 3: if the loss has a term that reads parameters in GatheredParameters, they are sharded again; call "
+            "engine.backward within the same context, or compute the term in the module's forward"
+        )
+        error.args = (f"{error}; {hint}", *error.args[1:])
+
+
+def _count(gradient: Any) -> int:
+    return len(gradient) if isinstance(gradient, Sequence) else int(gradient is not None)

@@ -4,6 +4,7 @@ A parameter belongs to its engine until `destroy()`, or until the engine is coll
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable
 from itertools import pairwise
@@ -172,3 +173,31 @@ def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
             f"{counted(len(sharded), 'parameter')} of the model, such as {sharded[0]!r}; use stage 3, or build the "
             "model outside of zero.Init, and end an earlier engine with its destroy() before you drop it"
         )
+
+
+def refuse_wrapped(model: torch.nn.Module, stage: int) -> None:
+    """Called before an engine of `stage` is built around `model`.
+
+    Two that average gradients take them from one another, so that weights are wrong. TorchScript's modules have
+    parameters that no other object can be put in place of.
+
+    Raises:
+        ConfigError: names the module and what to do.
+    """
+    kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel,)
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for name, module in model.named_modules():
+        where = f"{name!r} of the model" if name else "the model"
+        scripted = module.parameters() if isinstance(module, torch.jit.ScriptModule) else ()
+        if any(param.requires_grad or stage == 3 for param in scripted):
+            raise ConfigError(
+                f"initialize: {where} was made by torch.jit, whose parameters the engine cannot hold; pass the module "
+                "that was scripted or traced, and call engine.compile() for speed"
+            )
+        if isinstance(module, kinds):
+            kind = next(cls.__name__ for cls in type(module).__mro__ if cls in kinds)
+            raise ConfigError(
+                f"initialize: {where} is a {kind}, which averages gradients over the ranks, as the engine does; pass "
+                "the module inside it, before it is wrapped"
+            )

@@ -1,7 +1,7 @@
 """Whether ranks that hold copies of the same weights hold the same bits: `watch.compare_weights_every`, and
 `zero_optimization.enable_sanity_checks`, which compares before every update.
 
-Called before an update, as `Training.check`. A rank that changed such a weight on its own, for example inside
+Called before an update, from `Training.before_update`. A rank that changed such a weight on its own, for example inside
 `GatheredParameters` without `modifier_rank`, or whose memory or kernel erred, would train on from other weights without
 a sign. Copies are
 
@@ -27,6 +27,8 @@ from torch import Tensor
 from deepspeed import log
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
+from deepspeed.config.monitor import WatchConfig
+from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import StateError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, is_moe_param
 from deepspeed.parallel.mesh import Mesh
@@ -157,6 +159,17 @@ class ReplicaCheck:
             yield name, sets, unit.shard_S if unit.offloaded is None else unit.offloaded.load(0, unit.shard_S.numel())
         for near_S in unit.kept_tensors()[1:]:
             yield f"{name}, second copy", _set_of("near", self._mesh.ranks("dp_replicate")), near_S
+
+
+def create_check(
+    zero: ZeroConfig, watch: WatchConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
+) -> ReplicaCheck | None:
+    """Create the check of copies that the sections ask for, a collective; None where they ask for none."""
+    if zero.enable_sanity_checks:
+        return ReplicaCheck(module, mesh, sharding, key="zero_optimization.enable_sanity_checks", every=1)
+    if every := watch.compare_weights_every:
+        return ReplicaCheck(module, mesh, sharding, key="watch.compare_weights_every", every=every)
+    return None
 
 
 def _set_of(kind: str, members: Sequence[int]) -> list[str]:
