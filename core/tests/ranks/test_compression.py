@@ -308,7 +308,8 @@ def moq_train(engine, count, first=0):
     """Train, and return the bits and the periods of each weight after each step."""
     found, mine = [], part(deepspeed.comm.get_rank())
     for x, y in moq_batches(count)[first:]:
-        engine.backward(nn.functional.mse_loss(engine(x[mine]), y[mine]))
+        outputs = engine(x[mine])
+        engine.backward(nn.functional.mse_loss(outputs, y[mine].to(outputs)))  # torch 2.10 needs one type
         engine.step()
         found.append({name: (p.start_bits, p.q_period) for name, p in engine.module.named_parameters() if p.dim() > 1})
     return found
