@@ -133,14 +133,27 @@ def initialize(
             engine trains, until that engine's `destroy()`, and on every rank if ranks differ in model, optimizer or
             configuration.
     """
+    return initialize_as(DeepSpeedEngine, **locals())
+
+
+def initialize_as(
+    engine_type: Callable[..., DeepSpeedEngine], **arguments: Any
+) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
+    """Do what `initialize` does, with an engine of another class.
+
+    Args:
+        engine_type: called as `DeepSpeedEngine` is. A `PipelineModule` and the hybrid engine have their own.
+        arguments: all of `initialize`, by name.
+    """
     report_to_launcher()
-    if mpu is not None:  # some ranks of the world may have no part in it
-        return _initialize(**locals())
+    if arguments["mpu"] is not None:  # some ranks of the world may have no part in it
+        return _initialize(engine_type, **arguments)
     with together("initialize"):
-        return _initialize(**locals())
+        return _initialize(engine_type, **arguments)
 
 
 def _initialize(
+    engine_type: Callable[..., DeepSpeedEngine],
     args: argparse.Namespace | None,
     model: torch.nn.Module | None,
     optimizer: OptimizerLike | None,
@@ -166,7 +179,7 @@ def _initialize(
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     if training_data is not None:
         check_data("initialize: training_data", training_data, collate_fn)
-    source = _config_source(args, config, config_params)
+    source = config_source(args, config, config_params)
     settings = DeepSpeedConfig(source, batch_required=False)
     if settings.log_level is not None:
         log.logger.setLevel(settings.log_level)
@@ -331,7 +344,6 @@ def _initialize(
         sparse_tensor_module_names=sparse_names,
         parts=_saved_parts(curriculum, step_schedules, training.moq),
     )
-    engine_type: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(module, PipelineModule):
         engine_type = partial(PipelineEngine, pipeline=settings.pipeline)
         interval = settings.pipeline.activation_checkpoint_interval
@@ -380,7 +392,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> ConfigSource:
+def config_source(args: Any, config: Any, config_params: Any) -> ConfigSource:
     """The one configuration among the three places that may name it."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = {

@@ -111,6 +111,8 @@ class Observers:
         self._group = group
         self._slow_ranks = slow_ranks
         self._loss: Tensor | None = None
+        #: called at the end of each step, by all ranks; one that raises SystemExit ends the process there
+        self.after_step: list[Callable[[StepStats], None]] = []
 
     def forward(self) -> AbstractContextManager[Any]:
         """A context around a forward; one without gradients is not a part of any step."""
@@ -179,6 +181,8 @@ class Observers:
         if self.profile is not None:
             self.profile.step_ended(batch_size)  # the last step of a trial ends the process
             self.tput_timer.ideal_step_s = self.profile.ideal_step_s
+        for saw_step in self.after_step:
+            saw_step(stats)
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a forward of `fwd_time` milliseconds and its parts: timers of `engine.timers` called `fwd_...`."""
