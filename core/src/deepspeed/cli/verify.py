@@ -1,0 +1,271 @@
+"""`ds_verify`: whether a training script trains as plain torch would.
+
+    ds_verify train.py --deepspeed_config ds.json
+    ds_verify --ranks 4 --steps 10 --json verdict.json --plot verdict.svg train.py
+
+The script runs twice, unchanged and with the same arguments: as its configuration says, which is recorded, and by plain
+torch, which begins each step with the recorded weights and compares (docs/howto/verify-a-run.md). Exit code 0: all is
+equal within the bounds that rounding explains; 1: something differs; 2: a run failed, or the question cannot be
+answered; 3: both runs had other data.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepspeed.cli.console import make_console, make_parser, make_table
+from deepspeed.errors import counted
+from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict
+
+EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
+_RUNS = (("record", "as configured"), ("compare", "plain torch"))
+_TAIL_LINES = 30
+_GRACE_S = 30.0  # for the launcher to end its ranks
+_SAYS = {
+    "forward weight": "a module computed with other weights than the last step had made: they were gathered too early, "
+    "or changed outside of the engine",
+    "loss": "the forward gave another loss from the same weights and inputs",
+    "learning rate": "the schedule and plain torch's are at another step, or have another form",
+    "gradient": "its backward, its sum over micro-batches or its average over ranks",
+    "norm": "the norm is not that of the gradients that the optimizer got; clipping follows from it",
+    "skipped step": "the step was skipped for gradients that plain torch finds finite",
+    "weight": "the update, or clipping before it: plain torch's optimizer makes another weight of the same gradient",
+}
+
+
+class _CannotVerify(Exception):
+    """The question cannot be answered. Its text is for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = _parser().parse_args(arguments)
+    try:
+        _check(options)
+        with ExitStack() as stack:
+            stack.enter_context(_ending_on_sigterm())
+            folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_verify_")))
+            for role, what in _RUNS:
+                _run(role, what, folder, options)
+            verdict = read_verdict(folder)
+        if not verdict.rows:
+            raise _CannotVerify(
+                f"{options.script} made no step of an engine that trains; it has to call deepspeed.initialize, and "
+                "engine.step() to the end of a step"
+            )
+        _write(verdict, options)
+    except (_CannotVerify, OSError) as error:
+        print(f"ds_verify: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
+        return WRONG
+    if not verdict.is_comparable:
+        return OTHER_DATA
+    return EQUAL if verdict.first is None else DIFFERS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("ds_verify", "Say whether a training script trains as plain torch would, tensor by tensor.")
+    add = parser.add_argument
+    add("--ranks", type=_positive, default=2, metavar="N", help="ranks on this machine (default 2)")
+    add("--steps", type=_positive, default=5, metavar="N", help="optimizer steps to compare (default 5)")
+    add("--module", action="store_true", help="the script is a module name, as after `python -m`")
+    add("--no_local_rank", action="store_true", help="do not pass `--local_rank=N` to the script")
+    add("--json", metavar="FILE", help="write all comparisons that do not hold, and the worst of each kind")
+    add("--plot", metavar="FILE", help="draw the differences by step (needs matplotlib)")
+    add("--keep", metavar="FOLDER", help="keep what was recorded, and the output of both runs, in a new folder")
+    add("-v", "--verbose", action="store_true", help="show the output of both runs")
+    add("script", help="the training script, as `deepspeed` takes it")
+    add("arguments", nargs=argparse.REMAINDER, help="everything after the script belongs to the script")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a number from 1 on")
+    return int(text)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not options.module and not Path(options.script).is_file():
+        raise _CannotVerify(f"{options.script}: there is no such file; give the script, or a module with --module")
+    if options.plot and find_spec("matplotlib") is None:
+        raise _CannotVerify("--plot: found no matplotlib; `pip install matplotlib`, or leave --plot out")
+    if options.keep and Path(options.keep).exists() and any(Path(options.keep).iterdir()):
+        raise _CannotVerify(f"--keep: {options.keep} has files; name a new folder")
+    for path in (options.json, options.plot):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise _CannotVerify(f"{path}: there is no folder {Path(path).absolute().parent}")
+
+
+# ---- the two runs -------------------------------------------------------------------------------------------------
+
+
+def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> None:
+    """Run the script on all ranks.
+
+    Raises:
+        _CannotVerify: it failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    form = "module" if options.module else "script"
+    command = [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(options.ranks)),
+        *(["--no_local_rank"] if options.no_local_rank else []),
+        *("--module", "deepspeed.verify", role, str(folder.absolute()), str(options.steps)),
+        *(form, options.script, *options.arguments),
+    ]
+    log = folder / f"{role}.log"
+    with log.open("wb") as output:
+        told = None if options.verbose else output
+        environment = {"PYTHONHASHSEED": "0", **os.environ}  # sets have one order in both runs
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True
+        )
+        try:
+            _follow(process, role, what, folder, options)
+        finally:
+            _end(process)
+    if process.returncode != 0:
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        shown = "as shown above" if options.verbose else "its last lines:\n" + "\n".join(said)
+        raise _CannotVerify(f"the run {what!r} ended with code {process.returncode}, {shown}")
+
+
+def _follow(process: subprocess.Popen[bytes], role: str, what: str, folder: Path, options: argparse.Namespace) -> None:
+    """Show how far a run is until it ends."""
+    pattern = "step*/rank0.json" if role == "record" else "step*/rows0.json"
+    console = Console(stderr=True)
+    with console.status(f"{what}: it starts") as status:
+        while True:
+            try:
+                process.wait(0.2)
+                break
+            except subprocess.TimeoutExpired:
+                steps = [int(path.parent.name[4:]) for path in (folder / "engine0").glob(pattern)]
+                if any(steps):
+                    status.update(f"{what}: step {max(steps)} of {options.steps}")
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let a SIGTERM end this process as Ctrl-C does, so that it leaves no ranks behind."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave no process behind, after Ctrl-C for example."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# ---- what is printed ----------------------------------------------------------------------------------------------
+
+
+def _write(verdict: RunVerdict, options: argparse.Namespace) -> None:
+    if options.json:
+        Path(options.json).write_text(json.dumps(_strict(verdict.as_json()), indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        _draw(verdict, options.plot)
+    console = make_console()
+    columns = ["step", "loss", "norm", *KINDS[1:]]
+    title = f"{options.script}: {counted(options.ranks, 'rank')}; differences as a share of what rounding explains"
+    rows = (_row(verdict, step) for step in range(1, verdict.num_steps + 1))
+    console.print(make_table(title, columns, rows))
+    for line in summary(verdict):
+        console.print(line, markup=False, highlight=False)
+
+
+def _strict(value: Any) -> Any:
+    """JSON knows no infinity and no nan: they become null."""
+    if isinstance(value, dict):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(verdict: RunVerdict, step: int) -> list[str]:
+    loss, norm = verdict.losses.get(step, (float("nan"), float("nan")))
+    return [str(step), f"{loss:.6g}", f"{norm:.6g}", *(_cell(verdict.of_kind(kind, step)) for kind in KINDS[1:])]
+
+
+def _cell(rows: Sequence[Finding]) -> str:
+    if not rows:
+        return ""
+    worst = max(rows, key=lambda row: (not row.holds, row.share))
+    return f"{worst.share:.2g}" if worst.holds else f"{worst.share:.2g} ({worst.name})"
+
+
+def summary(verdict: RunVerdict) -> list[str]:
+    """Say the verdict in a few lines."""
+    first, faults = verdict.first, verdict.faults
+    of = f"{counted(len(verdict.rows), 'comparison')} in {counted(verdict.num_steps, 'step')}"
+    if first is None:
+        return [f"Equal to plain torch: {of}, all within what rounding explains."]
+    if not verdict.is_comparable:
+        return [
+            f"Not comparable: both runs had other data, first in step {first.step}: {first.name}.",
+            "Give the script fixed seeds, also for its data, and let it do the same each time it runs.",
+        ]
+    note = f" ({first.note})" if first.note else ""
+    kinds = Counter(row.kind for row in faults)
+    others = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
+    return [
+        f"Differs from plain torch, first in step {first.step}: {first.kind}, {first.name}, rank {first.rank}{note}.",
+        f"  difference {first.difference:.3g}; rounding explains {first.bound:.3g}; plain torch has {first.size:.3g}",
+        f"  Look at: {_SAYS[first.kind]}.",
+        f"{counted(len(faults), 'comparison')} of {of} differ: {others}.",
+    ]
+
+
+def _draw(verdict: RunVerdict, path: str) -> None:
+    """Draw for each kind the worst difference of each step, as a share of its bound; what is 0 is not drawn."""
+    import matplotlib as mpl  # late: only --plot needs it
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    steps = range(1, verdict.num_steps + 1)
+    for kind in KINDS[1:]:
+        shares: list[Any] = [max((row.share for row in verdict.of_kind(kind, step)), default=0.0) for step in steps]
+        if any(shares):
+            axes.plot(steps, [share or float("nan") for share in shares], marker="o", label=kind)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
+    axes.set(yscale="log", xlabel="step", ylabel="difference / what rounding explains", xticks=list(steps))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""`PlainEngine`: plain torch behind the engine's interface, which follows a recorded run and compares each step.
+
+It begins each step with the weights that the recorded run had there, so that rounding never adds up over steps, and
+computes
+
+    the forward    by the module alone; each module's weights are to be those of the last step
+    the gradient   by autograd, a sum over micro-batches and ranks in fp64, divided by their number
+    the norm       of the recorded gradient, in fp64
+    the update     by torch's optimizer, of the recorded gradient, clipped by that norm
+
+Nothing of ZeRO, of the engine's reduction, precision or kernels takes part. What differs is judged by `verdict.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import config_source, initialize_as
+from deepspeed.engine.observers import StepStats
+from deepspeed.engine.training import backward_roots
+from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.running import running
+from deepspeed.verify.recording import (
+    DEVICE_RANDOM,
+    GRADIENT,
+    RANDOM,
+    WEIGHT,
+    Finished,
+    Runs,
+    VerifiedEngine,
+    WatchedForwards,
+    initialized_by,
+    losses_of,
+)
+from deepspeed.verify.verdict import Bounds, Comparison
+from deepspeed.zero.construct import Init
+
+#: sections that plain torch has nothing of, and those that write what only the recorded run is to write
+_TAKEN_AWAY = {
+    *("zero_optimization", "communication_data_type", "seq_parallel_communication_data_type", "sparse_gradients"),
+    *("prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "aio", "compile"),
+    *("checkpoint", "nebula", "watch", "comms_logger", "flops_profiler", "autotuning", "wall_clock_breakdown"),
+    *("memory_breakdown", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_plugins"),
+}
+_ADAMS = ("adam", "adamw")
+_DEFAULTS_OF_ADAM = {"weight_decay": 0.0}  # the configuration's, where torch's AdamW has another
+_KEYS_OF_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
+
+
+def plain_config(source: Any) -> dict[str, Any]:
+    """Return a configuration without what plain torch does not have: ZeRO, offload, and types of communication.
+
+    Precision, batch sizes, the optimizer and the schedule stay; Adam is torch's.
+    """
+    written = DeepSpeedConfig(source, batch_required=False).raw
+    config = {name: value for name, value in written.items() if name not in _TAKEN_AWAY}
+    if isinstance(types := config.get("data_types"), Mapping):
+        config["data_types"] = {name: value for name, value in types.items() if name != "grad_accum_dtype"}
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in _ADAMS:
+        params = {**_DEFAULTS_OF_ADAM, **(optimizer.get("params") or {})}
+        if params.pop("bias_correction", True) is True:  # torch's always corrects
+            of_torch = {name: value for name, value in params.items() if name in _KEYS_OF_ADAM}
+            config["optimizer"] = {**optimizer, "params": {**of_torch, "torch_adam": True}}
+    return config
+
+
+def initialize_plain(runs: Runs, **arguments: Any) -> tuple[Any, Optimizer | None, Any, Any]:
+    """Do what `initialize` does, with a `PlainEngine`.
+
+    Args:
+        runs: of the run that it follows.
+        arguments: all of `initialize`, by name.
+    """
+    source = config_source(arguments["args"], arguments["config"], arguments["config_params"])
+    args = arguments["args"]
+    hidden = {name: None for name in ("deepspeed_config", "deepscale_config") if getattr(args, name, None) is not None}
+    with _changed(args, hidden):  # the configuration of the script
+        given = {**arguments, "config": plain_config(source), "config_params": None}
+        engine, _, loader, scheduler = initialize_as(partial(PlainEngine, runs=runs), **given)
+    cast(PlainEngine, engine).take_over()
+    return engine, engine.optimizer, loader, scheduler
+
+
+@contextmanager
+def _changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def against_plain(folder: str | Path, num_steps: int) -> Any:
+    """A context: engines of scripts inside are plain torch, and compare their steps with those recorded in `folder`."""
+    runs = Runs(folder, num_steps)
+    return initialized_by(partial(initialize_plain, runs), Init=_whole_init)
+
+
+def _whole_init(*arguments: Any, **named: Any) -> Init:
+    """A `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
+    return Init(*arguments, **{**named, "enabled": False})
+
+
+class SummedGradient:
+    """Sums the gradients of one parameter over micro-batches, in fp64, and averages the sum over ranks."""
+
+    def __init__(self, param: Parameter, group: ProcessGroup) -> None:
+        self._param, self._group = param, group
+        self._sum: Tensor | None = None
+        self._length = 0.0  # the lengths of the summands, added up
+
+    def take(self, factor: float) -> None:
+        """Add what backwards have left in `param.grad`, after all hooks of the script, multiplied by `factor`."""
+        if self._param.grad is None:
+            return
+        summand = self._param.grad.detach().to_dense().to(torch.float64) * factor
+        self._length += float(summand.norm())
+        self._sum = summand if self._sum is None else self._sum.add_(summand)
+        self._param.grad = None
+
+    def average(self, divisor: float) -> tuple[Tensor | None, float]:
+        """Return the sum over ranks, divided, and what its summands' lengths add up to, divided; forget both.
+
+        None: no rank has a gradient. A collective.
+        """
+        facts = torch.tensor([self._length, float(self._sum is not None)], dtype=torch.float64)
+        facts = facts.to(self._param.device)
+        torch_dist.all_reduce(facts, group=self._group)
+        length, is_used = facts.tolist()
+        if not is_used:
+            return None, 0.0
+        whole = torch.zeros_like(self._param, dtype=torch.float64) if self._sum is None else self._sum
+        torch_dist.all_reduce(whole, group=self._group)
+        self.forget()
+        return whole / divisor, length / divisor
+
+    def forget(self) -> None:
+        """Begin again without summands."""
+        self._sum, self._length = None, 0.0
+
+
+class PlainEngine(VerifiedEngine):
+    """`PlainEngine` trains by plain torch from the weights of a recorded run. Each rank has the whole model."""
+
+    def take_over(self) -> None:
+        """Begin: give the module and the optimizer back to torch, and take the weights of the start."""
+        if not self.is_watched:
+            return
+        groups = {name: self._group_of(param) for name, param in self.trained.items()}
+        self.sharding.destroy()
+        optimizer = self.basic_optimizer
+        assert optimizer is not None
+        self.optimizer = optimizer
+        self._step_of_torch = optimizer.step
+        optimizer.step = self._optimizer_step  # type: ignore[method-assign, assignment]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._masters = {name: _master_of(param) for name, param in self.trained.items()}
+        by_id = {id(param): self._masters[name] for name, param in self.trained.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [by_id[id(param)] for param in group["params"]]
+        self._gradients = {name: SummedGradient(param, groups[name]) for name, param in self.trained.items()}
+        num_elements = {name: param.numel() for name, param in self.trained.items()}
+        self._arithmetic = self.record.arithmetic
+        self._comparison = Comparison(self.record, Bounds(self._arithmetic, num_elements))
+        self._forwards = WatchedForwards(self.module)
+        self._losses: list[float] = []
+        self._before: dict[str, Tensor] = {}  # masters before the update
+        self._num_micros = 0  # of this step
+        self._counts_micros = True  # the script does not say itself when a step ends
+        with torch.no_grad():
+            for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if (value := self._recorded(WEIGHT, name, step=0)) is not None:
+                    tensor.copy_(value)
+        self._take_weights(0)
+        self._begin_step()
+
+    def _group_of(self, param: Parameter) -> ProcessGroup:
+        group = expert_group_of(param)
+        return self.mesh.gradient_group(1 if group is None else expert_sizes(self.module)[group])
+
+    def _recorded(self, kind: str, name: str, *, step: int | None = None) -> Tensor | None:
+        step = self._steps + 1 if step is None else step
+        value = self.record.tensor(step, kind + name, self.holders.get(name, 0))
+        return None if value is None else value.to(self.device)
+
+    def _begin_step(self) -> None:
+        self._facts = self.record.facts(self._steps + 1)
+        if self._facts is not None:
+            self.precision.loss_scaler.loss_scale = self._facts["loss_scale"]
+
+    def _take_weights(self, step: int) -> None:
+        """Take the weights that the recorded run had after a step into the masters and the module."""
+        with torch.no_grad():
+            for name, param in self.trained.items():
+                if (weight := self._recorded(WEIGHT, name, step=step)) is not None:
+                    self._masters[name].copy_(weight)
+                    if self._masters[name] is not param:
+                        param.copy_(weight)
+
+    def _take_gradients(self, *, is_divided: bool = False) -> None:
+        """Take those of a backward that is over. If the script itself began it, its loss was not divided."""
+        for summed in self._gradients.values():
+            summed.take(1.0 if is_divided else 1.0 / self.schedule.num_steps)
+
+    # ---- the step ---------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.is_watched:
+            return super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._take_gradients()
+            self._set_random_state(len(self._forwards.facts))
+        with self._forwards.watched(inputs, kwargs):
+            inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
+            if self._step_schedules is not None:
+                kwargs = {**kwargs, **self._step_schedules.arguments(trains=self.module.training)}
+            with self.precision.forward_context(), running(self._running):
+                return self.module(*inputs, **kwargs)
+
+    def _set_random_state(self, number: int) -> None:
+        rank, step = self.record.rank, self._steps + 1
+        if (state := self.record.tensor(step, f"{RANDOM}{number}", rank)) is not None:
+            torch.set_rng_state(state)
+        if (state := self.record.tensor(step, f"{DEVICE_RANDOM}{number}", rank)) is not None:
+            get_accelerator().set_rng_state(state)
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        gradient: Tensor | Sequence[Tensor | None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run autograd over the loss, divided by the number of micro-batches."""
+        if not self.is_watched:
+            return super().backward(loss, retain_graph, scale_wrt_gas, gradient=gradient, **kwargs)
+        self._losses += losses_of(loss)
+        tensors, gradients = backward_roots(loss, gradient)
+        if scale_wrt_gas:
+            tensors = [tensor / self.schedule.num_steps for tensor in tensors]
+        self._take_gradients()
+        scaled = [self.scale(tensor) for tensor in tensors]
+        torch.autograd.backward(scaled, gradients, retain_graph=retain_graph, **kwargs)
+        self._take_gradients(is_divided=True)
+        return tensors[0] if isinstance(loss, Tensor) else tensors
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the scale of the recorded step."""
+        if not self.is_watched:
+            return super().scale(loss)
+        scale = 1.0 if self._facts is None else float(self._facts["loss_scale"])
+        return loss if scale == 1.0 else loss.float() * scale
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        self._counts_micros = False
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far."""
+        if not self.is_watched:
+            super().zero_grad(set_to_none)
+            return
+        for name, summed in self._gradients.items():
+            self.trained[name].grad = None
+            summed.forget()
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        """Leave the module as it is: the reference is not compiled."""
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Do nothing: gradients are summed over ranks in the step alone."""
+        yield
+
+    def offload_states(self, *arguments: Any, **named: Any) -> None:
+        """Do nothing: plain torch moves no states."""
+
+    def reload_states(self, *arguments: Any, **named: Any) -> None:
+        """Do nothing."""
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Compare at the end of a step, and go on from the recorded weights."""
+        if not self.is_watched:
+            super().step(lr_kwargs)
+            return
+        self._take_gradients()
+        self._num_micros += 1
+        self._counts_micros &= self.schedule.syncs
+        if self.schedule.ends_step:
+            self._compare_step(lr_kwargs)
+        self.schedule.advance()
+
+    def _optimizer_step(self, *_: Any, **__: Any) -> None:
+        """One step, whatever the schedule says: `engine.optimizer.step()`."""
+        self._counts_micros = False
+        self._take_gradients()
+        self._compare_step(None)
+        self.schedule.restart()
+
+    def _compare_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        facts, comparison = self._facts, self._comparison
+        comparison.begin(self._steps + 1)
+        if facts is None:
+            comparison.has_no_equal("the script made no such step when it was recorded")
+            comparison.end()
+            raise Finished
+        comparison.compare_forwards(self._forwards.facts, facts["forwards"])
+        if self._counts_micros:
+            comparison.compare_count(self.schedule.num_steps, self._num_micros)
+        comparison.compare_losses(self._losses, facts["losses"])
+        comparison.compare_rates([float(lr) for lr in self.get_lr()], facts["lr"])
+        norm, is_finite = self._compare_gradients(facts)
+        if self.precision.checks_overflow:
+            comparison.compare_skipped(was_skipped=not facts["applied"], is_finite=is_finite)
+        if facts["applied"]:
+            comparison.compare_norm(norm, facts["norm"])
+            self._update(norm, facts["loss_scale"], lr_kwargs)
+        elif hasattr(self.lr_scheduler, "skip_batch"):
+            self.lr_scheduler.skip_batch()
+        self._compare_weights()
+        comparison.end()
+        self._go_on(facts)
+
+    def _compare_gradients(self, facts: dict[str, Any]) -> tuple[float, bool]:
+        """Return the norm of the recorded gradient, and whether the gradients here are finite."""
+        divisor = facts["loss_scale"] * (1.0 if self._sums else comm.get_world_size())
+        pairs, square, is_finite = [], 0.0, True
+        for name, summed in self._gradients.items():
+            wanted, length = summed.average(divisor)
+            is_finite &= wanted is None or bool(wanted.isfinite().all())
+            found = self._recorded(GRADIENT, name)
+            if not self.holds(name):
+                continue
+            found = None if found is None else found.to(torch.float64) / facts["loss_scale"]
+            if found is not None:
+                square += float(found.square().sum())
+            pairs.append((name, wanted, found, length))
+        squares = torch.tensor([square, float(is_finite)], dtype=torch.float64, device=self.device)
+        torch_dist.all_reduce(squares)
+        norm = float(squares[0].sqrt())
+        if facts["applied"]:
+            for name, wanted, found, length in pairs:
+                self._comparison.compare_gradient(name, wanted, found, length=length, norm=norm)
+        return norm, float(squares[1]) == comm.get_world_size()
+
+    @property
+    def _sums(self) -> bool:
+        return bool(self.config.get("gradient_allreduce_op", "mean") == "sum")
+
+    def _update(self, norm: float, loss_scale: float, lr_kwargs: dict[str, Any] | None) -> None:
+        """Update the masters by the recorded gradient."""
+        clip = self._arithmetic.clip
+        factor = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0  # of nan it is nan, as in torch
+        self._before = {name: master.detach().clone() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            gradient = self._recorded(GRADIENT, name)
+            master.grad = None if gradient is None else (gradient * (factor / loss_scale)).to(master)
+        self._step_of_torch()
+        for master in self._masters.values():
+            master.grad = None
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def _compare_weights(self) -> None:
+        for name, master in self._masters.items():
+            if self.holds(name):
+                before = self._before.get(name, master.detach())
+                self._comparison.compare_weight(name, master.detach(), self._recorded(WEIGHT, name), before=before)
+        self._before = {}
+
+    def _go_on(self, facts: dict[str, Any]) -> None:
+        training = self._training
+        training.stats = StepStats(self.global_steps, facts["applied"], facts["norm"], facts["loss_scale"])
+        training.has_applied = facts["applied"]
+        training.progress.global_steps += 1
+        training.progress.global_samples += training.train_batch_size
+        training.progress.skipped_steps += not facts["applied"]
+        self._take_weights(self._steps + 1)
+        self._losses, self._num_micros = [], 0
+        self._forwards.facts.clear()
+        self._count_step()
+        self._begin_step()
+
+
+def _master_of(param: Parameter) -> Parameter:
+    """The weight that the optimizer updates: of one in 16 bits another in fp32 beside it, else the parameter itself."""
+    return Parameter(param.detach().float()) if param.dtype in (torch.bfloat16, torch.float16) else param

@@ -1,0 +1,413 @@
+"""`RecordedEngine` trains as the script's configuration says, and leaves in a `Record` what `plain.py` compares with.
+
+    run.json                     how many steps there are, and by what arithmetic they were made
+    step0/rank0.safetensors      the weights at the start
+    step3/rank0.json             of one rank and step: loss scale, norm, learning rates, and each forward
+    step3/rank0.safetensors      gradients as the optimizer gets them, weights after the update, random states
+
+Rank 0 leaves what all ranks share, each other rank the weights and gradients of experts that it is the first to hold.
+The engine is asked by its public interface alone, so that the record is what a user could see.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
+
+import deepspeed
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.precision import dtype_name
+from deepspeed.engine import export
+from deepspeed.engine.build import initialize, initialize_as
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.observers import StepStats
+from deepspeed.errors import ConfigError, counted
+from deepspeed.log import warn_once
+from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.model_part import parts_held
+from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.zero.param_unit import shape_of
+
+GRADIENT, WEIGHT, RANDOM, DEVICE_RANDOM = "gradient/", "weight/", "random/", "device_random/"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`Arithmetic` says how the recorded run computes, for the bounds of `verdict.py`. Types have torch's names."""
+
+    num_ranks: int
+    num_micros: int  # micro-batches of a step and rank
+    model: str  # the type that weights have in the forward
+    sums: str  # the narrowest type in which gradients are added or sent
+    masters: str  # the type of the weights that the optimizer updates
+    clip: float  # 0: gradients are not clipped
+    other_kernels: bool  # whether the forward runs by other kernels than plain torch's: compiled, for example
+
+
+class Record:
+    """A folder with one run of one engine. A rank writes its own files; all are read.
+
+    Args:
+        folder: on storage that all ranks reach.
+        rank: this one.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._files: dict[tuple[int, int], tuple[Any, frozenset[str]]] = {}  # by step and rank, those of one step
+
+    def write(self, step: int, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Leave what one rank has to say of a step. A reader finds all of it, or nothing."""
+        folder = self.folder / f"step{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if tensors:
+            own = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+            save_file(own, folder / f".rank{self.rank}.tmp")
+            os.replace(folder / f".rank{self.rank}.tmp", folder / f"rank{self.rank}.safetensors")
+        write_json(folder / f"rank{self.rank}.json", facts)
+
+    def facts(self, step: int) -> dict[str, Any] | None:
+        """Return what this rank said of a step; None where the run had no such step."""
+        path = self.folder / f"step{step}" / f"rank{self.rank}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def tensor(self, step: int, name: str, rank: int) -> Tensor | None:
+        """Return one tensor that a rank left of a step, in host memory; None if it left none of that name."""
+        if (step, rank) not in self._files:
+            path = self.folder / f"step{step}" / f"rank{rank}.safetensors"
+            file = safe_open(path, framework="pt") if path.exists() else None
+            self._files = {key: value for key, value in self._files.items() if key[0] == step}
+            self._files[step, rank] = file, frozenset(() if file is None else file.keys())
+        file, names = self._files[step, rank]
+        return file.get_tensor(name) if name in names else None
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic(**json.loads((self.folder / "run.json").read_text()))
+
+    def begin(self, arithmetic: Arithmetic) -> None:
+        """Say by what arithmetic the run computes; rank 0 does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "run.json", asdict(arithmetic))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that a reader finds whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
+
+
+def digest(value: Any) -> list[Any]:
+    """Describe a tensor in a few numbers: its shape, and of floating values a sum, in which each place has another
+    weight from 1 to 2, and the sum of squares, in fp64; of others, and of what is no tensor, a hash."""
+    if not isinstance(value, Tensor):
+        return ["", hashlib.sha256(repr(value).encode()).hexdigest()[:16] if _is_plain(value) else type(value).__name__]
+    if not value.is_floating_point():
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [list(value.shape), hashlib.sha256(data).hexdigest()[:16]]
+    wide = value.detach().to(torch.float64).reshape(-1)
+    weights = torch.linspace(1.0, 2.0, wide.numel(), dtype=torch.float64, device=wide.device)
+    return [list(value.shape), float(wide @ weights), float(wide @ wide)]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+class WatchedForwards:
+    """Describes each forward of a module with gradients: its inputs, and the weights that its modules computed with.
+
+    A hook on each module looks at its own parameters after the hooks that were there before, so that those of a sharded
+    model are gathered. One that is still empty then is left out.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.facts: list[dict[str, Any]] = []
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self._is_on = False
+        for each in module.modules():
+            if next(each.parameters(recurse=False), None) is not None:
+                each.register_forward_pre_hook(self._before)
+
+    @contextmanager
+    def watched(self, inputs: Any, kwargs: Any) -> Iterator[None]:
+        """Describe what runs inside as one forward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self.facts.append({"inputs": [digest(leaf) for leaf in tree_leaves((inputs, kwargs))], "weights": {}})
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def _before(self, module: Module, _: Any) -> None:
+        if not self._is_on:
+            return
+        weights = self.facts[-1]["weights"]
+        for param in module.parameters(recurse=False):
+            name = self._names.get(id(param))
+            if name is not None and name not in weights and param.numel():
+                weights[name] = digest(param)
+
+
+class Finished(SystemExit):
+    """The steps that were asked for are made: the process ends, with code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class VerifiedEngine(DeepSpeedEngine):
+    """`VerifiedEngine` is what both runs of `ds_verify` share: the steps they end after, and that nothing is saved.
+
+    Args:
+        runs: gives each engine that trains its record.
+    """
+
+    def __init__(self, module: Module, *, runs: "Runs", **parts: Any) -> None:
+        super().__init__(module, **parts)
+        self._runs = runs
+        self._steps = 0
+        self.is_watched = self.basic_optimizer is not None
+        if self.is_watched:
+            self.record = runs.next_record()
+            trained = {id(param) for param in self.sharding.units.params}
+            named = dict(self.module.named_parameters())
+            self.trained = {name: param for name, param in named.items() if id(param) in trained}
+            #: by name, the rank that leaves a parameter: the first to hold it
+            self.holders = {name: self._first_holder(param) for name, param in named.items()}
+
+    def _first_holder(self, param: Parameter) -> int:
+        if (group := expert_group_of(param)) is None:
+            return 0
+        ranks = self.mesh.gradient_group(expert_sizes(self.module)[group])
+        return torch.distributed.get_process_group_ranks(ranks)[0]
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank leaves a parameter, or a buffer, and compares it."""
+        return self.holders.get(name, 0) == comm.get_rank()
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._runs.is_first(self.record) and self._steps >= self._runs.num_steps:
+            comm.barrier()  # none goes before its peers have what they wait for from it
+            raise Finished
+
+    def save_checkpoint(self, save_dir: str, *arguments: Any, **named: Any) -> bool:
+        """Save nothing: a run of a few steps would become the latest checkpoint of the user's own."""
+        warn_once(f"ds_verify: save_checkpoint saves nothing in {save_dir}")
+        return True
+
+    def save_16bit_model(self, save_dir: str, *arguments: Any, **named: Any) -> bool:
+        """Save nothing."""
+        warn_once(f"ds_verify: save_16bit_model saves nothing in {save_dir}")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> NoReturn:
+        """Refuse: the other run would need the same states.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"ds_verify: the script loads a checkpoint ({load_dir}), and a run that goes on from one cannot be "
+            "compared yet; let it begin from its own weights"
+        )
+
+
+class Runs:
+    """The records of one run of a script, which may have several engines.
+
+    Args:
+        folder: where they are.
+        num_steps: after so many of the first engine that trains the script ends.
+    """
+
+    def __init__(self, folder: str | Path, num_steps: int) -> None:
+        self.folder, self.num_steps = Path(folder), num_steps
+        self._count = 0
+
+    def next_record(self) -> Record:
+        """Return the record of the next engine that trains."""
+        self._count += 1
+        return Record(self.folder / f"engine{self._count - 1}", comm.get_rank())
+
+    def is_first(self, record: Record) -> bool:
+        return record.folder.name == "engine0"
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse a run whose record the disk has no room for.
+
+        Args:
+            num_bytes: of all weights in fp32: what the start needs, and each step twice.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        needed, free = num_bytes * (2 * self.num_steps + 1), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ConfigError(
+                f"ds_verify: {counted(self.num_steps, 'step')} of this model need {needed / 2**30:.1f} GiB in "
+                f"{self.folder}, which has {free / 2**30:.1f} GiB free; take fewer --steps, or --keep it elsewhere"
+            )
+
+
+class RecordedEngine(VerifiedEngine):
+    """`RecordedEngine` trains as the configuration says and records each step."""
+
+    def __init__(self, module: Module, *, runs: Runs, **parts: Any) -> None:
+        super().__init__(module, runs=runs, **parts)
+        if not self.is_watched:
+            return
+        self._refuse()
+        self._losses: list[float] = []
+        self._random: dict[str, Tensor] = {}
+        self._forwards = WatchedForwards(self.module)
+        weights = self._weights()
+        runs.check_room(4 * sum(shape_of(param).numel() for param in self.trained.values()))
+        if comm.get_rank() == 0:
+            self.record.begin(self._arithmetic(weight.dtype for weight in weights.values()))
+        self.record.write(0, {}, {**self._untrained(), **weights})
+        self._training.before_update.append(self._before_update)
+        self._observers.after_step.append(self._after_step)
+
+    def _refuse(self) -> None:
+        """Refuse what plain torch cannot be compared with."""
+        divided = [axis for axis in self.mesh.layout.axes if axis not in ("dp", "dp_shard", "dp_replicate")]
+        found = [f"{self.mesh.size(axis)} ranks along {axis}" for axis in divided if self.mesh.size(axis) > 1]
+        parts = [name for name, part in parts_held(self.module).items() if not part.is_whole]
+        if parts:
+            found.append(f"parts of {parts[0]} on several ranks")
+        lossy = ("zero_quantized_weights", "zero_quantized_gradients")
+        found += [f"zero_optimization.{name}" for name in lossy if getattr(self, name)()]
+        if self._step_schedules is not None and self._step_schedules.compression is not None:
+            found.append("compression_training")
+        if self._training.moq is not None:
+            found.append("quantize_training")
+        if "OneBit" in (name := type(self.basic_optimizer).__name__) or "ZeroOne" in name:
+            found.append(f"the optimizer {name}, which sends rounded sums")
+        if found:
+            raise ConfigError(
+                f"ds_verify: found {' and '.join(found)}, which plain torch has no equal of; verify the script without"
+            )
+
+    def _arithmetic(self, masters: Iterable[torch.dtype]) -> Arithmetic:
+        model, sums = self.get_data_types()
+        narrow = max((sums, self.communication_data_type), key=lambda dtype: torch.finfo(dtype).eps)
+        return Arithmetic(
+            num_ranks=comm.get_world_size(),
+            num_micros=self.gradient_accumulation_steps(),
+            model=dtype_name(model),
+            sums=dtype_name(narrow),
+            masters=dtype_name(max(masters, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)),
+            clip=self.gradient_clipping(),
+            other_kernels=self.torch_autocast_enabled(),
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights that the optimizer updates, those that this rank leaves. A collective."""
+        found: dict[str, Tensor] = {}
+        for name, param in self.trained.items():
+            weight = safe_get_full_fp32_param(param)
+            if self.holds(name) and weight is not None:
+                found[WEIGHT + name] = weight.cpu()
+        return found
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers. A collective."""
+        state = export.owned(export.gathered(self.module, keeps=True, exclude_frozen=False) or {}, self.module)
+        names = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())} - set(self.trained)
+        return {WEIGHT + name: state[name] for name in names if name in state and self.holds(name)}
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.is_watched:
+            return super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            number = len(self._forwards.facts)
+            self._random[f"{RANDOM}{number}"] = torch.get_rng_state()
+            if not get_accelerator().is_synchronized_device():
+                self._random[f"{DEVICE_RANDOM}{number}"] = get_accelerator().get_rng_state()
+        with self._forwards.watched(inputs, kwargs):
+            return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor | Sequence[Tensor], *arguments: Any, **named: Any) -> Any:
+        if self.is_watched:
+            self._losses += losses_of(loss)
+        return super().backward(loss, *arguments, **named)
+
+    def _before_update(self, step: int) -> None:
+        """Take the gradients, reduced, before they are clipped. A collective."""
+        self._facts = {"loss_scale": self.loss_scale(), "lr": [float(lr) for lr in self.get_lr()]}
+        self._tensors = dict(self._random)
+        for name, param in self.trained.items():
+            gradient = safe_get_full_grad(param)
+            if gradient is not None and self.holds(name):
+                self._tensors[GRADIENT + name] = gradient.cpu()
+
+    def _after_step(self, stats: StepStats) -> None:
+        """Take the weights and leave the step. A collective.
+
+        Raises:
+            Finished: it was the last one.
+        """
+        said = {"losses": self._losses, "forwards": self._forwards.facts}
+        facts = {**self._facts, "applied": stats.applied, "norm": stats.grad_norm, **said}
+        self.record.write(self._steps + 1, facts, {**self._tensors, **self._weights()})
+        self._losses, self._random, self._tensors = [], {}, {}
+        self._forwards.facts.clear()
+        self._count_step()
+
+
+def losses_of(loss: Any) -> list[float]:
+    """The values of what a backward begins at, where these are numbers."""
+    tensors = [loss] if isinstance(loss, Tensor) else list(loss)
+    return [float(tensor.detach()) for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]
+
+
+@contextmanager
+def initialized_by(start: Callable[..., Any], **others: Any) -> Iterator[None]:
+    """Let scripts that run inside get their engines from `start`, which takes the arguments of `initialize` by name.
+
+    Args:
+        others: names of `deepspeed.zero` that are something else inside.
+    """
+    signature = inspect.signature(initialize)
+
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        return start(**bound.arguments)
+
+    before = deepspeed.initialize, {name: getattr(deepspeed.zero, name) for name in others}
+    deepspeed.initialize = replaced
+    for name, value in others.items():
+        setattr(deepspeed.zero, name, value)
+    try:
+        yield
+    finally:
+        deepspeed.initialize = before[0]
+        for name, value in before[1].items():
+            setattr(deepspeed.zero, name, value)
+
+
+def recorded(folder: str | Path, num_steps: int) -> Any:
+    """A context: engines of scripts inside are recorded, and the script ends after `num_steps` steps."""
+    return initialized_by(partial(initialize_as, partial(RecordedEngine, runs=Runs(folder, num_steps))))

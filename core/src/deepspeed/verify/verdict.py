@@ -1,0 +1,304 @@
+"""The differences between a recorded run and plain torch are judged by bounds that the arithmetic explains.
+
+`u` is the unit roundoff of a type: half the distance from 1 to the next number. A sum of n numbers in any order is off
+by at most (n - 1) u times the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
+section 4.2); here the summands are the gradients of micro-batches and ranks, and magnitudes are their lengths. Both
+runs compute the same operations on the same values, so that beside the sums only roundings inside of kernels differ:
+
+    slack   2^-18 in fp32, 2^-12 in bf16, 2^-14 in fp16: of 64 roundings to 16 bits one may fall the other way; 16 u
+            where the recorded run has other kernels (torch.autocast, torch.compile)
+
+    loss        slack |loss|
+    gradient    (slack + (n + 4) u_sums) of the lengths of its summands, and 4 slack of the average element's share
+                of the whole norm: a gradient that is zero but for rounding has no digits to compare
+    norm        2^-14 of it
+    weight      2 u_masters |w|, and 2^-12 of the length of its update
+
+A gradient that only one run has is a difference, also if it is zero: an optimizer decays a weight whose gradient is
+zero, and leaves one without. Numbers that are finite in neither run are the same, and where a bound itself is lost in
+them, only what is finite in one run and not in the other differs.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.verify.recording import Arithmetic, Record, write_json
+
+#: in the order in which a step computes them: the first that differs is nearest to the cause
+KINDS = ("input", "forward weight", "loss", "learning rate", "gradient", "norm", "skipped step", "weight")
+_SLACK = {"float32": 2.0**-18, "bfloat16": 2.0**-12, "float16": 2.0**-14}
+_OF_OTHER_KERNELS = 16
+_NORM, _UPDATE = 2.0**-14, 2.0**-12
+_SAME = 1e-9  # relative; of sums in fp64 over the same values
+_ALIKE = 1e-3  # relative; of inputs, which may be computed from what rounds
+
+
+def roundoff(dtype: str) -> float:
+    """The unit roundoff of a type, by its name in torch."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One comparison. It holds if the difference is within the bound."""
+
+    step: int  # from 1
+    kind: str  # of `KINDS`
+    name: str  # of a parameter, or which loss or forward
+    difference: float
+    bound: float
+    size: float  # of what plain torch has, in the unit of the difference
+    rank: int
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.bound  # of nan it is false
+
+    @property
+    def share(self) -> float:
+        """The difference as a multiple of its bound."""
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.bound if self.bound > 0 else math.inf
+
+
+class Bounds:
+    """`Bounds` says what rounding explains; see the head of this file.
+
+    Args:
+        num_elements: of each parameter that is trained.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, num_elements: Mapping[str, int]) -> None:
+        self._numel = num_elements
+        self._total = max(sum(num_elements.values()), 1)
+        slack = _SLACK.get(arithmetic.model, _SLACK["float32"])
+        self.slack = _OF_OTHER_KERNELS * roundoff(arithmetic.model) if arithmetic.other_kernels else slack
+        self._sums = roundoff(arithmetic.sums) * (arithmetic.num_ranks * arithmetic.num_micros + 4)
+        self._masters = roundoff(arithmetic.masters)
+        self._smallest = torch.finfo(getattr(torch, arithmetic.sums)).smallest_normal
+
+    def loss(self, wanted: float) -> float:
+        return self.slack * max(abs(wanted), 2.0**-10)
+
+    def gradient(self, name: str, *, length: float, norm: float) -> float:
+        """Bound the L2 length of the difference of a gradient.
+
+        Args:
+            length: the lengths of its summands, averaged as they are.
+            norm: of the whole gradient.
+        """
+        of_average = norm * math.sqrt(self._numel[name] / self._total)
+        underflow = self._smallest * math.sqrt(self._numel[name])
+        return (self.slack + self._sums) * length + 4 * self.slack * of_average + underflow
+
+    def norm(self, wanted: float) -> float:
+        return (_NORM + 4 * self._sums) * wanted
+
+    def weight(self, *, size: float, update: float) -> float:
+        return 2 * self._masters * size + _UPDATE * update
+
+
+class Comparison:
+    """Compares the steps of a plain run with those recorded, and leaves `Finding`s beside the record, by rank."""
+
+    def __init__(self, record: Record, bounds: Bounds) -> None:
+        self._record, self._bounds = record, bounds
+        self._step = 0
+        self._rows: list[Finding] = []
+
+    def begin(self, step: int) -> None:
+        """Begin a step, counted from 1."""
+        self._step, self._rows = step, []
+
+    def end(self) -> None:
+        """Leave the rows of the step."""
+        folder = self._record.folder / f"step{self._step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"rows{self._record.rank}.json", [asdict(row) for row in self._rows])
+
+    def _add(self, kind: str, name: str, difference: float, bound: float, size: float, note: str = "") -> None:
+        bound = bound if math.isfinite(bound) else sys.float_info.max  # of what is lost nothing can be judged
+        self._rows.append(Finding(self._step, kind, name, difference, bound, size, self._record.rank, note))
+
+    def has_no_equal(self, why: str) -> None:
+        """Say that the two runs are not of the same data, or did not do the same."""
+        self._add("input", why, math.inf, 0.0, 0.0)
+
+    def compare_forwards(self, wanted: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
+        """Compare what went into each forward, and the weights that its modules computed with."""
+        if len(wanted) != len(found):
+            self.has_no_equal(f"{len(found)} forwards when it was recorded, and {len(wanted)} in plain torch")
+            return
+        for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
+            same = len(here["inputs"]) == len(there["inputs"]) and all(
+                _is_alike(a, b, _ALIKE) for a, b in zip(here["inputs"], there["inputs"], strict=True)
+            )
+            if not same:
+                self.has_no_equal(f"inputs of forward {number + 1}: seed what draws the data and shuffles it")
+            for name, of_weight in there["weights"].items():
+                if name in here["weights"]:
+                    difference = _relative(here["weights"][name], of_weight)
+                    self._add("forward weight", name, difference, _SAME, 1.0, f"forward {number + 1}")
+
+    def compare_count(self, wanted: int, found: int) -> None:
+        """Compare how many micro-batches the step has with what the configuration says."""
+        self._add("loss", "micro-batches", float(abs(wanted - found)), 0.0, float(wanted), f"{found} of {wanted}")
+
+    def compare_losses(self, wanted: Sequence[float], found: Sequence[float]) -> None:
+        """Compare the loss of each backward."""
+        if len(wanted) != len(found):
+            self.has_no_equal(f"{len(found)} losses when it was recorded, and {len(wanted)} in plain torch")
+            return
+        for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
+            difference = 0.0 if here == there or (math.isnan(here) and math.isnan(there)) else abs(here - there)
+            self._add("loss", f"backward {number + 1}", difference, self._bounds.loss(here), abs(here))
+
+    def compare_rates(self, wanted: Sequence[float], found: Sequence[float]) -> None:
+        """Compare the learning rate of each parameter group, in the step."""
+        for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
+            self._add("learning rate", f"group {number}", abs(here - there), 1e-6 * abs(here), abs(here))
+
+    def compare_gradient(
+        self, name: str, wanted: Tensor | None, found: Tensor | None, *, length: float, norm: float
+    ) -> None:
+        """Compare one gradient; None: there is none. See `Bounds.gradient`."""
+        if wanted is None and found is None:
+            return
+        size = 0.0 if wanted is None else float(wanted.norm())
+        if wanted is None or found is None:
+            # also of zeros: an optimizer leaves a weight without gradient alone, and decays one whose gradient is zero
+            difference, note = math.inf, "no gradient there" if found is None else "no gradient in plain torch"
+        else:
+            difference, note = _distance(found, wanted), ""
+        self._add("gradient", name, difference, self._bounds.gradient(name, length=length, norm=norm), size, note)
+
+    def compare_norm(self, wanted: float, found: float | None) -> None:
+        """Compare the norm that was reported with that of the recorded gradient."""
+        if found is None:
+            return
+        is_lost = not (math.isfinite(wanted) or math.isfinite(found))
+        difference = 0.0 if is_lost else abs(wanted - found)
+        self._add("norm", "whole gradient", difference, self._bounds.norm(wanted), wanted)
+
+    def compare_skipped(self, *, was_skipped: bool, is_finite: bool) -> None:
+        """A step is skipped where the gradients here are not finite either, and nowhere else."""
+        note = "" if was_skipped != is_finite else f"gradients are {'' if is_finite else 'not '}finite in plain torch"
+        self._add("skipped step", "overflow", float(was_skipped == is_finite), 0.0, 1.0, note)
+
+    def compare_weight(self, name: str, wanted: Tensor, found: Tensor | None, *, before: Tensor) -> None:
+        """Compare one weight after the update."""
+        if found is None:
+            self._add("weight", name, math.inf, 0.0, float(wanted.norm()), "it was not recorded")
+            return
+        here, there = wanted.to(torch.float64), found.to(torch.float64)
+        update = _distance(here, before.to(torch.float64))
+        size = float(here.nan_to_num(0.0).norm())
+        self._add("weight", name, _distance(there, here), self._bounds.weight(size=size, update=update), update)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The L2 length of the difference; elements that are finite in neither are the same."""
+    are_lost = ~(a.isfinite() | b.isfinite())
+    return float((a - b).masked_fill(are_lost, 0.0).norm())
+
+
+def _is_alike(a: Sequence[Any], b: Sequence[Any], tolerance: float) -> bool:
+    if len(a) != len(b) or a[0] != b[0]:
+        return False
+    return _relative(a, b) <= tolerance if len(a) == 3 else list(a) == list(b)
+
+
+def _relative(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """Return how far two digests of floating tensors are apart, as a share of what they describe."""
+    if list(a[1:]) == list(b[1:]) or not any(map(math.isfinite, (*a[1:], *b[1:]))):
+        return 0.0
+    numel = math.prod(a[0])
+    size = math.sqrt(max(a[2] * numel, 0.0)) or 1.0
+    return max(abs(a[1] - b[1]) / size, abs(a[2] - b[2]) / (a[2] or 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """All comparisons of one script."""
+
+    rows: Sequence[Finding]
+    losses: Mapping[int, tuple[float, float]]  # by step: recorded, and its norm
+
+    @property
+    def num_steps(self) -> int:
+        return max((row.step for row in self.rows), default=0)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether both runs had the same data."""
+        return bool(self.rows) and not any(row.kind == "input" for row in self.rows)
+
+    @property
+    def faults(self) -> list[Finding]:
+        """Comparisons that do not hold, the nearest to the cause first.
+
+        Within a step gradients come in the order of a backward, from the last parameter on: an error goes on from there
+        to those before it. Rows of several ranks come in the order in which each has them.
+        """
+        faults = [row for row in self.rows if not row.holds]
+        place: dict[tuple[str, str, str], int] = {}
+        for row in self.rows:
+            place.setdefault((row.kind, row.name, row.note * (row.kind == "forward weight")), len(place))
+
+        def order(row: Finding) -> tuple[int, int, int]:
+            its = place[row.kind, row.name, row.note * (row.kind == "forward weight")]
+            return row.step, KINDS.index(row.kind), -its if row.kind == "gradient" else its
+
+        return sorted(faults, key=order)
+
+    @property
+    def first(self) -> Finding | None:
+        """The fault that is nearest to the cause; None: all is as in plain torch."""
+        return next(iter(self.faults), None)
+
+    def of_kind(self, kind: str, step: int) -> list[Finding]:
+        return [row for row in self.rows if row.kind == kind and row.step == step]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `ds_verify --json` writes."""
+        first = self.first
+        verdict = "not comparable" if not self.is_comparable else "differs" if first is not None else "equal"
+        return {
+            "verdict": verdict,
+            "steps": self.num_steps,
+            "comparisons": len(self.rows),
+            "first": None if first is None else asdict(first),
+            "faults": [asdict(row) for row in self.faults],
+            "worst": {kind: asdict(row) for kind in KINDS if (row := self._worst(kind)) is not None},
+        }
+
+    def _worst(self, kind: str) -> Finding | None:
+        return max((row for row in self.rows if row.kind == kind), key=lambda row: row.share, default=None)
+
+
+def read_verdict(folder: Path) -> RunVerdict:
+    """Read the rows that all ranks left beside the records of a run, those of every engine."""
+    rows: list[Finding] = []
+    losses: dict[int, tuple[float, float]] = {}
+    for step in _numbered(folder.glob("engine*/step*")):
+        for path in sorted(step.glob("rows*.json")):
+            rows += [Finding(**row) for row in json.loads(path.read_text())]
+        facts = step / "rank0.json"
+        if facts.exists() and step.parent.name == "engine0" and (said := json.loads(facts.read_text())):
+            mean = sum(said["losses"]) / len(said["losses"]) if said["losses"] else math.nan
+            losses[int(step.name.removeprefix("step"))] = (mean, said["norm"] if said["norm"] is not None else math.nan)
+    return RunVerdict(rows, losses)
+
+
+def _numbered(folders: Iterable[Path]) -> list[Path]:
+    return sorted(folders, key=lambda path: (path.parent.name, int(path.name.removeprefix("step"))))

@@ -1,0 +1,153 @@
+"""`ds_verify` on scripts, as a user calls it: what it prints, writes, and answers by its exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deepspeed.cli.verify import DIFFERS, EQUAL, OTHER_DATA, WRONG, main, summary
+from deepspeed.testing.tiers import swept
+from deepspeed.verify.recording import Arithmetic
+from deepspeed.verify.verdict import Bounds, Finding, RunVerdict
+
+SCRIPT = """
+import argparse
+import deepspeed
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--how", default="well")
+how = parser.parse_args().how
+
+if how == "wrongly":  # the gradient of a bias is halved after it was reduced
+    from deepspeed.engine.training import Training
+
+    step = Training.step
+    def halved(self, *arguments):
+        self.sharding._module[2].bias.grad.mul_(0.5)
+        step(self, *arguments)
+    Training.step = halved
+torch.manual_seed(torch.seed() if how == "unseeded" else 0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+data = [torch.randn(2, 8) for _ in range(20)]
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 0 if how == "wrongly" else 2},
+}
+if how == "nothing":
+    raise SystemExit(0)
+engine, *_ = deepspeed.initialize(model=model, config=config)
+if how == "loads":
+    engine.load_checkpoint("checkpoints")
+for batch in data[: 2 if how == "short" else None]:
+    engine.backward(engine(batch * (1 + engine.global_rank)).square().mean())
+    engine.step()
+    engine.save_checkpoint("checkpoints")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
+    command = ["--steps", "3", "--json", "verdict.json", "--plot", "verdict.svg", "--keep", "kept", str(script)]
+    assert main(command) == EQUAL
+    assert "Equal to plain torch" in capfd.readouterr().out
+    verdict = json.loads(Path("verdict.json").read_text())
+    assert (verdict["verdict"], verdict["steps"], verdict["faults"]) == ("equal", 3, [])
+    assert {"forward weight", "loss", "learning rate", "gradient", "norm", "weight"} <= set(verdict["worst"])
+    assert Path("verdict.svg").read_text().startswith("<?xml")
+    assert (Path("kept") / "engine0" / "step3" / "rank0.safetensors").exists()
+    assert not Path("checkpoints").exists()
+    assert main(["--keep", "kept", str(script)]) == WRONG
+    assert "name a new folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    swept(
+        [
+            ("wrongly", DIFFERS, "first in step 1: gradient, 2.bias"),
+            ("unseeded", OTHER_DATA, "both runs had other data"),
+            ("loads", WRONG, "the script loads a checkpoint (checkpoints)"),
+            ("nothing", WRONG, "made no step of an engine that trains"),
+            ("short", EQUAL, "in 2 steps"),
+        ],
+        lambda how, code, said: how == "wrongly",
+    ),
+)
+def test_what_it_says_of_a_script(script, how, code, said, capfd):
+    assert main(["--steps", "3", str(script), "--how", how]) == code
+    captured = capfd.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_what_cannot_be_asked_is_said_before_anything_runs(script, capfd):
+    assert main(["nowhere.py"]) == WRONG
+    assert "nowhere.py: there is no such file" in capfd.readouterr().err
+    assert main(["--json", "no/folder/verdict.json", str(script)]) == WRONG
+    assert "there is no folder" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--ranks", "0", str(script)])
+    assert "give a number from 1 on" in capfd.readouterr().err
+
+
+def row(step, kind, name, difference, bound=1.0):
+    return Finding(step, kind, name, difference, bound, 1.0, 0)
+
+
+def test_the_first_fault_is_the_one_nearest_to_the_cause():
+    rows = [row(1, "gradient", "first", 0.5), row(1, "gradient", "last", 0.5), row(1, "weight", "first", 2.0)]
+    rows += [row(2, "norm", "whole gradient", 3.0), row(2, "gradient", "first", 2.0), row(2, "gradient", "last", 2.0)]
+    rows += [row(3, "loss", "backward 1", float("nan"))]
+    verdict = RunVerdict(rows, {})
+    found = [(each.step, each.kind, each.name) for each in verdict.faults]
+    assert found == [
+        (1, "weight", "first"),
+        (2, "gradient", "last"),
+        (2, "gradient", "first"),
+        (2, "norm", "whole gradient"),
+        (3, "loss", "backward 1"),
+    ]
+    assert summary(verdict)[0] == "Differs from plain torch, first in step 1: weight, first, rank 0."
+    assert summary(RunVerdict(rows[:2], {}))[0].startswith("Equal to plain torch")
+
+
+def test_bounds_follow_from_the_arithmetic():
+    def bounds(**changed):
+        usual = {"num_ranks": 2, "num_micros": 1, "model": "float32", "sums": "float32", "masters": "float32"}
+        arithmetic = Arithmetic(**{**usual, "clip": 0.0, "other_kernels": False, **changed})
+        return Bounds(arithmetic, {"weight": 100})
+
+    fp32, bf16 = bounds(), bounds(model="bfloat16", sums="bfloat16")
+    assert fp32.gradient("weight", length=1.0, norm=1.0) == pytest.approx((2**-18) * 5 + 6 * 2**-24)
+    assert bf16.gradient("weight", length=1.0, norm=1.0) == pytest.approx((2**-12) * 5 + 6 * 2**-8)
+    assert fp32.loss(2.0) == 2 * 2**-18
+    assert bounds(other_kernels=True).slack == 16 * 2**-24
+    assert fp32.weight(size=1.0, update=1.0) == pytest.approx(2**-23 + 2**-12)
+
+
+@pytest.mark.parametrize("number", swept([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM))
+def test_a_command_that_is_told_to_end_leaves_no_process(number, script):
+    script.write_text("import os, time, pathlib\npathlib.Path(f'started{os.getpid()}').touch()\ntime.sleep(1000)\n")
+    command = [sys.executable, "-m", "deepspeed.cli.verify", "--no_local_rank", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while len(started := list(script.parent.glob("started*"))) < 2:
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) != EQUAL
+    finally:
+        process.kill()
+    assert not any(Path(f"/proc/{each.name.removeprefix('started')}").exists() for each in started)
