@@ -73,7 +73,7 @@ def train(stage, slow, kind="engine", counts_work=False, factor=2.5):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_rank_that_does_more_is_named_on_the_first_rank(stage):
-    first, second = run_ranks(2, train, stage, 1)
+    first, second = run_ranks(2, train, stage, 1, "engine", True)
     assert [line.partition(" took ")[0] for line in first] == [
         "watch.slow_rank_window: steps 2 to 4: rank 1",
         "watch.slow_rank_window: steps 5 to 7: rank 1",
