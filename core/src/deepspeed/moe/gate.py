@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError, counted
+from deepspeed.log import warn_once
 
 NOISE_POLICIES = (None, "Jitter", "RSample")
 #: inputs of the gate are multiplied by a uniform number from 1 - this to 1 + this (Switch, section 2.2)
@@ -100,6 +101,11 @@ class TopKGate(nn.Module):
             raise ConfigError(
                 f"MoE: found noisy_gate_policy {noisy_gate_policy!r}; give one of "
                 f"{', '.join(map(repr, NOISE_POLICIES))}"
+            )
+        if noisy_gate_policy == "RSample" and k > 1:
+            warn_once(
+                f"MoE: noisy_gate_policy 'RSample' adds noise where a token gets one expert, and found k={k}: training "
+                "goes on without it; take 'Jitter', or k=1"
             )
         factors = capacity_factor, eval_capacity_factor
         if not all(isinstance(each, SupportsFloat) and 0 < each < math.inf for each in factors):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.log import logger
 from deepspeed.moe.gate import TopKGate, capacity_of
 
 WIDTH, EXPERTS = 6, 4
@@ -141,3 +142,9 @@ def test_the_gate_computes_in_fp32():
 def test_arguments_that_do_not_fit(message, arguments):
     with pytest.raises(ConfigError, match=message):
         gate(**arguments)
+
+
+def test_noise_that_has_no_effect_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(logger, "propagate", True)
+    gate(k=3, noisy_gate_policy="RSample")
+    assert "adds noise where a token gets one expert, and found k=3" in caplog.text
