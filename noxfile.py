@@ -36,6 +36,7 @@ TOOLS = (
     "jsonschema",  # of the configuration
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
+TOOLS_OF_SITE = ("mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")  # ruff lays out the signatures
 TESTS = Path("core/tests")
 UNIT = (TESTS / "unit", TESTS / "house", TESTS / "compat")
 RECIPES, PAGES, TEMPLATE = Path("downstream/recipes"), Path("docs/tests"), Path("template/tests")
@@ -213,6 +214,26 @@ def examples(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Links of every page resolve; code blocks run; generated pages equal their source."""
     _pytest(session, PAGES, flags=SIDE_BY_SIDE)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """The documentation as a site in build/site, in an environment of its own; a warning, such as a link or an anchor
+    that leads nowhere, is an error. `-- serve` shows it, and builds it again with each change.
+
+    It reads the code and imports none of it, so that it needs no torch.
+    """
+    folder = ROOT / ".nox" / "site"
+    python, stamp = folder / "bin" / "python", folder / "ready.txt"
+    wanted = "\n".join((*TOOLS_OF_SITE, (ROOT / "constraints.txt").read_text()))
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.run(PYTHON, "-m", "venv", "--clear", str(folder), external=True)
+        pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
+        session.run(*pip, *TOOLS_OF_SITE, external=True)
+        stamp.write_text(wanted)
+    words = session.posargs or ("build", "--strict")
+    # Material's notice of the next MkDocs, which the pinned one is not
+    session.run(str(python), "-m", "mkdocs", *words, env={"NO_MKDOCS_2_WARNING": "1"}, external=True)
 
 
 @nox.session
