@@ -11,7 +11,8 @@ computes
 Nothing of ZeRO, of the engine's reduction, precision or kernels takes part. What differs is judged by `verdict.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import config_source, initialize_as
 from deepspeed.engine.observers import StepStats
 from deepspeed.engine.training import backward_roots
+from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.running import running
 from deepspeed.verify.recording import (
@@ -45,7 +47,15 @@ from deepspeed.verify.recording import (
     losses_of,
 )
 from deepspeed.verify.verdict import Bounds, Comparison
-from deepspeed.zero.construct import Init
+from deepspeed.zero.construct import Init, MiCS_Init
+from deepspeed.zero.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 #: sections that plain torch has nothing of, and those that write what only the recorded run is to write
 _TAKEN_AWAY = {
@@ -71,7 +81,8 @@ def plain_config(source: Any) -> dict[str, Any]:
     optimizer = config.get("optimizer")
     if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in _ADAMS:
         params = {**_DEFAULTS_OF_ADAM, **(optimizer.get("params") or {})}
-        if params.pop("bias_correction", True) is True:  # torch's always corrects
+        is_torchs = params.get("torch_adam") is True  # with torch's defaults
+        if not is_torchs and params.pop("bias_correction", True) is True:  # torch's always corrects
             of_torch = {name: value for name, value in params.items() if name in _KEYS_OF_ADAM}
             config["optimizer"] = {**optimizer, "params": {**of_torch, "torch_adam": True}}
     return config
@@ -109,12 +120,33 @@ def _changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
 def against_plain(folder: str | Path, num_steps: int) -> Any:
     """A context: engines of scripts inside are plain torch, and compare their steps with those recorded in `folder`."""
     runs = Runs(folder, num_steps)
-    return initialized_by(partial(initialize_plain, runs), Init=_whole_init)
+    inits = {"Init": partial(_whole_init, Init), "MiCS_Init": partial(_whole_init, MiCS_Init)}
+    calls = {name: partial(_of_plain, name) for name in _SAFE_CALLS}
+    return initialized_by(partial(initialize_plain, runs), zero=inits, utils=calls)
 
 
-def _whole_init(*arguments: Any, **named: Any) -> Init:
+def _whole_init(context: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """A `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
-    return Init(*arguments, **{**named, "enabled": False})
+    return context(*arguments, **{**named, "enabled": False})
+
+
+def _of_plain(name: str, param: Parameter, *arguments: Any) -> Any:
+    """Answer one of the `safe_...` calls for a parameter of plain torch; for others the call itself answers."""
+    for engine in _engines:
+        for its, trained in engine.trained.items():
+            if trained is param:
+                return engine.safe_call(name, its, *arguments)
+    return _SAFE_CALLS[name](param, *arguments)
+
+
+_SAFE_CALLS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        *(safe_get_full_grad, safe_get_full_fp32_param, safe_get_full_optimizer_state),
+        *(safe_set_full_grad, safe_set_full_fp32_param, safe_set_full_optimizer_state),
+    )
+}
+_engines: "weakref.WeakSet[PlainEngine]" = weakref.WeakSet()
 
 
 class SummedGradient:
@@ -134,8 +166,9 @@ class SummedGradient:
         self._sum = summand if self._sum is None else self._sum.add_(summand)
         self._param.grad = None
 
-    def average(self, divisor: float) -> tuple[Tensor | None, float]:
-        """Return the sum over ranks, divided, and what its summands' lengths add up to, divided; forget both.
+    def average(self, divisor: float, *, keeps: bool = False) -> tuple[Tensor | None, float]:
+        """Return the sum over ranks, divided, and what its summands' lengths add up to, divided; forget both unless
+        it `keeps` them.
 
         None: no rank has a gradient. A collective.
         """
@@ -145,9 +178,10 @@ class SummedGradient:
         length, is_used = facts.tolist()
         if not is_used:
             return None, 0.0
-        whole = torch.zeros_like(self._param, dtype=torch.float64) if self._sum is None else self._sum
+        whole = torch.zeros_like(self._param, dtype=torch.float64) if self._sum is None else self._sum.clone()
         torch_dist.all_reduce(whole, group=self._group)
-        self.forget()
+        if not keeps:
+            self.forget()
         return whole / divisor, length / divisor
 
     def forget(self) -> None:
@@ -181,14 +215,62 @@ class PlainEngine(VerifiedEngine):
         self._forwards = WatchedForwards(self.module)
         self._losses: list[float] = []
         self._before: dict[str, Tensor] = {}  # masters before the update
+        self._shown: dict[str, Tensor] = {}  # averages that the script may change until the step
+        self._replaced: dict[str, Tensor | None] = {}  # and those that it has changed
         self._num_micros = 0  # of this step
         self._counts_micros = True  # the script does not say itself when a step ends
         with torch.no_grad():
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
                 if (value := self._recorded(WEIGHT, name, step=0)) is not None:
                     tensor.copy_(value)
+        if missing := [name for name in self.trained if self._recorded(WEIGHT, name, step=0) is None]:
+            raise ConfigError(
+                f"ds_verify: {self.record.folder.name} had no {missing[0]} when it was recorded; let the script build "
+                "the same engines each time, also where one of them fails"
+            )
         self._take_weights(0)
         self._begin_step()
+        _engines.add(self)
+
+    def safe_call(self, call: str, name: str, *arguments: Any) -> Any:
+        """Do what one of the `safe_get_full_...` and `safe_set_full_...` does, with one parameter. A collective.
+
+        Args:
+            call: its name.
+            name: of the parameter.
+            arguments: those after the parameter.
+        """
+        master, param = self._masters[name], self.trained[name]
+        assert self.basic_optimizer is not None
+        state = self.basic_optimizer.state.get(master, {})
+        if call == "safe_get_full_grad":
+            self._take_gradients()
+            gradient, _ = self._gradients[name].average(self._num_summands, keeps=True)
+            gradient = self._replaced.get(name, gradient)
+            return None if gradient is None else gradient.float()
+        if call == "safe_get_full_fp32_param":
+            return master.detach().clone()
+        if call == "safe_get_full_optimizer_state":
+            found = state.get(*arguments)
+            return found.clone() if isinstance(found, Tensor) else found
+        value = arguments[0]
+        if call == "safe_set_full_grad":
+            self._take_gradients()
+            self._replaced[name] = value.to(torch.float64)
+            return None
+        with torch.no_grad():
+            if call == "safe_set_full_optimizer_state":
+                state[arguments[1]].copy_(value)
+                return None
+            master.copy_(value)
+            if param is not master:
+                param.copy_(value)
+        return None
+
+    @property
+    def _num_summands(self) -> float:
+        """The divisor of a sum over ranks: their number, or 1 where the configuration asks for sums."""
+        return 1.0 if self.config.get("gradient_allreduce_op", "mean") == "sum" else float(comm.get_world_size())
 
     def _group_of(self, param: Parameter) -> ProcessGroup:
         group = expert_group_of(param)
@@ -213,8 +295,26 @@ class PlainEngine(VerifiedEngine):
                     if self._masters[name] is not param:
                         param.copy_(weight)
 
+    def _show_gradients(self) -> None:
+        """Leave the averages where the script may read and change them. A collective."""
+        for name, summed in self._gradients.items():
+            average, _ = summed.average(self._num_summands, keeps=True)
+            param = self.trained[name]
+            param.grad = None if average is None else average.to(param.dtype)
+            if param.grad is not None:
+                self._shown[name] = param.grad.clone()
+
+    def _take_shown(self) -> None:
+        """Take what the script has made of the averages."""
+        for name, shown in self._shown.items():
+            gradient, self.trained[name].grad = self.trained[name].grad, None
+            if gradient is None or not torch.equal(gradient, shown):
+                self._replaced[name] = None if gradient is None else gradient.to(torch.float64)
+        self._shown.clear()
+
     def _take_gradients(self, *, is_divided: bool = False) -> None:
         """Take those of a backward that is over. If the script itself began it, its loss was not divided."""
+        self._take_shown()
         for summed in self._gradients.values():
             summed.take(1.0 if is_divided else 1.0 / self.schedule.num_steps)
 
@@ -260,6 +360,8 @@ class PlainEngine(VerifiedEngine):
         scaled = [self.scale(tensor) for tensor in tensors]
         torch.autograd.backward(scaled, gradients, retain_graph=retain_graph, **kwargs)
         self._take_gradients(is_divided=True)
+        if self._arithmetic.shows_gradients and self.schedule.ends_step:
+            self._show_gradients()
         return tensors[0] if isinstance(loss, Tensor) else tensors
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -278,6 +380,8 @@ class PlainEngine(VerifiedEngine):
         if not self.is_watched:
             super().zero_grad(set_to_none)
             return
+        self._shown.clear()
+        self._replaced.clear()
         for name, summed in self._gradients.items():
             self.trained[name].grad = None
             summed.forget()
@@ -341,10 +445,13 @@ class PlainEngine(VerifiedEngine):
 
     def _compare_gradients(self, facts: dict[str, Any]) -> tuple[float, bool]:
         """Return the norm of the recorded gradient, and whether the gradients here are finite."""
-        divisor = facts["loss_scale"] * (1.0 if self._sums else comm.get_world_size())
+        divisor = facts["loss_scale"] * self._num_summands
         pairs, square, is_finite = [], 0.0, True
         for name, summed in self._gradients.items():
             wanted, length = summed.average(divisor)
+            if name in self._replaced:
+                changed = self._replaced.pop(name)
+                wanted = None if changed is None else changed / facts["loss_scale"]
             is_finite &= wanted is None or bool(wanted.isfinite().all())
             found = self._recorded(GRADIENT, name)
             if not self.holds(name):
@@ -360,10 +467,6 @@ class PlainEngine(VerifiedEngine):
             for name, wanted, found, length in pairs:
                 self._comparison.compare_gradient(name, wanted, found, length=length, norm=norm)
         return norm, float(squares[1]) == comm.get_world_size()
-
-    @property
-    def _sums(self) -> bool:
-        return bool(self.config.get("gradient_allreduce_op", "mean") == "sum")
 
     def _update(self, norm: float, loss_scale: float, lr_kwargs: dict[str, Any] | None) -> None:
         """Update the masters by the recorded gradient."""

@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -57,6 +57,7 @@ class Arithmetic:
     masters: str  # the type of the weights that the optimizer updates
     clip: float  # 0: gradients are not clipped
     other_kernels: bool  # whether the forward runs by other kernels than plain torch's: compiled, for example
+    shows_gradients: bool = False  # whether scripts find the averages in `param.grad` before the step
 
 
 class Record:
@@ -320,6 +321,7 @@ class RecordedEngine(VerifiedEngine):
             masters=dtype_name(max(masters, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)),
             clip=self.gradient_clipping(),
             other_kernels=self.torch_autocast_enabled(),
+            shows_gradients=self.sharding.options.stage.shows_gradients,
         )
 
     def _weights(self) -> dict[str, Tensor]:
@@ -383,11 +385,11 @@ def losses_of(loss: Any) -> list[float]:
 
 
 @contextmanager
-def initialized_by(start: Callable[..., Any], **others: Any) -> Iterator[None]:
+def initialized_by(start: Callable[..., Any], **others: Mapping[str, Any]) -> Iterator[None]:
     """Let scripts that run inside get their engines from `start`, which takes the arguments of `initialize` by name.
 
     Args:
-        others: names of `deepspeed.zero` that are something else inside.
+        others: by module of `deepspeed`, names that are something else inside.
     """
     signature = inspect.signature(initialize)
 
@@ -396,16 +398,17 @@ def initialized_by(start: Callable[..., Any], **others: Any) -> Iterator[None]:
         bound.apply_defaults()
         return start(**bound.arguments)
 
-    before = deepspeed.initialize, {name: getattr(deepspeed.zero, name) for name in others}
-    deepspeed.initialize = replaced
-    for name, value in others.items():
-        setattr(deepspeed.zero, name, value)
+    changes: list[tuple[Any, str, Any]] = [(deepspeed, "initialize", replaced)]
+    for module, values in others.items():
+        changes += [(getattr(deepspeed, module), name, value) for name, value in values.items()]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        deepspeed.initialize = before[0]
-        for name, value in before[1].items():
-            setattr(deepspeed.zero, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def recorded(folder: str | Path, num_steps: int) -> Any:
