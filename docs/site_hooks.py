@@ -28,11 +28,18 @@ LINK = re.compile(r"(?:\[(?P<name>[\w./-]+\.md)\]|(?<=\]))\((?P<target>[^)\s#]*)
 FENCED = re.compile(r"^( *)```.*?^\1```$\n?", flags=re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"( *)([-*]|\d+\.)( +)")
 OF_THE_CODE = re.compile(r"^Read |\bStart reading\b|\b[Mm]ay\simport\b")
+FIELDS = re.compile(r"^(Fields|Class attributes.*):$", flags=re.MULTILINE)
 EXAMPLE = re.compile(r"(?:^ *>>> .*\n(?:^ *\S.*\n?)*)(?:\n(?: *>>> .*\n)(?:^ *\S.*\n?)*)*", flags=re.MULTILINE)
 LANGUAGES = {".py": "python", ".json": "json", ".cpp": "cpp", ".h": "cpp", ".cu": "cuda", ".sh": "sh"}
 
+# modules that users import by another name
+KNOWN_AS = {
+    "deepspeed.activation.checkpointing": "deepspeed.checkpointing",
+    "deepspeed.checkpoint.consolidate": "deepspeed.utils.zero_to_fp32",
+}
 # shown before the others of a page, which are functions, then classes
 FIRST = ("initialize", "DeepSpeedEngine", "init_distributed", "init_inference", "get_accelerator", "MoE", "Init")
+IN_PARTS = ("DeepSpeedAccelerator",)  # classes whose bases are no pages of their own
 # page of reference/api -> title, then packages, of which all public names are shown, and names `module:name`
 API: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepspeed": ("deepspeed", ("deepspeed",)),
@@ -108,12 +115,13 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class Examples(griffe.Extension):
-    """Puts the examples of docstrings, lines from `>>>` on, into fences. mkdocstrings calls it."""
+class HouseStyle(griffe.Extension):
+    """Writes docstrings as mkdocstrings, which calls it, reads them: examples, from `>>>` on, in fences, and fields of
+    dataclasses as attributes."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring and ">>>" in obj.docstring.value:
-            text = obj.docstring.value + "\n"
+        if obj.docstring:
+            text = FIELDS.sub(lambda match: f"Attributes: {match[1].replace('`', '')}:", obj.docstring.value) + "\n"
             obj.docstring.value = EXAMPLE.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", text)
 
 
@@ -274,8 +282,9 @@ def _api_pages() -> Iterator[tuple[str, str]]:
                     continue
                 shown[address] = page
                 label = name.rpartition(".")[2]
-                lines += [f"::: {address}", "    options:", f"      heading: {name}", f"      toc_label: {label}", ""]
-                names.append(f"[`{name}`]({page}.md#{address})")
+                lines += [f"::: {address}", "    options:", f"      heading: {name}", f"      toc_label: {label}"]
+                lines += ["      inherited_members: true", ""] if label in IN_PARTS else [""]
+                names.append(f"[`{name.removeprefix(f'{title}.')}`]({page}.md#{address})")
         if elsewhere:
             lines += ["Shown on other pages: " + ", ".join(elsewhere) + ".", ""]
         rows += [f"## [{title}]({page}.md)", "", ", ".join(names), ""]
@@ -294,7 +303,7 @@ def _public(source: str) -> Iterator[tuple[str, str]]:
     """Imported name and address of the public classes and functions of a package, a module or `module:name`."""
     module, _, name = source.partition(":")
     if name:
-        yield f"{module}.{name}", f"{module}.{name}"
+        yield f"{KNOWN_AS.get(module, module)}.{name}", f"{module}.{name}"
         return
     for name, address in sorted(_names(module).items(), key=_place):
         where = address.replace(":", ".")

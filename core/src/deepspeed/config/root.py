@@ -91,11 +91,16 @@ _WRITTEN_BY_TRL = {
 class DeepSpeedConfig(Section):
     """The config of one engine, every key resolved. Attributes are the documented keys.
 
-    config: see `read_config`.  world_size: number of data-parallel ranks.
-    mpu, mesh_device: the older way to say so: `mpu.get_data_parallel_world_size()`, or the mesh's "data_parallel" axis.
-    batch_required: False leaves the batch sizes as they are written: zero.Init may get them before they are filled in,
-        and knows no number of data-parallel ranks.
-    Raises ConfigError, its message beginning with the dotted key.
+    Args:
+        config: see `read_config`.
+        mpu: the older way to say the number of ranks, by `mpu.get_data_parallel_world_size()`.
+        mesh_device: the same by the mesh's "data_parallel" axis.
+        world_size: number of data-parallel ranks.
+        batch_required: False leaves the batch sizes as they are written: zero.Init may get them before they are filled
+            in, and knows no number of data-parallel ranks.
+
+    Raises:
+        ConfigError: its message begins with the dotted key.
     """
 
     # Absent until `resolve_batch` has run; None afterwards only with batch_required=False.
