@@ -5,13 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.cli.verify import DIFFERS, EQUAL, OTHER_DATA, WRONG, main, summary
 from deepspeed.testing.tiers import swept
 from deepspeed.verify.recording import Arithmetic
-from deepspeed.verify.verdict import Bounds, Finding, RunVerdict
+from deepspeed.verify.verdict import Bounds, Finding, RunVerdict, read_verdict
 
 SCRIPT = """
 import argparse
@@ -44,9 +46,16 @@ if how == "nothing":
 engine, *_ = deepspeed.initialize(model=model, config=config)
 if how == "loads":
     engine.load_checkpoint("checkpoints")
-for batch in data[: 2 if how == "short" else None]:
+is_plain = type(engine).__name__ == "PlainEngine"
+for number, batch in enumerate(data[: 2 if how == "short" else None]):
+    if how == "ends early" and is_plain and number == 1:
+        break
     engine.backward(engine(batch * (1 + engine.global_rank)).square().mean())
-    engine.step()
+    try:
+        engine.step()
+    except BaseException:
+        if how != "catches":
+            raise
     engine.save_checkpoint("checkpoints")
 """
 
@@ -79,10 +88,12 @@ def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
     swept(
         [
             ("wrongly", DIFFERS, "first in step 1: gradient, 2.bias"),
-            ("unseeded", OTHER_DATA, "both runs had other data"),
+            ("unseeded", OTHER_DATA, "Not comparable, first in step 1: inputs of forward 1"),
             ("loads", WRONG, "the script loads a checkpoint (checkpoints)"),
             ("nothing", WRONG, "made no step of an engine that trains"),
-            ("short", EQUAL, "in 2 steps"),
+            ("short", EQUAL, "in 2 steps (3 were asked for"),
+            ("catches", EQUAL, "in 3 steps"),
+            ("ends early", OTHER_DATA, "engine0 made no such step in plain torch"),
         ],
         lambda how, code, said: how == "wrongly",
     ),
@@ -120,8 +131,20 @@ def test_the_first_fault_is_the_one_nearest_to_the_cause():
         (2, "norm", "whole gradient"),
         (3, "loss", "backward 1"),
     ]
-    assert summary(verdict)[0] == "Differs from plain torch, first in step 1: weight, first, rank 0."
-    assert summary(RunVerdict(rows[:2], {}))[0].startswith("Equal to plain torch")
+    assert summary(verdict, asked=3)[0] == "Differs from plain torch, first in step 1: weight, first, rank 0."
+    of_one = summary(RunVerdict(rows[:2], {}), asked=3)[0]
+    assert of_one.startswith("Equal to plain torch: 2 comparisons in 1 step (3 were asked for")
+
+
+def test_what_says_nothing_is_said(tmp_path):
+    folder = tmp_path / "engine0"
+    for step, rows in enumerate([[], [asdict(row(1, "weight", "first", 0.0, bound=2.0))]]):
+        (folder / f"step{step}").mkdir(parents=True)
+        (folder / f"step{step}" / "rows0.json").write_text(json.dumps(rows))
+    verdict = read_verdict(tmp_path)
+    assert "every step was skipped" in verdict.first.name
+    assert not verdict.is_comparable
+    assert verdict.notes[0].startswith("1 of 1 updates are smaller than the rounding of their weights")
 
 
 def test_bounds_follow_from_the_arithmetic():
@@ -135,6 +158,8 @@ def test_bounds_follow_from_the_arithmetic():
     assert bf16.gradient("weight", length=1.0, norm=1.0) == pytest.approx((2**-12) * 5 + 6 * 2**-8)
     assert fp32.loss(2.0) == 2 * 2**-18
     assert bounds(other_kernels=True).slack == 16 * 2**-24
+    element = fp32.element(torch.tensor(1.0), torch.tensor(1.0), 1.0)
+    assert element.item() == pytest.approx(2**-22 + 2**-6 + 2**-10)
     assert fp32.weight(size=1.0, update=1.0) == pytest.approx(2**-23 + 2**-12)
 
 

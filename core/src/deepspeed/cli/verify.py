@@ -39,6 +39,7 @@ _SAYS = {
     "forward weight": "a module computed with other weights than the last step had made: they were gathered too early, "
     "or changed outside of the engine",
     "loss": "the forward gave another loss from the same weights and inputs",
+    "buffer": "the forward left other statistics, or something changed them between forward and step",
     "learning rate": "the schedule and plain torch's are at another step, or have another form",
     "gradient": "its backward, its sum over micro-batches or its average over ranks",
     "norm": "the norm is not that of the gradients that the optimizer got; clipping follows from it",
@@ -199,7 +200,7 @@ def _write(verdict: RunVerdict, options: argparse.Namespace) -> None:
     title = f"{options.script}: {counted(options.ranks, 'rank')}; differences as a share of what rounding explains"
     rows = (_row(verdict, step) for step in range(1, verdict.num_steps + 1))
     console.print(make_table(title, columns, rows))
-    for line in summary(verdict):
+    for line in summary(verdict, asked=options.steps):
         console.print(line, markup=False, highlight=False)
 
 
@@ -224,16 +225,24 @@ def _cell(rows: Sequence[Finding]) -> str:
     return f"{worst.share:.2g}" if worst.holds else f"{worst.share:.2g} ({worst.name})"
 
 
-def summary(verdict: RunVerdict) -> list[str]:
-    """Say the verdict in a few lines."""
+def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
+    """Say the verdict in a few lines.
+
+    Args:
+        asked: steps that were asked for; the script may have made fewer.
+    """
     first, faults = verdict.first, verdict.faults
     of = f"{counted(len(verdict.rows), 'comparison')} in {counted(verdict.num_steps, 'step')}"
+    if verdict.num_steps < asked:
+        of += f" ({asked} were asked for, and the script made no more)"
+    notes = [f"Note: {note}" for note in verdict.notes]
     if first is None:
-        return [f"Equal to plain torch: {of}, all within what rounding explains."]
+        return [f"Equal to plain torch: {of}, all within what rounding explains.", *notes]
     if not verdict.is_comparable:
         return [
-            f"Not comparable: both runs had other data, first in step {first.step}: {first.name}.",
-            "Give the script fixed seeds, also for its data, and let it do the same each time it runs.",
+            f"Not comparable, first in step {first.step}: {first.name}.",
+            "The script has to do the same each time it runs, with the same data on each rank.",
+            *notes,
         ]
     note = f" ({first.note})" if first.note else ""
     kinds = Counter(row.kind for row in faults)
@@ -243,6 +252,7 @@ def summary(verdict: RunVerdict) -> list[str]:
         f"  difference {first.difference:.3g}; rounding explains {first.bound:.3g}; plain torch has {first.size:.3g}",
         f"  Look at: {_SAYS[first.kind]}.",
         f"{counted(len(faults), 'comparison')} of {of} differ: {others}.",
+        *notes,
     ]
 
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.build import config_source, initialize_as
 from deepspeed.engine.observers import StepStats
 from deepspeed.engine.training import backward_roots
@@ -101,6 +102,7 @@ def initialize_plain(runs: Runs, **arguments: Any) -> tuple[Any, Optimizer | Non
     with _changed(args, hidden):  # the configuration of the script
         given = {**arguments, "config": plain_config(source), "config_params": None}
         engine, _, loader, scheduler = initialize_as(partial(PlainEngine, runs=runs), **given)
+    engine._answers = read_answers(DeepSpeedConfig(source, batch_required=False))  # as the script asked for
     cast(PlainEngine, engine).take_over()
     return engine, engine.optimizer, loader, scheduler
 
@@ -120,14 +122,19 @@ def _changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
 def against_plain(folder: str | Path, num_steps: int) -> Any:
     """A context: engines of scripts inside are plain torch, and compare their steps with those recorded in `folder`."""
     runs = Runs(folder, num_steps)
-    inits = {"Init": partial(_whole_init, Init), "MiCS_Init": partial(_whole_init, MiCS_Init)}
+    inits = {"Init": _leaving_whole(Init), "MiCS_Init": _leaving_whole(MiCS_Init)}
     calls = {name: partial(_of_plain, name) for name in _SAFE_CALLS}
     return initialized_by(partial(initialize_plain, runs), zero=inits, utils=calls)
 
 
-def _whole_init(context: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """A `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
-    return context(*arguments, **{**named, "enabled": False})
+def _leaving_whole(context: type[Init]) -> type[Init]:
+    """Return a `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
+
+    class WholeInit(context):  # type: ignore[valid-type, misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **{**named, "enabled": False})
+
+    return WholeInit
 
 
 def _of_plain(name: str, param: Parameter, *arguments: Any) -> Any:
@@ -204,6 +211,7 @@ class PlainEngine(VerifiedEngine):
         self._step_of_torch = optimizer.step
         optimizer.step = self._optimizer_step  # type: ignore[method-assign, assignment]
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.optimizer, optimizer.loss_scaler = optimizer, self.precision.loss_scaler  # type: ignore[attr-defined]
         self._masters = {name: _master_of(param) for name, param in self.trained.items()}
         by_id = {id(param): self._masters[name] for name, param in self.trained.items()}
         for group in optimizer.param_groups:
@@ -284,7 +292,8 @@ class PlainEngine(VerifiedEngine):
     def _begin_step(self) -> None:
         self._facts = self.record.facts(self._steps + 1)
         if self._facts is not None:
-            self.precision.loss_scaler.loss_scale = self._facts["loss_scale"]
+            scale = self.precision.loss_scaler.loss_scale = self._facts["loss_scale"]
+            vars(self.optimizer).update(loss_scale=scale, cur_scale=scale)
 
     def _take_weights(self, step: int) -> None:
         """Take the weights that the recorded run had after a step into the masters and the module."""
@@ -420,6 +429,7 @@ class PlainEngine(VerifiedEngine):
         self.schedule.restart()
 
     def _compare_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        self._leave_if_over()
         facts, comparison = self._facts, self._comparison
         comparison.begin(self._steps + 1)
         if facts is None:
@@ -430,6 +440,7 @@ class PlainEngine(VerifiedEngine):
         if self._counts_micros:
             comparison.compare_count(self.schedule.num_steps, self._num_micros)
         comparison.compare_losses(self._losses, facts["losses"])
+        comparison.compare_buffers(self.buffer_digests(), facts["buffers"])
         comparison.compare_rates([float(lr) for lr in self.get_lr()], facts["lr"])
         norm, is_finite = self._compare_gradients(facts)
         if self.precision.checks_overflow:
@@ -493,6 +504,7 @@ class PlainEngine(VerifiedEngine):
         training = self._training
         training.stats = StepStats(self.global_steps, facts["applied"], facts["norm"], facts["loss_scale"])
         training.has_applied = facts["applied"]
+        vars(self.optimizer).update(overflow=not facts["applied"])
         training.progress.global_steps += 1
         training.progress.global_samples += training.train_batch_size
         training.progress.skipped_steps += not facts["applied"]

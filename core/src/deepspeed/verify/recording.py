@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -78,8 +78,14 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
             own = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-            save_file(own, folder / f".rank{self.rank}.tmp")
-            os.replace(folder / f".rank{self.rank}.tmp", folder / f"rank{self.rank}.safetensors")
+            path = folder / f"rank{self.rank}.safetensors"
+            try:
+                save_file(own, path.with_suffix(".tmp"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"ds_verify: cannot write {path}: {error}; take fewer --steps, or --keep a folder with more room"
+                ) from error
+            os.replace(path.with_suffix(".tmp"), path)
         write_json(folder / f"rank{self.rank}.json", facts)
 
     def facts(self, step: int) -> dict[str, Any] | None:
@@ -132,7 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class WatchedForwards:
-    """Describes each forward of a module with gradients: its inputs, and the weights that its modules computed with.
+    """Describes each forward of a module: its inputs, and the weights that its modules computed with.
 
     A hook on each module looks at its own parameters after the hooks that were there before, so that those of a sharded
     model are gathered. One that is still empty then is left out.
@@ -149,9 +155,6 @@ class WatchedForwards:
     @contextmanager
     def watched(self, inputs: Any, kwargs: Any) -> Iterator[None]:
         """Describe what runs inside as one forward."""
-        if not torch.is_grad_enabled():
-            yield
-            return
         self.facts.append({"inputs": [digest(leaf) for leaf in tree_leaves((inputs, kwargs))], "weights": {}})
         self._is_on = True
         try:
@@ -206,10 +209,20 @@ class VerifiedEngine(DeepSpeedEngine):
         """Whether this rank leaves a parameter, or a buffer, and compares it."""
         return self.holders.get(name, 0) == comm.get_rank()
 
+    def buffer_digests(self) -> dict[str, list[Any]]:
+        """Describe the module's buffers, such as the statistics of a batch norm, by name."""
+        return {name: digest(buffer) for name, buffer in self.module.named_buffers()}
+
     def _count_step(self) -> None:
         self._steps += 1
-        if self._runs.is_first(self.record) and self._steps >= self._runs.num_steps:
+        if self._steps >= self._runs.num_steps:
             comm.barrier()  # none goes before its peers have what they wait for from it
+            self._runs.are_over = True
+            raise Finished
+
+    def _leave_if_over(self) -> None:
+        """End again, where the script has caught the end."""
+        if self._runs.are_over:
             raise Finished
 
     def save_checkpoint(self, save_dir: str, *arguments: Any, **named: Any) -> bool:
@@ -241,20 +254,18 @@ class Runs:
 
     Args:
         folder: where they are.
-        num_steps: after so many of the first engine that trains the script ends.
+        num_steps: after so many of one engine the script ends.
     """
 
     def __init__(self, folder: str | Path, num_steps: int) -> None:
         self.folder, self.num_steps = Path(folder), num_steps
+        self.are_over = False  # one engine has made its steps
         self._count = 0
 
     def next_record(self) -> Record:
         """Return the record of the next engine that trains."""
         self._count += 1
         return Record(self.folder / f"engine{self._count - 1}", comm.get_rank())
-
-    def is_first(self, record: Record) -> bool:
-        return record.folder.name == "engine0"
 
     def check_room(self, num_bytes: int) -> None:
         """Refuse a run whose record the disk has no room for.
@@ -357,6 +368,7 @@ class RecordedEngine(VerifiedEngine):
 
     def _before_update(self, step: int) -> None:
         """Take the gradients, reduced, before they are clipped. A collective."""
+        self._leave_if_over()
         self._facts = {"loss_scale": self.loss_scale(), "lr": [float(lr) for lr in self.get_lr()]}
         self._tensors = dict(self._random)
         for name, param in self.trained.items():
@@ -370,8 +382,8 @@ class RecordedEngine(VerifiedEngine):
         Raises:
             Finished: it was the last one.
         """
-        said = {"losses": self._losses, "forwards": self._forwards.facts}
-        facts = {**self._facts, "applied": stats.applied, "norm": stats.grad_norm, **said}
+        said = {"losses": self._losses, "forwards": self._forwards.facts, "buffers": self.buffer_digests()}
+        facts = {**self._facts, "applied": stats.applied, "norm": self.get_global_grad_norm(), **said}
         self.record.write(self._steps + 1, facts, {**self._tensors, **self._weights()})
         self._losses, self._random, self._tensors = [], {}, {}
         self._forwards.facts.clear()

@@ -9,10 +9,12 @@ runs compute the same operations on the same values, so that beside the sums onl
             where the recorded run has other kernels (torch.autocast, torch.compile)
 
     loss        slack |loss|
+    buffer      16 slack, of its sums
     gradient    (slack + (n + 4) u_sums) of the lengths of its summands, and 4 slack of the average element's share
                 of the whole norm: a gradient that is zero but for rounding has no digits to compare
     norm        2^-14 of it
-    weight      2 u_masters |w|, and 2^-12 of the length of its update
+    weight      2 u_masters |w|, and 2^-12 of the length of its update; and each element 4 u_masters of it, 2^-6 of its
+                update and 2^-10 of the root mean square of all updates, whichever differs more
 
 A gradient that only one run has is a difference, also if it is zero: an optimizer decays a weight whose gradient is
 zero, and leaves one without. Numbers that are finite in neither run are the same, and where a bound itself is lost in
@@ -22,7 +24,7 @@ them, only what is finite in one run and not in the other differs.
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,11 @@ from torch import Tensor
 from deepspeed.verify.recording import Arithmetic, Record, write_json
 
 #: in the order in which a step computes them: the first that differs is nearest to the cause
-KINDS = ("input", "forward weight", "loss", "learning rate", "gradient", "norm", "skipped step", "weight")
+KINDS = ("input", "forward weight", "loss", "buffer", "learning rate", "gradient", "norm", "skipped step", "weight")
 _SLACK = {"float32": 2.0**-18, "bfloat16": 2.0**-12, "float16": 2.0**-14}
 _OF_OTHER_KERNELS = 16
 _NORM, _UPDATE = 2.0**-14, 2.0**-12
+_OF_ELEMENT, _OF_MEAN = 2.0**-6, 2.0**-10
 _SAME = 1e-9  # relative; of sums in fp64 over the same values
 _ALIKE = 1e-3  # relative; of inputs, which may be computed from what rounds
 
@@ -104,6 +107,15 @@ class Bounds:
     def norm(self, wanted: float) -> float:
         return (_NORM + 4 * self._sums) * wanted
 
+    def element(self, size: Tensor, update: Tensor, mean: float) -> Tensor:
+        """Bound the difference of each element of a weight, given its magnitude and that of its update.
+
+        Args:
+            mean: the root mean square of all updates.
+        """
+        tiny = torch.finfo(torch.float32).tiny
+        return 4 * self._masters * size + _OF_ELEMENT * update + _OF_MEAN * mean + tiny
+
     def weight(self, *, size: float, update: float) -> float:
         return 2 * self._masters * size + _UPDATE * update
 
@@ -163,6 +175,17 @@ class Comparison:
             difference = 0.0 if here == there or (math.isnan(here) and math.isnan(there)) else abs(here - there)
             self._add("loss", f"backward {number + 1}", difference, self._bounds.loss(here), abs(here))
 
+    def compare_buffers(self, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        """Compare digests of buffers after the step."""
+        for name, here in wanted.items():
+            there = found.get(name)
+            if there is None or here[0] != there[0] or len(here) != len(there):
+                self._add("buffer", name, math.inf, 0.0, 1.0, "it has another shape or type")
+            elif len(here) == 3:
+                self._add("buffer", name, _relative(here, there), 16 * self._bounds.slack, 1.0)
+            else:
+                self._add("buffer", name, float(here != there), 0.0, 1.0)
+
     def compare_rates(self, wanted: Sequence[float], found: Sequence[float]) -> None:
         """Compare the learning rate of each parameter group, in the step."""
         for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
@@ -201,9 +224,18 @@ class Comparison:
             self._add("weight", name, math.inf, 0.0, float(wanted.norm()), "it was not recorded")
             return
         here, there = wanted.to(torch.float64), found.to(torch.float64)
-        update = _distance(here, before.to(torch.float64))
-        size = float(here.nan_to_num(0.0).norm())
-        self._add("weight", name, _distance(there, here), self._bounds.weight(size=size, update=update), update)
+        update = here - before.to(torch.float64)
+        size, length = float(here.nan_to_num(0.0).norm()), _distance(here, before.to(torch.float64))
+        judged = [(_distance(there, here), self._bounds.weight(size=size, update=length))]
+        if math.isfinite(length):
+            mean = length / math.sqrt(max(here.numel(), 1))
+            share = (there - here).abs().nan_to_num(0.0) / self._bounds.element(here.abs(), update.abs(), mean)
+            worst = int(share.flatten().argmax()) if share.numel() else 0
+            if share.numel():
+                difference = float((there - here).flatten()[worst].abs().nan_to_num(0.0))
+                judged.append((difference, difference / float(share.flatten()[worst]) if difference else 1.0))
+        difference, bound = max(judged, key=lambda each: each[0] / each[1] if each[1] else each[0])
+        self._add("weight", name, difference, bound, length)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -233,6 +265,7 @@ class RunVerdict:
 
     rows: Sequence[Finding]
     losses: Mapping[int, tuple[float, float]]  # by step: recorded, and its norm
+    notes: Sequence[str] = ()  # what is no difference, and worth a look
 
     @property
     def num_steps(self) -> int:
@@ -277,6 +310,7 @@ class RunVerdict:
             "verdict": verdict,
             "steps": self.num_steps,
             "comparisons": len(self.rows),
+            "notes": list(self.notes),
             "first": None if first is None else asdict(first),
             "faults": [asdict(row) for row in self.faults],
             "worst": {kind: asdict(row) for kind in KINDS if (row := self._worst(kind)) is not None},
@@ -287,18 +321,59 @@ class RunVerdict:
 
 
 def read_verdict(folder: Path) -> RunVerdict:
-    """Read the rows that all ranks left beside the records of a run, those of every engine."""
+    """Read the rows that all ranks left beside the records of a run, those of every engine.
+
+    A step that was recorded and has no rows makes both runs not comparable: plain torch has ended before it.
+    """
     rows: list[Finding] = []
     losses: dict[int, tuple[float, float]] = {}
-    for step in _numbered(folder.glob("engine*/step*")):
-        for path in sorted(step.glob("rows*.json")):
-            rows += [Finding(**row) for row in json.loads(path.read_text())]
-        facts = step / "rank0.json"
-        if facts.exists() and step.parent.name == "engine0" and (said := json.loads(facts.read_text())):
-            mean = sum(said["losses"]) / len(said["losses"]) if said["losses"] else math.nan
-            losses[int(step.name.removeprefix("step"))] = (mean, said["norm"] if said["norm"] is not None else math.nan)
-    return RunVerdict(rows, losses)
+    for engine in sorted(folder.glob("engine*"), key=lambda path: int(path.name.removeprefix("engine"))):
+        steps = sorted(engine.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+        for step in steps[1:]:
+            number, facts = int(step.name.removeprefix("step")), step / "rank0.json"
+            said = json.loads(facts.read_text()) if facts.exists() else None
+            its = sorted(step.glob("rows*.json"))
+            for path in its:
+                rows += [Finding(**row) for row in json.loads(path.read_text())]
+            if said is not None and not its:
+                rows.append(
+                    Finding(number, "input", f"{engine.name} made no such step in plain torch", math.inf, 0, 0, 0)
+                )
+            if said is not None and number not in losses:
+                mean = sum(said["losses"]) / len(said["losses"]) if said["losses"] else math.nan
+                losses[number] = mean, math.nan if said["norm"] is None else said["norm"]
+    if rows and not any(row.kind in ("gradient", "input") for row in rows):
+        why = "every step was skipped, for gradients that are not finite, so nothing was compared; take more --steps"
+        rows.append(Finding(1, "input", why, math.inf, 0.0, 0.0, 0))
+    notes = [*_lost(rows, losses), *_notes(folder)]
+    return RunVerdict(rows, losses, notes)
 
 
-def _numbered(folders: Iterable[Path]) -> list[Path]:
-    return sorted(folders, key=lambda path: (path.parent.name, int(path.name.removeprefix("step"))))
+def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) -> list[str]:
+    """Say which comparisons say nothing."""
+    notes = []
+    weights = [row for row in rows if row.kind == "weight"]
+    hidden = [row for row in weights if row.size <= row.bound]
+    if len(hidden) * 2 > len(weights):
+        notes.append(
+            f"{len(hidden)} of {len(weights)} updates are smaller than the rounding of their weights, and are not "
+            "judged: verify with a larger learning rate, or without warm-up"
+        )
+    if lost := [step for step, (loss, norm) in losses.items() if not math.isfinite(norm) and math.isnan(loss)]:
+        notes.append(f"loss and norm are no numbers from step {min(lost)} on, and say nothing")
+    return notes
+
+
+def _notes(folder: Path) -> list[str]:
+    """Say where all ranks had the same inputs in every step: they learn no more than one of them would."""
+    notes = []
+    for engine in sorted(folder.glob("engine*")):
+        steps = [[json.loads(path.read_text()) for path in step.glob("rank*.json")] for step in engine.glob("step*")]
+        inputs = [
+            [[each["inputs"] for each in rank["forwards"]] for rank in ranks] for ranks in steps if ranks and ranks[0]
+        ]
+        if inputs and all(len(each) > 1 and all(one == each[0] != [] for one in each) for each in inputs):
+            notes.append(
+                f"all ranks had the same inputs in every step ({engine.name}): is the data divided over ranks?"
+            )
+    return notes
