@@ -43,6 +43,12 @@ config = {
 }
 if how == "nothing":
     raise SystemExit(0)
+if how == "falls back":
+    refused = {**config, "optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 3}}
+    try:
+        deepspeed.initialize(model=model, config=refused)
+    except deepspeed.errors.ConfigError:
+        pass
 engine, *_ = deepspeed.initialize(model=model, config=config)
 if how == "loads":
     engine.load_checkpoint("checkpoints")
@@ -92,6 +98,7 @@ def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
             ("loads", WRONG, "the script loads a checkpoint (checkpoints)"),
             ("nothing", WRONG, "made no step of an engine that trains"),
             ("short", EQUAL, "in 2 steps (3 were asked for"),
+            ("falls back", EQUAL, "in 3 steps"),
             ("catches", EQUAL, "in 3 steps"),
             ("ends early", OTHER_DATA, "engine0 made no such step in plain torch"),
         ],
@@ -107,6 +114,8 @@ def test_what_it_says_of_a_script(script, how, code, said, capfd):
 def test_what_cannot_be_asked_is_said_before_anything_runs(script, capfd):
     assert main(["nowhere.py"]) == WRONG
     assert "nowhere.py: there is no such file" in capfd.readouterr().err
+    assert main(["--plot", "verdict.foo", str(script)]) == WRONG
+    assert "give a file that ends with .svg, .png, .pdf" in capfd.readouterr().err
     assert main(["--json", "no/folder/verdict.json", str(script)]) == WRONG
     assert "there is no folder" in capfd.readouterr().err
     with pytest.raises(SystemExit):

@@ -34,6 +34,7 @@ from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict
 EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
 _RUNS = (("record", "as configured"), ("compare", "plain torch"))
 _TAIL_LINES = 30
+_PLOTS = (".svg", ".png", ".pdf")
 _GRACE_S = 30.0  # for the launcher to end its ranks
 _SAYS = {
     "forward weight": "a module computed with other weights than the last step had made: they were gathered too early, "
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (_CannotVerify, OSError) as error:
         print(f"ds_verify: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
         return WRONG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     if not verdict.is_comparable:
         return OTHER_DATA
     return EQUAL if verdict.first is None else DIFFERS
@@ -104,6 +107,8 @@ def _check(options: argparse.Namespace) -> None:
         raise _CannotVerify(f"{options.script}: there is no such file; give the script, or a module with --module")
     if options.plot and find_spec("matplotlib") is None:
         raise _CannotVerify("--plot: found no matplotlib; `pip install matplotlib`, or leave --plot out")
+    if options.plot and Path(options.plot).suffix not in _PLOTS:
+        raise _CannotVerify(f"--plot: found {options.plot}; give a file that ends with {', '.join(_PLOTS)}")
     if options.keep and Path(options.keep).exists() and any(Path(options.keep).iterdir()):
         raise _CannotVerify(f"--keep: {options.keep} has files; name a new folder")
     for path in (options.json, options.plot):
@@ -251,7 +256,7 @@ def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
         f"Differs from plain torch, first in step {first.step}: {first.kind}, {first.name}, rank {first.rank}{note}.",
         f"  difference {first.difference:.3g}; rounding explains {first.bound:.3g}; plain torch has {first.size:.3g}",
         f"  Look at: {_SAYS[first.kind]}.",
-        f"{counted(len(faults), 'comparison')} of {of} differ: {others}.",
+        f"{len(faults)} of {of} differ: {others}.",
         *notes,
     ]
 

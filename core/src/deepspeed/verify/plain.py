@@ -124,7 +124,7 @@ def against_plain(folder: str | Path, num_steps: int) -> Any:
     runs = Runs(folder, num_steps)
     inits = {"Init": _leaving_whole(Init), "MiCS_Init": _leaving_whole(MiCS_Init)}
     calls = {name: partial(_of_plain, name) for name in _SAFE_CALLS}
-    return initialized_by(partial(initialize_plain, runs), zero=inits, utils=calls)
+    return initialized_by(runs.failing_as_noted(partial(initialize_plain, runs)), zero=inits, utils=calls)
 
 
 def _leaving_whole(context: type[Init]) -> type[Init]:

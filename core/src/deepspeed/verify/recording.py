@@ -260,12 +260,43 @@ class Runs:
     def __init__(self, folder: str | Path, num_steps: int) -> None:
         self.folder, self.num_steps = Path(folder), num_steps
         self.are_over = False  # one engine has made its steps
-        self._count = 0
+        self._count = self._calls = 0
 
     def next_record(self) -> Record:
         """Return the record of the next engine that trains."""
         self._count += 1
         return Record(self.folder / f"engine{self._count - 1}", comm.get_rank())
+
+    def noting_failures(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """Let each failure of `start` be known to the other run, in which nothing may refuse the same call."""
+
+        def noted(**arguments: Any) -> Any:
+            self._calls, count = self._calls + 1, self._count
+            try:
+                return start(**arguments)
+            except ConfigError as error:
+                self._count = count  # its record is of no engine
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self._failure, str(error))
+                raise
+
+        return noted
+
+    def failing_as_noted(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """Let `start` fail where it failed when the other run called it."""
+
+        def failing(**arguments: Any) -> Any:
+            self._calls += 1
+            if self._failure.exists():
+                raise ConfigError(json.loads(self._failure.read_text()))
+            return start(**arguments)
+
+        return failing
+
+    @property
+    def _failure(self) -> Path:
+        rank = comm.get_rank() if comm.is_initialized() else int(os.environ.get("RANK", "0"))
+        return self.folder / f"failed{self._calls}-rank{rank}.json"
 
     def check_room(self, num_bytes: int) -> None:
         """Refuse a run whose record the disk has no room for.
@@ -425,4 +456,5 @@ def initialized_by(start: Callable[..., Any], **others: Mapping[str, Any]) -> It
 
 def recorded(folder: str | Path, num_steps: int) -> Any:
     """A context: engines of scripts inside are recorded, and the script ends after `num_steps` steps."""
-    return initialized_by(partial(initialize_as, partial(RecordedEngine, runs=Runs(folder, num_steps))))
+    runs = Runs(folder, num_steps)
+    return initialized_by(runs.noting_failures(partial(initialize_as, partial(RecordedEngine, runs=runs))))

@@ -25,7 +25,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +334,7 @@ def read_verdict(folder: Path) -> RunVerdict:
             said = json.loads(facts.read_text()) if facts.exists() else None
             its = sorted(step.glob("rows*.json"))
             for path in its:
-                rows += [Finding(**row) for row in json.loads(path.read_text())]
+                rows += [_of_engine(Finding(**row), engine.name) for row in json.loads(path.read_text())]
             if said is not None and not its:
                 rows.append(
                     Finding(number, "input", f"{engine.name} made no such step in plain torch", math.inf, 0, 0, 0)
@@ -347,6 +347,11 @@ def read_verdict(folder: Path) -> RunVerdict:
         rows.append(Finding(1, "input", why, math.inf, 0.0, 0.0, 0))
     notes = [*_lost(rows, losses), *_notes(folder)]
     return RunVerdict(rows, losses, notes)
+
+
+def _of_engine(row: Finding, engine: str) -> Finding:
+    """Say of which engine a row is, where it is not of the first."""
+    return row if engine == "engine0" else replace(row, note=f"{engine} {row.note}".strip())
 
 
 def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) -> list[str]:
