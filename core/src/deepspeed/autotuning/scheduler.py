@@ -294,14 +294,14 @@ class ResourceManager:
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
-                preexec_fn=_end_with_this_process(),  # noqa: PLW1509 - no thread runs here
+                preexec_fn=end_with_this_process(),  # noqa: PLW1509 - no thread runs here
             )
             try:
                 return process.wait(self.limit_s)
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                _end(process)
+                end_job(process)
 
     def _reason(self, code: int | None, folder: Path) -> str:
         """Say in one line why there is no metric."""
@@ -340,7 +340,7 @@ def _content(script: str) -> str:
     return hashlib.sha256(Path(script).read_bytes()).hexdigest() if os.path.isfile(script) else ""
 
 
-def _end_with_this_process() -> Callable[[], None]:
+def end_with_this_process() -> Callable[[], None]:
     """Return what a job's first process runs before it starts: it asks for SIGTERM when this process dies (Linux)."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     parent = os.getpid()
@@ -354,7 +354,7 @@ def _end_with_this_process() -> Callable[[], None]:
     return set_up
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end_job(process: "subprocess.Popen[bytes]") -> None:
     """End a job that still runs: its launcher ends the ranks, and has time for it."""
     if process.poll() is not None:
         return

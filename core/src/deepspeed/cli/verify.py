@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deepspeed.autotuning.scheduler import end_job, end_with_this_process
 from deepspeed.cli.console import make_console, make_parser, make_table
 from deepspeed.errors import counted
 from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict
@@ -35,7 +35,6 @@ EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
 _RUNS = (("record", "as configured"), ("compare", "plain torch"))
 _TAIL_LINES = 30
 _PLOTS = (".svg", ".png", ".pdf")
-_GRACE_S = 30.0  # for the launcher to end its ranks
 _SAYS = {
     "forward weight": "a module computed with other weights than the last step had made: they were gathered too early, "
     "or changed outside of the engine",
@@ -138,12 +137,18 @@ def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> Non
         told = None if options.verbose else output
         environment = {"PYTHONHASHSEED": "0", **os.environ}  # sets have one order in both runs
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=told,
+            start_new_session=True,
+            preexec_fn=end_with_this_process(),  # noqa: PLW1509 - no thread runs here
         )
         try:
             _follow(process, role, what, folder, options)
         finally:
-            _end(process)
+            end_job(process)
     if process.returncode != 0:
         said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         shown = "as shown above" if options.verbose else "its last lines:\n" + "\n".join(said)
@@ -177,19 +182,6 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process behind, after Ctrl-C for example."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 # ---- what is printed ----------------------------------------------------------------------------------------------

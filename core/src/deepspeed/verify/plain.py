@@ -296,7 +296,7 @@ class PlainEngine(VerifiedEngine):
             vars(self.optimizer).update(loss_scale=scale, cur_scale=scale)
 
     def _take_weights(self, step: int) -> None:
-        """Take the weights that the recorded run had after a step into the masters and the module."""
+        """Take the weights that the recorded run had after a step as master weights, and into the module."""
         with torch.no_grad():
             for name, param in self.trained.items():
                 if (weight := self._recorded(WEIGHT, name, step=step)) is not None:
@@ -480,7 +480,7 @@ class PlainEngine(VerifiedEngine):
         return norm, float(squares[1]) == comm.get_world_size()
 
     def _update(self, norm: float, loss_scale: float, lr_kwargs: dict[str, Any] | None) -> None:
-        """Update the masters by the recorded gradient."""
+        """Update the master weights by the recorded gradient."""
         clip = self._arithmetic.clip
         factor = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0  # of nan it is nan, as in torch
         self._before = {name: master.detach().clone() for name, master in self._masters.items()}

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 import deepspeed
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.autotuning.trial import write_json
 from deepspeed.config.precision import dtype_name
 from deepspeed.engine import export
 from deepspeed.engine.build import initialize, initialize_as
@@ -109,15 +110,7 @@ class Record:
 
     def begin(self, arithmetic: Arithmetic) -> None:
         """Say by what arithmetic the run computes; rank 0 does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "run.json", asdict(arithmetic))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that a reader finds whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
 
 
 def digest(value: Any) -> list[Any]:
@@ -276,7 +269,6 @@ class Runs:
                 return start(**arguments)
             except ConfigError as error:
                 self._count = count  # its record is of no engine
-                self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(self._failure, str(error))
                 raise
 

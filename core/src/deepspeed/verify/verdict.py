@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.verify.recording import Arithmetic, Record, write_json
+from deepspeed.autotuning.trial import write_json
+from deepspeed.verify.recording import Arithmetic, Record
 
 #: in the order in which a step computes them: the first that differs is nearest to the cause
 KINDS = ("input", "forward weight", "loss", "buffer", "learning rate", "gradient", "norm", "skipped step", "weight")
@@ -135,7 +136,6 @@ class Comparison:
     def end(self) -> None:
         """Leave the rows of the step."""
         folder = self._record.folder / f"step{self._step}"
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"rows{self._record.rank}.json", [asdict(row) for row in self._rows])
 
     def _add(self, kind: str, name: str, difference: float, bound: float, size: float, note: str = "") -> None:
