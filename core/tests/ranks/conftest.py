@@ -1,7 +1,9 @@
 """What several files need: a folder to launch in, whether ranks may read each other's memory, ranks of a script."""
 
+import functools
 import os
 import subprocess
+from pathlib import Path
 
 import deepspeed.comm as dist
 import pytest
@@ -9,6 +11,7 @@ from deepspeed.testing import forked
 from deepspeed.testing.distributed import run_ranks
 from torch.distributed import TCPStore
 
+LAUNCHING = Path(__file__).parent / "launching.py"
 #: for a rank to end; a loaded machine needs a part of it
 LIMIT_S = 100
 HOSTS = "127.0.0.1 slots=2\n127.0.0.2 slots=2\n"
@@ -77,14 +80,17 @@ def transport(request):
 
 
 @pytest.fixture
-def launch(tmp_path_factory):
-    """`launch(*flags)`: `deepspeed` with these flags, by a fork of a process that has torch; as `subprocess.run`."""
+def fork_module(tmp_path_factory):
+    """`fork_module(name, *words)`: `python -m name *words`, by a fork of a process that has torch; as `subprocess.run`.
 
-    def run(*flags):
-        folder = tmp_path_factory.mktemp("launch")
+    A process of a node that it becomes is the same process, and has torch already (`launching.py`).
+    """
+
+    def run(name, *words):
+        folder = tmp_path_factory.mktemp("module")
+        command = [str(LAUNCHING), name, *words]
         with open(os.devnull) as nothing, (folder / "out").open("wb") as output, (folder / "err").open("wb") as errors:
             streams = (nothing.fileno(), output.fileno())
-            command = ["-m", "deepspeed.launcher.runner", *flags]
             job = forked.start(0, command, dict(os.environ), *streams, errors=errors.fileno())
         try:
             code = job.wait(2 * LIMIT_S)
@@ -95,6 +101,12 @@ def launch(tmp_path_factory):
         )
 
     return run
+
+
+@pytest.fixture
+def launch(fork_module):
+    """`launch(*flags)`: `deepspeed` with these flags; as `subprocess.run`."""
+    return functools.partial(fork_module, "deepspeed.launcher.runner")
 
 
 class Script:

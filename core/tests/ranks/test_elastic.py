@@ -201,20 +201,22 @@ def test_a_host_that_is_told_to_end_saves_first_and_costs_no_step(folder):
     assert not {step for number, step in steps if number == 0} & {step for number, step in steps if number == 1}
 
 
+# Rank 0 tells its node to end once rank 1 is there.
 END_ALL = """
-def trouble(step):
-    if step == 3:
-        if os.environ["RANK"] == "0":
-            os.kill(os.getppid(), signal.SIGTERM)
-        signal.pause()
+import os, signal
+open("both_are_there", "r" if os.environ["RANK"] == "0" else "w").close()
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
 """
 
 
 def test_the_host_that_keeps_the_list_is_told_to_end(folder):
-    write_script(END_ALL)
+    Path("train.py").write_text(END_ALL)
+    os.mkfifo("both_are_there")
     where = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", str(find_free_port()), "--num_gpus", "1"]
-    keeps = start(*where, "--node_rank", "0", "--num_nodes", "2", "train.py", json.dumps(ELASTIC))
-    other = start(*where, "--node_rank", "1", "train.py", json.dumps(ELASTIC))
+    keeps = start(*where, "--node_rank", "0", "--num_nodes", "2", "train.py")
+    other = start(*where, "--node_rank", "1", "train.py")
     errors = [job.communicate(timeout=LIMIT_S)[1] for job in (keeps, other)]
     assert (keeps.returncode, other.returncode) == (143, 143), errors
     last = [each.splitlines()[-1] for each in errors]

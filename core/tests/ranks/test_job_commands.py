@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -103,13 +100,15 @@ def test_one_rank_has_nobody_to_exchange_with():
     assert run_ranks(1, measure_alone) == [True]
 
 
-def run_module(*words):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+@pytest.fixture
+def run_module(fork_module, monkeypatch):
+    """`python -m`, which no launcher has started."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return fork_module
 
 
-def test_the_command_starts_its_ranks(tmp_path):
+def test_the_command_starts_its_ranks(run_module, tmp_path):
     words = ["--num_gpus", "2", "--all-reduce", "--maxsize", "10", "--plot", str(tmp_path / "bandwidth.png")]
     done = run_module(MODULE, *words, "--json")
     assert done.returncode == 0, done.stderr
@@ -123,7 +122,7 @@ def test_the_command_starts_its_ranks(tmp_path):
     ("words", "found"),
     [(["1"], "found 1 rank, which has nobody to exchange with"), (["2", "--size", "4"], "found a message of 4 bytes")],
 )
-def test_a_job_that_cannot_be_measured_says_why_once(words, found):
+def test_a_job_that_cannot_be_measured_says_why_once(run_module, words, found):
     done = run_module(MODULE, "--num_gpus", *words)
     assert done.returncode == 1
     assert done.stderr.count(found) == 1, done.stderr
@@ -150,7 +149,7 @@ def test_a_plot_of_an_unknown_kind_is_refused(tmp_path):
 # ---- ds_report --all-ranks -------------------------------------------------------------------------------------------
 
 
-def test_a_report_compares_the_ranks_of_a_job():
+def test_a_report_compares_the_ranks_of_a_job(run_module):
     words = ("--module", "deepspeed.cli.report", "--all-ranks", "--hide_operator_status", "--json")
     done = run_module("deepspeed.launcher.runner", "--num_gpus", "2", *words)
     assert done.returncode == 0, done.stderr
@@ -160,7 +159,7 @@ def test_a_report_compares_the_ranks_of_a_job():
     assert found["ranks"][1]["versions.torch"] == torch.__version__
 
 
-def test_a_report_of_all_ranks_needs_a_job():
+def test_a_report_of_all_ranks_needs_a_job(run_module):
     done = run_module("deepspeed.cli.report", "--all-ranks", "--hide_operator_status")
     assert done.returncode == 1
     assert "--all-ranks compares the ranks of a job, and no launcher has started this process" in done.stderr

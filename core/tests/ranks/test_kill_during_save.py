@@ -51,7 +51,7 @@ def run_program(directory, kills, kind):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("kills", swept([8, 100], lambda kills: kills == 8))
+@pytest.mark.parametrize("kills", swept([4, 100], lambda kills: kills == 4))
 def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
     """`kills`: of each of the two random kinds."""
     trials = run_program(tmp_path, kills, "synchronous")
@@ -66,7 +66,7 @@ def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
     assert sum(trial["unfinished"] for trial in trials) >= len(trials) // 4
 
 
-@pytest.mark.parametrize("kills", swept([6, 70], lambda kills: kills == 6))
+@pytest.mark.parametrize("kills", swept([3, 70], lambda kills: kills == 3))
 def test_every_kill_during_asynchronous_saves_leaves_a_whole_checkpoint(tmp_path, kills):
     """`kills`: of each kind."""
     trials = run_program(tmp_path, kills, "asynchronous")

@@ -10,11 +10,13 @@ import signal
 import stat
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.numa import available_cores
+from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120
 COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
@@ -210,8 +212,13 @@ def test_a_killed_rank_ends_a_job_that_does_not_listen(folder):
     assert f"rank 1 (pid {job.pid_of[1]}) was killed by SIGKILL" in stderr.rstrip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("flags", [[], ["--elastic_training"]], ids=["fixed", "elastic"])
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    swept(
+        product([[], ["--elastic_training"]], [signal.SIGINT, signal.SIGTERM]),
+        lambda flags, number: bool(flags) == (number == signal.SIGTERM),
+    ),
+)
 def test_a_signal_to_the_launcher_ends_ranks_and_their_children(folder, flags, number):
     job = Running(WAIT + "signal.pause()\n", "--save_pid", *flags)
     pid_file = Path(f"/tmp/{job.process.pid}.ds")
