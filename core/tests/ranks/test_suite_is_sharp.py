@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.testing.suite import ranks, test_communication, test_training
+from deepspeed.testing.suite import fixtures, test_communication, test_training
 from deepspeed.testing.tiers import swept
 
 TESTS = {
@@ -63,17 +63,17 @@ def _plain():
 @pytest.mark.parametrize("name", swept(TESTS, lambda name: name in ("zero", "train-bf16")))
 def test_every_part_of_an_answer_is_looked_at(name, tmp_path, monkeypatch):
     kept = []
-    ask = ranks.run
+    ask = fixtures.on_ranks
 
     def asked(world_size, fn, *args):
         kept.append(ask(world_size, fn, *args))
         return copy.deepcopy(kept[-1])
 
-    monkeypatch.setattr(ranks, "run", asked)
+    monkeypatch.setattr(fixtures, "on_ranks", asked)
     TESTS[name](tmp_path)
     (answer,) = kept
     assert len(parts(answer)) >= 2
     for path in parts(answer):
-        monkeypatch.setattr(ranks, "run", lambda *_, path=path: spoiled(answer, path))
+        monkeypatch.setattr(fixtures, "on_ranks", lambda *_, path=path: spoiled(answer, path))
         with pytest.raises(AssertionError):
             TESTS[name](tmp_path)

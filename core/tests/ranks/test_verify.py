@@ -11,8 +11,8 @@ from deepspeed import comm
 from deepspeed.moe.layer import MoE
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.verify.plain import against_plain
-from deepspeed.verify.recording import recorded
+from deepspeed.verify.recording import OtherConfig
+from deepspeed.verify.script import compared, recorded
 from deepspeed.verify.verdict import read_verdict
 from torch import nn
 from torch.nn import functional as F
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(0.1 if "batches" not in uses else 0.0)
         self.runs_twice = "twice" in uses
 
     def forward(self, x):
@@ -116,7 +116,11 @@ def train(config, uses):
     torch.manual_seed(comm.get_rank() + 1)
     try:
         for _ in range(NUM_STEPS * engine.gradient_accumulation_steps() + 2):
-            tokens, targets = torch.randint(VOCAB, (2, 2, LENGTH), generator=draws)
+            if "batches" in uses:  # of the size that the configuration says
+                size = engine.train_micro_batch_size_per_gpu()
+                tokens, targets = torch.randint(VOCAB, (size, 2, LENGTH), generator=draws).unbind(1)
+            else:
+                tokens, targets = torch.randint(VOCAB, (2, 2, LENGTH), generator=draws)
             if "evaluation" in uses:
                 with torch.no_grad():
                     engine(tokens, targets)
@@ -148,14 +152,16 @@ def change_gradients(engine, uses):
                 calls.safe_set_full_optimizer_state(param, 0.5 * state, "exp_avg")
 
 
-def run_both(path, config, uses, folder):
-    """Both runs of ds_verify, with the bug in the engine in both."""
+def run_both(path, config, uses, folder, heals=False):
+    """Both runs of ds_verify, with the bug in the engine in both, or in the first alone where it `heals`."""
     with pytest.MonkeyPatch.context() as patches:
         if path is not None:
             planted(path).plant(patches)
         with recorded(folder, NUM_STEPS):
             train(config, uses)
-        with against_plain(folder, NUM_STEPS):
+        if heals:
+            patches.undo()
+        with compared(folder, NUM_STEPS):
             train(config, uses)
 
 
@@ -267,3 +273,116 @@ def test_it_accuses_no_healthy_run_of_what_scripts_do(what, stage, dtype, tmp_pa
         return
     assert verdict.as_json()["verdict"] == "equal", verdict.as_json()["faults"][:8]
     assert verdict.num_steps == NUM_STEPS
+
+
+# ---- another configuration ------------------------------------------------------------------------------------------
+
+
+def verdict_against(folder, config, other, uses=(), path=None, *, heals=False):
+    """The verdict on a script by one configuration, against the same script by another one."""
+    OtherConfig("other.json", configured(**other)).write(folder)
+    run_ranks(2, run_both, path, configured(**config), uses, str(folder), heals, timeout_s=LIMIT_S)
+    return read_verdict(folder)
+
+
+STAGES = [{"zero_optimization": {"stage": stage}} for stage in range(4)]
+BF16 = [{**TYPES["bf16"], **stage} for stage in STAGES]
+FP16 = [{**TYPES["fp16"], **stage} for stage in STAGES]
+HIGH = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
+ACCUMULATED = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.1}
+HOST = {"device": "cpu"}
+OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}}
+WIDE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+#: the script's configuration, the other one, and what is unusual in the script
+PAIRS = {
+    "stage 3 against 0": (STAGES[3], STAGES[0], ("zero.Init", "tied")),
+    "stage 0 against 3": (STAGES[0], STAGES[3], ("frozen", "batch norm")),
+    "stage 1 against 2": (STAGES[1], STAGES[2], ("moe",)),
+    "stage 2 against 3": (STAGES[2], STAGES[3], ("moe",)),
+    "offload against stage 1": (OFFLOADED, STAGES[1], ("frozen", "zero.Init")),
+    "offload against itself": (OFFLOADED, OFFLOADED, ("twice",)),
+    "a bucket of another size": ({}, {"zero_optimization": {"reduce_bucket_size": 100}}, ("unused on rank 1",)),
+    "bf16, stage 3 against 0": (BF16[3], BF16[0], ()),
+    "bf16 against fp32": (BF16[2], STAGES[0], ("tied",)),
+    "fp32 against bf16": (STAGES[0], BF16[2], ()),
+    "bf16 against fp32, stage 3": (BF16[3], STAGES[0], ("zero.Init",)),
+    "autocast against fp32": (SECTIONS["autocast"], {}, ()),
+    "fp16, stage 3 against 1": (FP16[3], FP16[1], ()),
+    "fp16 against fp32": (FP16[1], STAGES[0], ()),
+    "a rising scale": ({**SECTIONS["rising scale"], **STAGES[2]}, FP16[1], ()),
+    "a scale that is too high": ({**HIGH, **STAGES[2]}, FP16[0], ()),
+    "a scale that is too high against fp32": (HIGH, STAGES[3], ()),
+    "accumulation": ({**ACCUMULATED, **STAGES[3]}, {**ACCUMULATED, **STAGES[0]}, ("evaluation",)),
+    "wider micro-batches": ({**ACCUMULATED, **STAGES[3]}, {**WIDE, **STAGES[1]}, ("batches",)),
+    "narrower micro-batches in bf16": ({**WIDE, **BF16[2]}, {**ACCUMULATED, **BF16[1]}, ("batches",)),
+    "safe calls": (STAGES[3], STAGES[1], ("safe calls",)),
+    "client optimizer": (STAGES[2], STAGES[0], ("client optimizer",)),
+    "plain backward": (FP16[2], FP16[0], ("plain backward",)),
+    "SGD": ({**SGD, **STAGES[3]}, {**SGD, **STAGES[0]}, ("nan",)),
+}
+QUICK_PAIRS = {"stage 3 against 0", "bf16 against fp32", "offload against stage 1", "fp16, stage 3 against 1"}
+
+
+@pytest.mark.parametrize("name", swept(PAIRS, QUICK_PAIRS.__contains__))
+def test_a_healthy_run_equals_one_by_another_configuration(name, tmp_path):
+    config, other, uses = PAIRS[name]
+    verdict = verdict_against(tmp_path, config, other, uses)
+    assert verdict.as_json()["verdict"] == "equal", verdict.as_json()["faults"][:8]
+    assert (verdict.num_steps, verdict.second) == (NUM_STEPS, "other.json")
+
+
+#: each is a fault of stage 3, which stage 0 does not have
+OF_STAGE_3 = ("gathered_in_wrong_order", "stale_gathered_weight", "stale_weight_in_backward")
+
+
+@pytest.mark.parametrize("name", swept(OF_STAGE_3, lambda name: name == "stale_gathered_weight"))
+def test_stage_0_finds_a_bug_of_stage_3(name, tmp_path):
+    bug = planted(PLANTED[name])
+    other = {**bug.CONFIG, **STAGES[0]}
+    verdict = verdict_against(tmp_path, dict(bug.CONFIG), other, getattr(bug, "USES", ()), str(PLANTED[name]))
+    assert verdict.as_json()["verdict"] == "differs", verdict.as_json()["worst"]
+    assert (verdict.first.kind, verdict.first.name) == bug.FIRST, verdict.as_json()["faults"][:8]
+
+
+QUICK_BUGS = {"lost_on_one_rank", "skipped_without_overflow", "shard_not_updated", "schedule_moves_twice"}
+ON_TWO_RANKS = [name for name, path in PLANTED.items() if getattr(planted(path), "NUM_RANKS", 2) == 2]
+
+
+@pytest.mark.parametrize("name", swept(ON_TWO_RANKS, QUICK_BUGS.__contains__))
+def test_the_same_engine_without_a_bug_finds_it(name, tmp_path):
+    bug = planted(PLANTED[name])
+    config = dict(bug.CONFIG)
+    verdict = verdict_against(tmp_path, config, config, getattr(bug, "USES", ()), str(PLANTED[name]), heals=True)
+    assert verdict.as_json()["verdict"] == "differs", verdict.as_json()["worst"]
+    assert (verdict.first.kind, verdict.first.name) == bug.FIRST, verdict.as_json()["faults"][:8]
+
+
+@pytest.mark.parametrize(
+    ("config", "other", "uses", "said"),
+    swept(
+        [
+            ({}, WIDE, (), "train_batch_size is 16, and 4 by the configuration of the script"),
+            (STAGES[1], FP16[1], (), "other.json: ds_verify: found fp16"),
+            ({}, {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, (), "zero_quantized_weights"),
+        ],
+        lambda config, *_: not config,
+    ),
+)
+def test_other_steps_are_refused(config, other, uses, said, tmp_path):
+    with pytest.raises(deepspeed.errors.ConfigError, match=said):
+        verdict_against(tmp_path, config, other, uses)
+
+
+@pytest.mark.parametrize(
+    ("config", "other", "kind"),
+    swept(
+        [
+            ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 2e-2, "weight_decay": 0.1}}}, "learning rate"),
+            ({}, {"gradient_clipping": 0.01}, "weight"),
+            (ACCUMULATED, WIDE, "input"),  # with dropout
+        ],
+        lambda config, other, kind: kind == "weight",
+    ),
+)
+def test_other_training_differs(config, other, kind, tmp_path):
+    assert verdict_against(tmp_path, config, other).first.kind == kind

@@ -25,12 +25,13 @@ parser.add_argument("--local_rank", type=int)
 parser.add_argument("--how", default="well")
 how = parser.parse_args().how
 
-if how == "wrongly":  # the gradient of a bias is halved after it was reduced
+if how == "wrongly":  # at stage 0 the gradient of a bias is halved after it was reduced
     from deepspeed.engine.training import Training
 
     step = Training.step
     def halved(self, *arguments):
-        self.sharding._module[2].bias.grad.mul_(0.5)
+        if self.sharding.stage == 0:
+            self.sharding._module[2].bias.grad.mul_(0.5)
         step(self, *arguments)
     Training.step = halved
 torch.manual_seed(torch.seed() if how == "unseeded" else 0)
@@ -109,6 +110,49 @@ def test_what_it_says_of_a_script(script, how, code, said, capfd):
     assert main(["--steps", "3", str(script), "--how", how]) == code
     captured = capfd.readouterr()
     assert said in captured.out + captured.err
+
+
+OTHER = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    swept(
+        [
+            ("wrongly", DIFFERS, "Differs from other.json, first in step 1: gradient, 2.bias"),
+            ("well", EQUAL, "Equal to other.json: "),
+            ("falls back", EQUAL, "Equal to other.json: "),
+            ("ends early", EQUAL, "Equal to other.json: "),  # with plain torch alone
+        ],
+        lambda how, code, said: how == "wrongly",
+    ),
+)
+def test_a_script_is_compared_with_another_configuration(script, how, code, said, capfd):
+    Path("other.json").write_text(json.dumps(OTHER))
+    command = ["--steps", "2", "--against", "other.json", "--json", "verdict.json", str(script), "--how", how]
+    assert main(command) == code
+    assert said in capfd.readouterr().out
+    assert json.loads(Path("verdict.json").read_text())["against"] == "other.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--against: found no file other.json"),
+        ("{'stage'", "the file 'other.json' is neither JSON nor hjson"),
+        ('{"zero_optimisation": {"stage": 0}}', "other.json: zero_optimisation: "),
+        ('{"zero_optimization": {"stages": 0}}', "other.json: zero_optimization.stages: "),
+    ],
+)
+def test_another_configuration_that_is_wrong_is_named_before_anything_runs(text, said, script, capfd):
+    if text is not None:
+        Path("other.json").write_text(text)
+    assert main(["--against", "other.json", str(script)]) == WRONG
+    assert said in capfd.readouterr().err
 
 
 def test_what_cannot_be_asked_is_said_before_anything_runs(script, capfd):

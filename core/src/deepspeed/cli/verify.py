@@ -2,11 +2,12 @@
 
     ds_verify train.py --deepspeed_config ds.json
     ds_verify --ranks 4 --steps 10 --json verdict.json --plot verdict.svg train.py
+    ds_verify --against stage0.json train.py --deepspeed_config ds.json
 
 The script runs twice, unchanged and with the same arguments: as its configuration says, which is recorded, and by plain
-torch, which begins each step with the recorded weights and compares (docs/howto/verify-a-run.md). Exit code 0: all is
-equal within the bounds that rounding explains; 1: something differs; 2: a run failed, or the question cannot be
-answered; 3: both runs had other data.
+torch, or by the configuration after `--against`. The second run begins each step with the recorded weights and compares
+(docs/howto/verify-a-run.md). Exit code 0: all is equal within the bounds that rounding explains; 1: something differs;
+2: a run failed, or the question cannot be answered; 3: both runs had other data.
 """
 
 import argparse
@@ -28,11 +29,12 @@ from rich.console import Console
 
 from deepspeed.autotuning.scheduler import end_job, end_with_this_process
 from deepspeed.cli.console import make_console, make_parser, make_table
-from deepspeed.errors import counted
-from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ConfigError, counted
+from deepspeed.verify.recording import OtherConfig
+from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict, second_of
 
 EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
-_RUNS = (("record", "as configured"), ("compare", "plain torch"))
 _TAIL_LINES = 30
 _PLOTS = (".svg", ".png", ".pdf")
 _SAYS = {
@@ -40,11 +42,11 @@ _SAYS = {
     "or changed outside of the engine",
     "loss": "the forward gave another loss from the same weights and inputs",
     "buffer": "the forward left other statistics, or something changed them between forward and step",
-    "learning rate": "the schedule and plain torch's are at another step, or have another form",
+    "learning rate": "both schedules are at another step, or have another form",
     "gradient": "its backward, its sum over micro-batches or its average over ranks",
     "norm": "the norm is not that of the gradients that the optimizer got; clipping follows from it",
-    "skipped step": "the step was skipped for gradients that plain torch finds finite",
-    "weight": "the update, or clipping before it: plain torch's optimizer makes another weight of the same gradient",
+    "skipped step": "the step was skipped for gradients that are finite in the other run, or made with others",
+    "weight": "the update, or clipping before it: the other run makes another weight of the same gradient",
 }
 
 
@@ -60,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             stack.enter_context(_ending_on_sigterm())
             folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_verify_")))
-            for role, what in _RUNS:
+            folder.mkdir(parents=True, exist_ok=True)
+            if options.against:
+                OtherConfig(options.against, _other_config(options.against)).write(folder)
+            for role, what in (("record", "as configured"), ("compare", second_of(folder))):
                 _run(role, what, folder, options)
             verdict = read_verdict(folder)
         if not verdict.rows:
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "engine.step() to the end of a step"
             )
         _write(verdict, options)
-    except (_CannotVerify, OSError) as error:
+    except (_CannotVerify, ConfigError, OSError) as error:
         print(f"ds_verify: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
         return WRONG
     except KeyboardInterrupt:
@@ -86,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_positive, default=5, metavar="N", help="optimizer steps to compare (default 5)")
     add("--module", action="store_true", help="the script is a module name, as after `python -m`")
     add("--no_local_rank", action="store_true", help="do not pass `--local_rank=N` to the script")
+    add("--against", metavar="FILE", help="a configuration: compare with the same script by it, not with plain torch")
     add("--json", metavar="FILE", help="write all comparisons that do not hold, and the worst of each kind")
     add("--plot", metavar="FILE", help="draw the differences by step (needs matplotlib)")
     add("--keep", metavar="FOLDER", help="keep what was recorded, and the output of both runs, in a new folder")
@@ -104,6 +110,8 @@ def _positive(text: str) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not options.module and not Path(options.script).is_file():
         raise _CannotVerify(f"{options.script}: there is no such file; give the script, or a module with --module")
+    if options.against and not Path(options.against).is_file():
+        raise _CannotVerify(f"--against: found no file {options.against}; give a configuration, as JSON")
     if options.plot and find_spec("matplotlib") is None:
         raise _CannotVerify("--plot: found no matplotlib; `pip install matplotlib`, or leave --plot out")
     if options.plot and Path(options.plot).suffix not in _PLOTS:
@@ -115,6 +123,15 @@ def _check(options: argparse.Namespace) -> None:
             raise _CannotVerify(f"{path}: there is no folder {Path(path).absolute().parent}")
 
 
+def _other_config(path: str) -> dict[str, Any]:
+    """Read the configuration of the second run.
+
+    Raises:
+        ConfigError: names the file, and the key in it that is wrong.
+    """
+    return DeepSpeedConfig(Path(path), batch_required=False).raw
+
+
 # ---- the two runs -------------------------------------------------------------------------------------------------
 
 
@@ -124,12 +141,11 @@ def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> Non
     Raises:
         _CannotVerify: it failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     form = "module" if options.module else "script"
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(options.ranks)),
         *(["--no_local_rank"] if options.no_local_rank else []),
-        *("--module", "deepspeed.verify", role, str(folder.absolute()), str(options.steps)),
+        *("--module", "deepspeed.verify.script", role, str(folder.absolute()), str(options.steps)),
         *(form, options.script, *options.arguments),
     ]
     log = folder / f"{role}.log"
@@ -228,13 +244,13 @@ def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
     Args:
         asked: steps that were asked for; the script may have made fewer.
     """
-    first, faults = verdict.first, verdict.faults
+    first, faults, second = verdict.first, verdict.faults, verdict.second
     of = f"{counted(len(verdict.rows), 'comparison')} in {counted(verdict.num_steps, 'step')}"
     if verdict.num_steps < asked:
         of += f" ({asked} were asked for, and the script made no more)"
     notes = [f"Note: {note}" for note in verdict.notes]
     if first is None:
-        return [f"Equal to plain torch: {of}, all within what rounding explains.", *notes]
+        return [f"Equal to {second}: {of}, all within what rounding explains.", *notes]
     if not verdict.is_comparable:
         return [
             f"Not comparable, first in step {first.step}: {first.name}.",
@@ -245,8 +261,8 @@ def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
     kinds = Counter(row.kind for row in faults)
     others = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
     return [
-        f"Differs from plain torch, first in step {first.step}: {first.kind}, {first.name}, rank {first.rank}{note}.",
-        f"  difference {first.difference:.3g}; rounding explains {first.bound:.3g}; plain torch has {first.size:.3g}",
+        f"Differs from {second}, first in step {first.step}: {first.kind}, {first.name}, rank {first.rank}{note}.",
+        f"  difference {first.difference:.3g}; rounding explains {first.bound:.3g}; {second} has {first.size:.3g}",
         f"  Look at: {_SAYS[first.kind]}.",
         f"{len(faults)} of {of} differ: {others}.",
         *notes,

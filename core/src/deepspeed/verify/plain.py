@@ -12,28 +12,21 @@ Nothing of ZeRO, of the engine's reduction, precision or kernels takes part. Wha
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.accessors import read_answers
-from deepspeed.engine.build import config_source, initialize_as
 from deepspeed.engine.observers import StepStats
 from deepspeed.engine.training import backward_roots
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.running import running
 from deepspeed.verify.recording import (
     DEVICE_RANDOM,
@@ -41,14 +34,11 @@ from deepspeed.verify.recording import (
     RANDOM,
     WEIGHT,
     Finished,
-    Runs,
     VerifiedEngine,
     WatchedForwards,
-    initialized_by,
     losses_of,
 )
 from deepspeed.verify.verdict import Bounds, Comparison
-from deepspeed.zero.construct import Init, MiCS_Init
 from deepspeed.zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -58,95 +48,17 @@ from deepspeed.zero.fragments import (
     safe_set_full_optimizer_state,
 )
 
-#: sections that plain torch has nothing of, and those that write what only the recorded run is to write
-_TAKEN_AWAY = {
-    *("zero_optimization", "communication_data_type", "seq_parallel_communication_data_type", "sparse_gradients"),
-    *("prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "aio", "compile"),
-    *("checkpoint", "nebula", "watch", "comms_logger", "flops_profiler", "autotuning", "wall_clock_breakdown"),
-    *("memory_breakdown", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_plugins"),
-}
-_ADAMS = ("adam", "adamw")
-_DEFAULTS_OF_ADAM = {"weight_decay": 0.0}  # the configuration's, where torch's AdamW has another
-_KEYS_OF_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
 
-
-def plain_config(source: Any) -> dict[str, Any]:
-    """Return a configuration without what plain torch does not have: ZeRO, offload, and types of communication.
-
-    Precision, batch sizes, the optimizer and the schedule stay; Adam is torch's.
-    """
-    written = DeepSpeedConfig(source, batch_required=False).raw
-    config = {name: value for name, value in written.items() if name not in _TAKEN_AWAY}
-    if isinstance(types := config.get("data_types"), Mapping):
-        config["data_types"] = {name: value for name, value in types.items() if name != "grad_accum_dtype"}
-    optimizer = config.get("optimizer")
-    if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in _ADAMS:
-        params = {**_DEFAULTS_OF_ADAM, **(optimizer.get("params") or {})}
-        is_torchs = params.get("torch_adam") is True  # with torch's defaults
-        if not is_torchs and params.pop("bias_correction", True) is True:  # torch's always corrects
-            of_torch = {name: value for name, value in params.items() if name in _KEYS_OF_ADAM}
-            config["optimizer"] = {**optimizer, "params": {**of_torch, "torch_adam": True}}
-    return config
-
-
-def initialize_plain(runs: Runs, **arguments: Any) -> tuple[Any, Optimizer | None, Any, Any]:
-    """Do what `initialize` does, with a `PlainEngine`.
-
-    Args:
-        runs: of the run that it follows.
-        arguments: all of `initialize`, by name.
-    """
-    source = config_source(arguments["args"], arguments["config"], arguments["config_params"])
-    args = arguments["args"]
-    hidden = {name: None for name in ("deepspeed_config", "deepscale_config") if getattr(args, name, None) is not None}
-    with _changed(args, hidden):  # the configuration of the script
-        given = {**arguments, "config": plain_config(source), "config_params": None}
-        engine, _, loader, scheduler = initialize_as(partial(PlainEngine, runs=runs), **given)
-    engine._answers = read_answers(DeepSpeedConfig(source, batch_required=False))  # as the script asked for
-    cast(PlainEngine, engine).take_over()
-    return engine, engine.optimizer, loader, scheduler
-
-
-@contextmanager
-def _changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
-def against_plain(folder: str | Path, num_steps: int) -> Any:
-    """A context: engines of scripts inside are plain torch, and compare their steps with those recorded in `folder`."""
-    runs = Runs(folder, num_steps)
-    inits = {"Init": _leaving_whole(Init), "MiCS_Init": _leaving_whole(MiCS_Init)}
-    calls = {name: partial(_of_plain, name) for name in _SAFE_CALLS}
-    return initialized_by(runs.failing_as_noted(partial(initialize_plain, runs)), zero=inits, utils=calls)
-
-
-def _leaving_whole(context: type[Init]) -> type[Init]:
-    """Return a `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
-
-    class WholeInit(context):  # type: ignore[valid-type, misc]
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **{**named, "enabled": False})
-
-    return WholeInit
-
-
-def _of_plain(name: str, param: Parameter, *arguments: Any) -> Any:
+def of_plain(name: str, param: Parameter, *arguments: Any) -> Any:
     """Answer one of the `safe_...` calls for a parameter of plain torch; for others the call itself answers."""
     for engine in _engines:
         for its, trained in engine.trained.items():
             if trained is param:
                 return engine.safe_call(name, its, *arguments)
-    return _SAFE_CALLS[name](param, *arguments)
+    return SAFE_CALLS[name](param, *arguments)
 
 
-_SAFE_CALLS: dict[str, Callable[..., Any]] = {
+SAFE_CALLS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(safe_get_full_grad, safe_get_full_fp32_param, safe_get_full_optimizer_state),
@@ -203,7 +115,7 @@ class PlainEngine(VerifiedEngine):
         """Begin: give the module and the optimizer back to torch, and take the weights of the start."""
         if not self.is_watched:
             return
-        groups = {name: self._group_of(param) for name, param in self.trained.items()}
+        groups = {name: self.group_of(param) for name, param in self.trained.items()}
         self.sharding.destroy()
         optimizer = self.basic_optimizer
         assert optimizer is not None
@@ -229,9 +141,9 @@ class PlainEngine(VerifiedEngine):
         self._counts_micros = True  # the script does not say itself when a step ends
         with torch.no_grad():
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-                if (value := self._recorded(WEIGHT, name, step=0)) is not None:
+                if (value := self.recorded(WEIGHT, name, step=0)) is not None:
                     tensor.copy_(value)
-        if missing := [name for name in self.trained if self._recorded(WEIGHT, name, step=0) is None]:
+        if missing := [name for name in self.trained if self.recorded(WEIGHT, name, step=0) is None]:
             raise ConfigError(
                 f"ds_verify: {self.record.folder.name} had no {missing[0]} when it was recorded; let the script build "
                 "the same engines each time, also where one of them fails"
@@ -280,15 +192,6 @@ class PlainEngine(VerifiedEngine):
         """The divisor of a sum over ranks: their number, or 1 where the configuration asks for sums."""
         return 1.0 if self.config.get("gradient_allreduce_op", "mean") == "sum" else float(comm.get_world_size())
 
-    def _group_of(self, param: Parameter) -> ProcessGroup:
-        group = expert_group_of(param)
-        return self.mesh.gradient_group(1 if group is None else expert_sizes(self.module)[group])
-
-    def _recorded(self, kind: str, name: str, *, step: int | None = None) -> Tensor | None:
-        step = self._steps + 1 if step is None else step
-        value = self.record.tensor(step, kind + name, self.holders.get(name, 0))
-        return None if value is None else value.to(self.device)
-
     def _begin_step(self) -> None:
         self._facts = self.record.facts(self._steps + 1)
         if self._facts is not None:
@@ -299,7 +202,7 @@ class PlainEngine(VerifiedEngine):
         """Take the weights that the recorded run had after a step as master weights, and into the module."""
         with torch.no_grad():
             for name, param in self.trained.items():
-                if (weight := self._recorded(WEIGHT, name, step=step)) is not None:
+                if (weight := self.recorded(WEIGHT, name, step=step)) is not None:
                     self._masters[name].copy_(weight)
                     if self._masters[name] is not param:
                         param.copy_(weight)
@@ -464,7 +367,7 @@ class PlainEngine(VerifiedEngine):
                 changed = self._replaced.pop(name)
                 wanted = None if changed is None else changed / facts["loss_scale"]
             is_finite &= wanted is None or bool(wanted.isfinite().all())
-            found = self._recorded(GRADIENT, name)
+            found = self.recorded(GRADIENT, name)
             if not self.holds(name):
                 continue
             found = None if found is None else found.to(torch.float64) / facts["loss_scale"]
@@ -485,7 +388,7 @@ class PlainEngine(VerifiedEngine):
         factor = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0  # of nan it is nan, as in torch
         self._before = {name: master.detach().clone() for name, master in self._masters.items()}
         for name, master in self._masters.items():
-            gradient = self._recorded(GRADIENT, name)
+            gradient = self.recorded(GRADIENT, name)
             master.grad = None if gradient is None else (gradient * (factor / loss_scale)).to(master)
         self._step_of_torch()
         for master in self._masters.values():
@@ -497,7 +400,7 @@ class PlainEngine(VerifiedEngine):
         for name, master in self._masters.items():
             if self.holds(name):
                 before = self._before.get(name, master.detach())
-                self._comparison.compare_weight(name, master.detach(), self._recorded(WEIGHT, name), before=before)
+                self._comparison.compare_weight(name, master.detach(), self.recorded(WEIGHT, name), before=before)
         self._before = {}
 
     def _go_on(self, facts: dict[str, Any]) -> None:

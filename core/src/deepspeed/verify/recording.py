@@ -1,4 +1,4 @@
-"""`RecordedEngine` trains as the script's configuration says, and leaves in a `Record` what `plain.py` compares with.
+"""`RecordedEngine` trains as the script's configuration says, and leaves in a `Record` what a second run compares with.
 
     run.json                     how many steps there are, and by what arithmetic they were made
     step0/rank0.safetensors      the weights at the start
@@ -10,14 +10,12 @@ The engine is asked by its public interface alone, so that the record is what a 
 """
 
 import hashlib
-import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,16 +23,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
-import deepspeed
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.trial import write_json
 from deepspeed.config.precision import dtype_name
 from deepspeed.engine import export
-from deepspeed.engine.build import initialize, initialize_as
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import StepStats
 from deepspeed.errors import ConfigError, counted
@@ -45,11 +42,12 @@ from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_gra
 from deepspeed.zero.param_unit import shape_of
 
 GRADIENT, WEIGHT, RANDOM, DEVICE_RANDOM = "gradient/", "weight/", "random/", "device_random/"
+_OTHER = "against.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`Arithmetic` says how the recorded run computes, for the bounds of `verdict.py`. Types have torch's names."""
+    """`Arithmetic` says how a run computes, for the bounds of `verdict.py`. Types have torch's names."""
 
     num_ranks: int
     num_micros: int  # micro-batches of a step and rank
@@ -59,6 +57,10 @@ class Arithmetic:
     clip: float  # 0: gradients are not clipped
     other_kernels: bool  # whether the forward runs by other kernels than plain torch's: compiled, for example
     shows_gradients: bool = False  # whether scripts find the averages in `param.grad` before the step
+    computes: str = ""  # the type of the forward's products; "": that of the weights
+    num_samples: int = 0  # of a step, over all ranks
+    scales_loss: bool = False
+    checks_overflow: bool = False  # whether a step is skipped whose gradients are not finite
 
 
 class Record:
@@ -106,21 +108,58 @@ class Record:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic(**json.loads((self.folder / "run.json").read_text()))
+        """The arithmetic of the recorded run.
+
+        Raises:
+            ConfigError: the run had no such engine.
+        """
+        path = self.folder / "run.json"
+        if not path.exists():
+            raise ConfigError(
+                f"ds_verify: {self.folder.name} was not there when the script was recorded; let the script build the "
+                "same engines each time, also where one of them fails"
+            )
+        return Arithmetic(**json.loads(path.read_text()))
 
     def begin(self, arithmetic: Arithmetic) -> None:
         """Say by what arithmetic the run computes; rank 0 does."""
         write_json(self.folder / "run.json", asdict(arithmetic))
 
 
+@dataclass(frozen=True, slots=True)
+class OtherConfig:
+    """`OtherConfig` is what `ds_verify --against` names: the configuration of the second run.
+
+    Values that are "auto" there are those of the script.
+    """
+
+    name: str  # of its file, for messages
+    config: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Leave it for the ranks of the second run; the command does, before it starts them."""
+        write_json(folder / _OTHER, asdict(self))
+
+
+def read_other(folder: Path) -> OtherConfig | None:
+    """Return the configuration of the second run; None where it is plain torch."""
+    path = folder / _OTHER
+    return OtherConfig(**json.loads(path.read_text())) if path.exists() else None
+
+
 def digest(value: Any) -> list[Any]:
     """Describe a tensor in a few numbers: its shape, and of floating values a sum, in which each place has another
-    weight from 1 to 2, and the sum of squares, in fp64; of others, and of what is no tensor, a hash."""
+    weight from 1 to 2, and the sum of squares, in fp64; of others, and of what is no tensor, a hash, and of whole
+    numbers their sum and that of their squares besides."""
     if not isinstance(value, Tensor):
         return ["", hashlib.sha256(repr(value).encode()).hexdigest()[:16] if _is_plain(value) else type(value).__name__]
     if not value.is_floating_point():
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return [list(value.shape), hashlib.sha256(data).hexdigest()[:16]]
+        hashed = [list(value.shape), hashlib.sha256(data).hexdigest()[:16]]
+        if value.is_complex():
+            return hashed
+        wide = value.detach().to(torch.float64)
+        return [*hashed, float(wide.sum()), float(wide.square().sum())]
     wide = value.detach().to(torch.float64).reshape(-1)
     weights = torch.linspace(1.0, 2.0, wide.numel(), dtype=torch.float64, device=wide.device)
     return [list(value.shape), float(wide @ weights), float(wide @ wide)]
@@ -148,12 +187,14 @@ class WatchedForwards:
     @contextmanager
     def watched(self, inputs: Any, kwargs: Any) -> Iterator[None]:
         """Describe what runs inside as one forward."""
+        state = torch.get_rng_state()
         self.facts.append({"inputs": [digest(leaf) for leaf in tree_leaves((inputs, kwargs))], "weights": {}})
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
+        self.facts[-1]["draws"] = not torch.equal(state, torch.get_rng_state())
 
     def _before(self, module: Module, _: Any) -> None:
         if not self._is_on:
@@ -193,14 +234,24 @@ class VerifiedEngine(DeepSpeedEngine):
             self.holders = {name: self._first_holder(param) for name, param in named.items()}
 
     def _first_holder(self, param: Parameter) -> int:
-        if (group := expert_group_of(param)) is None:
+        if expert_group_of(param) is None:
             return 0
-        ranks = self.mesh.gradient_group(expert_sizes(self.module)[group])
-        return torch.distributed.get_process_group_ranks(ranks)[0]
+        return torch.distributed.get_process_group_ranks(self.group_of(param))[0]
 
     def holds(self, name: str) -> bool:
         """Whether this rank leaves a parameter, or a buffer, and compares it."""
         return self.holders.get(name, 0) == comm.get_rank()
+
+    def recorded(self, kind: str, name: str, *, step: int | None = None) -> Tensor | None:
+        """Return a tensor that the recorded run left, of the current step if no other is given; None: it left none."""
+        step = self._steps + 1 if step is None else step
+        value = self.record.tensor(step, kind + name, self.holders.get(name, 0))
+        return None if value is None else value.to(self.device)
+
+    def group_of(self, param: Parameter) -> ProcessGroup:
+        """The ranks over which a gradient is averaged."""
+        group = expert_group_of(param)
+        return self.mesh.gradient_group(1 if group is None else expert_sizes(self.module)[group])
 
     def buffer_digests(self) -> dict[str, list[Any]]:
         """Describe the module's buffers, such as the statistics of a batch norm, by name."""
@@ -314,18 +365,25 @@ class RecordedEngine(VerifiedEngine):
             return
         self._refuse()
         self._losses: list[float] = []
+        self._loss = 0.0  # of the step, as its gradient is taken
+        self._facts: dict[str, Any] = {}  # of the step
+        self._num_micros = -1  # at the end of the last step
         self._random: dict[str, Tensor] = {}
         self._forwards = WatchedForwards(self.module)
-        weights = self._weights()
-        runs.check_room(4 * sum(shape_of(param).numel() for param in self.trained.values()))
-        if comm.get_rank() == 0:
-            self.record.begin(self._arithmetic(weight.dtype for weight in weights.values()))
-        self.record.write(0, {}, {**self._untrained(), **weights})
+        self._begin()
         self._training.before_update.append(self._before_update)
         self._observers.after_step.append(self._after_step)
 
+    def _begin(self) -> None:
+        """Leave the weights of the start. A collective."""
+        weights = self._weights()
+        self._runs.check_room(4 * sum(shape_of(param).numel() for param in self.trained.values()))
+        if comm.get_rank() == 0:
+            self.record.begin(self._arithmetic(weight.dtype for weight in weights.values()))
+        self.record.write(0, {}, {**self._untrained(), **weights})
+
     def _refuse(self) -> None:
-        """Refuse what plain torch cannot be compared with."""
+        """Refuse what no second run can be compared with."""
         divided = [axis for axis in self.mesh.layout.axes if axis not in ("dp", "dp_shard", "dp_replicate")]
         found = [f"{self.mesh.size(axis)} ranks along {axis}" for axis in divided if self.mesh.size(axis) > 1]
         parts = [name for name, part in parts_held(self.module).items() if not part.is_whole]
@@ -341,7 +399,7 @@ class RecordedEngine(VerifiedEngine):
             found.append(f"the optimizer {name}, which sends rounded sums")
         if found:
             raise ConfigError(
-                f"ds_verify: found {' and '.join(found)}, which plain torch has no equal of; verify the script without"
+                f"ds_verify: found {' and '.join(found)}, which has no equal in another run; verify the script without"
             )
 
     def _arithmetic(self, masters: Iterable[torch.dtype]) -> Arithmetic:
@@ -356,6 +414,10 @@ class RecordedEngine(VerifiedEngine):
             clip=self.gradient_clipping(),
             other_kernels=self.torch_autocast_enabled(),
             shows_gradients=self.sharding.options.stage.shows_gradients,
+            computes=dtype_name(getattr(self.precision, "dtype", model)),
+            num_samples=self.train_batch_size(),
+            scales_loss=self.loss_scale() != 1.0 or self.precision.loss_scaler.is_dynamic,
+            checks_overflow=self.precision.checks_overflow,
         )
 
     def _weights(self) -> dict[str, Tensor]:
@@ -384,15 +446,24 @@ class RecordedEngine(VerifiedEngine):
         with self._forwards.watched(inputs, kwargs):
             return super().forward(*inputs, **kwargs)
 
-    def backward(self, loss: Tensor | Sequence[Tensor], *arguments: Any, **named: Any) -> Any:
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        **named: Any,
+    ) -> Any:
         if self.is_watched:
-            self._losses += losses_of(loss)
-        return super().backward(loss, *arguments, **named)
+            losses = losses_of(loss)
+            self._losses += losses
+            self._loss += sum(losses) / (self.schedule.num_steps if scale_wrt_gas else 1)
+        return super().backward(loss, retain_graph, scale_wrt_gas, **named)
 
     def _before_update(self, step: int) -> None:
         """Take the gradients, reduced, before they are clipped. A collective."""
         self._leave_if_over()
         self._facts = {"loss_scale": self.loss_scale(), "lr": [float(lr) for lr in self.get_lr()]}
+        self._facts |= {"loss": self._loss, "micros": self.schedule.micro_steps - self._num_micros}
         self._tensors = dict(self._random)
         for name, param in self.trained.items():
             gradient = safe_get_full_grad(param)
@@ -406,47 +477,19 @@ class RecordedEngine(VerifiedEngine):
             Finished: it was the last one.
         """
         said = {"losses": self._losses, "forwards": self._forwards.facts, "buffers": self.buffer_digests()}
-        facts = {**self._facts, "applied": stats.applied, "norm": self.get_global_grad_norm(), **said}
-        self.record.write(self._steps + 1, facts, {**self._tensors, **self._weights()})
-        self._losses, self._random, self._tensors = [], {}, {}
+        said |= {"applied": stats.applied, "norm": self.get_global_grad_norm()}
+        self._leave_step({**self._facts, **said})
+        self._losses, self._random, self._tensors, self._loss = [], {}, {}, 0.0
+        self._num_micros = self.schedule.micro_steps
         self._forwards.facts.clear()
         self._count_step()
+
+    def _leave_step(self, facts: dict[str, Any]) -> None:
+        """Leave what was seen of a step, and the weights after it. A collective."""
+        self.record.write(self._steps + 1, facts, {**self._tensors, **self._weights()})
 
 
 def losses_of(loss: Any) -> list[float]:
     """The values of what a backward begins at, where these are numbers."""
     tensors = [loss] if isinstance(loss, Tensor) else list(loss)
     return [float(tensor.detach()) for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]
-
-
-@contextmanager
-def initialized_by(start: Callable[..., Any], **others: Mapping[str, Any]) -> Iterator[None]:
-    """Let scripts that run inside get their engines from `start`, which takes the arguments of `initialize` by name.
-
-    Args:
-        others: by module of `deepspeed`, names that are something else inside.
-    """
-    signature = inspect.signature(initialize)
-
-    def replaced(*arguments: Any, **named: Any) -> Any:
-        bound = signature.bind(*arguments, **named)
-        bound.apply_defaults()
-        return start(**bound.arguments)
-
-    changes: list[tuple[Any, str, Any]] = [(deepspeed, "initialize", replaced)]
-    for module, values in others.items():
-        changes += [(getattr(deepspeed, module), name, value) for name, value in values.items()]
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def recorded(folder: str | Path, num_steps: int) -> Any:
-    """A context: engines of scripts inside are recorded, and the script ends after `num_steps` steps."""
-    runs = Runs(folder, num_steps)
-    return initialized_by(runs.noting_failures(partial(initialize_as, partial(RecordedEngine, runs=runs))))

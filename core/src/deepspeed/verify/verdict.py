@@ -1,4 +1,4 @@
-"""The differences between a recorded run and plain torch are judged by bounds that the arithmetic explains.
+"""The differences between a recorded run and another are judged by bounds that the arithmetic of both explains.
 
 `u` is the unit roundoff of a type: half the distance from 1 to the next number. A sum of n numbers in any order is off
 by at most (n - 1) u times the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
@@ -15,6 +15,15 @@ runs compute the same operations on the same values, so that beside the sums onl
     norm        2^-14 of it
     weight      2 u_masters |w|, and 2^-12 of the length of its update; and each element 4 u_masters of it, 2^-6 of its
                 update and 2^-10 of the root mean square of all updates, whichever differs more
+
+Plain torch adds in fp64. Of a second run by another configuration the roundings of its sums are added to those above,
+masters are the coarser ones of both, and where the two compute in other types, or divide a step into other
+micro-batches, they do not compute the same operations on the same values, each of which rounds:
+
+    slack   at least 16 u of the coarser type, as of other kernels
+    weight that a module computed with, and inputs: 2 u (1 + u) of the coarser type, of their sums
+    weight  8 u_sums of the second run more, of the update and of the mean, where it keeps gradients in another type,
+            to which it rounds the recorded ones
 
 A gradient that only one run has is a difference, also if it is zero: an optimizer decays a weight whose gradient is
 zero, and leaves one without. Numbers that are finite in neither run are the same, and where a bound itself is lost in
@@ -33,8 +42,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.autotuning.trial import write_json
-from deepspeed.verify.recording import Arithmetic, Record
+from deepspeed.verify.recording import Arithmetic, Record, read_other
 
+PLAIN = "plain torch"
 #: in the order in which a step computes them: the first that differs is nearest to the cause
 KINDS = ("input", "forward weight", "loss", "buffer", "learning rate", "gradient", "norm", "skipped step", "weight")
 _SLACK = {"float32": 2.0**-18, "bfloat16": 2.0**-12, "float16": 2.0**-14}
@@ -79,17 +89,33 @@ class Bounds:
     """`Bounds` says what rounding explains; see the head of this file.
 
     Args:
+        arithmetic: of the recorded run.
         num_elements: of each parameter that is trained.
+        other: of the second run; None: it is plain torch.
     """
 
-    def __init__(self, arithmetic: Arithmetic, num_elements: Mapping[str, int]) -> None:
+    def __init__(
+        self, arithmetic: Arithmetic, num_elements: Mapping[str, int], other: Arithmetic | None = None
+    ) -> None:
+        both = [arithmetic] if other is None else [arithmetic, other]
         self._numel = num_elements
         self._total = max(sum(num_elements.values()), 1)
-        slack = _SLACK.get(arithmetic.model, _SLACK["float32"])
-        self.slack = _OF_OTHER_KERNELS * roundoff(arithmetic.model) if arithmetic.other_kernels else slack
-        self._sums = roundoff(arithmetic.sums) * (arithmetic.num_ranks * arithmetic.num_micros + 4)
-        self._masters = roundoff(arithmetic.masters)
-        self._smallest = torch.finfo(getattr(torch, arithmetic.sums)).smallest_normal
+        self.slack = max(map(_slack, both))
+        self.same, self.alike = _SAME, _ALIKE
+        self._rounded = 0.0  # the unit roundoff of recorded gradients in the second run
+        #: whether both runs have the same micro-batches
+        self.are_paired = len({each.num_micros for each in both}) == 1
+        coarser = max(roundoff(each.computes or each.model) for each in both)
+        if not self.are_paired or len({each.computes or each.model for each in both}) > 1:
+            self.slack = max(self.slack, _OF_OTHER_KERNELS * coarser)
+        if len({each.model for each in both}) > 1:
+            self.same = 2 * coarser * (1 + coarser)
+            self.alike = max(_ALIKE, self.same)
+        if other is not None and other.sums not in (arithmetic.sums, "float32"):
+            self._rounded = 8 * roundoff(other.sums)
+        self._sums = sum(roundoff(each.sums) * (each.num_ranks * each.num_micros + 4) for each in both)
+        self._masters = max(roundoff(each.masters) for each in both)
+        self._smallest = max(torch.finfo(getattr(torch, each.sums)).smallest_normal for each in both)
 
     def loss(self, wanted: float) -> float:
         return self.slack * max(abs(wanted), 2.0**-10)
@@ -115,17 +141,28 @@ class Bounds:
             mean: the root mean square of all updates.
         """
         tiny = torch.finfo(torch.float32).tiny
-        return 4 * self._masters * size + _OF_ELEMENT * update + _OF_MEAN * mean + tiny
+        rounded = self._rounded
+        return 4 * self._masters * size + (_OF_ELEMENT + rounded) * update + (_OF_MEAN + rounded) * mean + tiny
 
     def weight(self, *, size: float, update: float) -> float:
-        return 2 * self._masters * size + _UPDATE * update
+        return 2 * self._masters * size + (_UPDATE + self._rounded) * update
+
+
+def _slack(arithmetic: Arithmetic) -> float:
+    if arithmetic.other_kernels:
+        return _OF_OTHER_KERNELS * roundoff(arithmetic.model)
+    return _SLACK.get(arithmetic.model, _SLACK["float32"])
 
 
 class Comparison:
-    """Compares the steps of a plain run with those recorded, and leaves `Finding`s beside the record, by rank."""
+    """Compares the steps of a second run with those recorded, and leaves `Finding`s beside the record, by rank.
 
-    def __init__(self, record: Record, bounds: Bounds) -> None:
-        self._record, self._bounds = record, bounds
+    Args:
+        second: what the second run is, in words.
+    """
+
+    def __init__(self, record: Record, bounds: Bounds, second: str = PLAIN) -> None:
+        self._record, self._bounds, self._second = record, bounds, second
         self._step = 0
         self._rows: list[Finding] = []
 
@@ -148,19 +185,42 @@ class Comparison:
 
     def compare_forwards(self, wanted: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
         """Compare what went into each forward, and the weights that its modules computed with."""
-        if len(wanted) != len(found):
-            self.has_no_equal(f"{len(found)} forwards when it was recorded, and {len(wanted)} in plain torch")
+        if not self._bounds.are_paired:
+            self._compare_totals(wanted, found)
+            wanted, found = wanted[:1], found[:1]
+        elif len(wanted) != len(found):
+            self.has_no_equal(f"{len(found)} forwards when it was recorded, and {len(wanted)} in {self._second}")
             return
         for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
-            same = len(here["inputs"]) == len(there["inputs"]) and all(
-                _is_alike(a, b, _ALIKE) for a, b in zip(here["inputs"], there["inputs"], strict=True)
+            same = not self._bounds.are_paired or (
+                len(here["inputs"]) == len(there["inputs"])
+                and all(
+                    _is_alike(a, b, self._bounds.alike) for a, b in zip(here["inputs"], there["inputs"], strict=True)
+                )
             )
             if not same:
                 self.has_no_equal(f"inputs of forward {number + 1}: seed what draws the data and shuffles it")
             for name, of_weight in there["weights"].items():
                 if name in here["weights"]:
                     difference = _relative(here["weights"][name], of_weight)
-                    self._add("forward weight", name, difference, _SAME, 1.0, f"forward {number + 1}")
+                    self._add("forward weight", name, difference, self._bounds.same, 1.0, f"forward {number + 1}")
+
+    def _compare_totals(self, wanted: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
+        """Compare what went into all forwards of a step, which is divided into them in another way."""
+        if any(each.get("draws") for each in (*wanted, *found)):
+            self.has_no_equal(
+                "a forward draws random numbers, which are others for other micro-batches: verify without dropout, or "
+                "with the same gradient_accumulation_steps"
+            )
+        here, there = _totals(wanted), _totals(found)
+        same = len(here) == len(there) and all(
+            a[0] == b[0] and abs(a[1] - b[1]) <= self._bounds.alike * abs(b[1])
+            for a, b in zip(here, there, strict=True)
+        )
+        if not same:
+            self.has_no_equal(
+                "inputs of all forwards: both runs have to divide the same samples into their micro-batches"
+            )
 
     def compare_count(self, wanted: int, found: int) -> None:
         """Compare how many micro-batches the step has with what the configuration says."""
@@ -169,7 +229,7 @@ class Comparison:
     def compare_losses(self, wanted: Sequence[float], found: Sequence[float]) -> None:
         """Compare the loss of each backward."""
         if len(wanted) != len(found):
-            self.has_no_equal(f"{len(found)} losses when it was recorded, and {len(wanted)} in plain torch")
+            self.has_no_equal(f"{len(found)} losses when it was recorded, and {len(wanted)} in {self._second}")
             return
         for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
             difference = 0.0 if here == there or (math.isnan(here) and math.isnan(there)) else abs(here - there)
@@ -188,6 +248,9 @@ class Comparison:
 
     def compare_rates(self, wanted: Sequence[float], found: Sequence[float]) -> None:
         """Compare the learning rate of each parameter group, in the step."""
+        if len(wanted) != len(found):
+            self._add("learning rate", "groups", math.inf, 0.0, len(wanted), f"{len(found)} of {len(wanted)} groups")
+            return
         for number, (here, there) in enumerate(zip(wanted, found, strict=True)):
             self._add("learning rate", f"group {number}", abs(here - there), 1e-6 * abs(here), abs(here))
 
@@ -200,7 +263,7 @@ class Comparison:
         size = 0.0 if wanted is None else float(wanted.norm())
         if wanted is None or found is None:
             # also of zeros: an optimizer leaves a weight without gradient alone, and decays one whose gradient is zero
-            difference, note = math.inf, "no gradient there" if found is None else "no gradient in plain torch"
+            difference, note = math.inf, "no gradient there" if found is None else f"no gradient in {self._second}"
         else:
             difference, note = _distance(found, wanted), ""
         self._add("gradient", name, difference, self._bounds.gradient(name, length=length, norm=norm), size, note)
@@ -215,7 +278,9 @@ class Comparison:
 
     def compare_skipped(self, *, was_skipped: bool, is_finite: bool) -> None:
         """A step is skipped where the gradients here are not finite either, and nowhere else."""
-        note = "" if was_skipped != is_finite else f"gradients are {'' if is_finite else 'not '}finite in plain torch"
+        note = (
+            "" if was_skipped != is_finite else f"gradients are {'' if is_finite else 'not '}finite in {self._second}"
+        )
         self._add("skipped step", "overflow", float(was_skipped == is_finite), 0.0, 1.0, note)
 
     def compare_weight(self, name: str, wanted: Tensor, found: Tensor | None, *, before: Tensor) -> None:
@@ -250,6 +315,19 @@ def _is_alike(a: Sequence[Any], b: Sequence[Any], tolerance: float) -> bool:
     return _relative(a, b) <= tolerance if len(a) == 3 else list(a) == list(b)
 
 
+def _totals(forwards: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return how many elements, and which sum of squares, each input of all forwards has; of one that is no tensor of
+    numbers the sum is 0, and the number 1."""
+    totals: dict[int, tuple[int, float]] = {}
+    for forward in forwards:
+        for place, (shape, *facts) in enumerate(forward["inputs"]):
+            numel, squares = totals.get(place, (0, 0.0))
+            counts = bool(shape) and len(facts) > 1
+            its = (numel + math.prod(shape), squares + facts[-1]) if counts else (1, 0.0)
+            totals[place] = its
+    return list(totals.values())
+
+
 def _relative(a: Sequence[Any], b: Sequence[Any]) -> float:
     """Return how far two digests of floating tensors are apart, as a share of what they describe."""
     if list(a[1:]) == list(b[1:]) or not any(map(math.isfinite, (*a[1:], *b[1:]))):
@@ -266,6 +344,7 @@ class RunVerdict:
     rows: Sequence[Finding]
     losses: Mapping[int, tuple[float, float]]  # by step: recorded, and its norm
     notes: Sequence[str] = ()  # what is no difference, and worth a look
+    second: str = PLAIN  # what the script was compared with, in words
 
     @property
     def num_steps(self) -> int:
@@ -308,6 +387,7 @@ class RunVerdict:
         verdict = "not comparable" if not self.is_comparable else "differs" if first is not None else "equal"
         return {
             "verdict": verdict,
+            "against": self.second,
             "steps": self.num_steps,
             "comparisons": len(self.rows),
             "notes": list(self.notes),
@@ -323,8 +403,9 @@ class RunVerdict:
 def read_verdict(folder: Path) -> RunVerdict:
     """Read the rows that all ranks left beside the records of a run, those of every engine.
 
-    A step that was recorded and has no rows makes both runs not comparable: plain torch has ended before it.
+    A step that was recorded and has no rows makes both runs not comparable: the second one has ended before it.
     """
+    second = second_of(folder)
     rows: list[Finding] = []
     losses: dict[int, tuple[float, float]] = {}
     for engine in sorted(folder.glob("engine*"), key=lambda path: int(path.name.removeprefix("engine"))):
@@ -336,9 +417,8 @@ def read_verdict(folder: Path) -> RunVerdict:
             for path in its:
                 rows += [_of_engine(Finding(**row), engine.name) for row in json.loads(path.read_text())]
             if said is not None and not its:
-                rows.append(
-                    Finding(number, "input", f"{engine.name} made no such step in plain torch", math.inf, 0, 0, 0)
-                )
+                why = f"{engine.name} made no such step in {second}"
+                rows.append(Finding(number, "input", why, math.inf, 0, 0, 0))
             if said is not None and number not in losses:
                 mean = sum(said["losses"]) / len(said["losses"]) if said["losses"] else math.nan
                 losses[number] = mean, math.nan if said["norm"] is None else said["norm"]
@@ -346,7 +426,13 @@ def read_verdict(folder: Path) -> RunVerdict:
         why = "every step was skipped, for gradients that are not finite, so nothing was compared; take more --steps"
         rows.append(Finding(1, "input", why, math.inf, 0.0, 0.0, 0))
     notes = [*_lost(rows, losses), *_notes(folder)]
-    return RunVerdict(rows, losses, notes)
+    return RunVerdict(rows, losses, notes, second)
+
+
+def second_of(folder: Path) -> str:
+    """Say what the second run of a folder is: plain torch, or a file with another configuration."""
+    other = read_other(folder)
+    return PLAIN if other is None else other.name
 
 
 def _of_engine(row: Finding, engine: str) -> Finding:

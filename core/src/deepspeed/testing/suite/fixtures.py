@@ -1,7 +1,12 @@
-"""The fixtures give every test of the suite the watched accelerator, and restore the state of the process after it."""
+"""The fixtures give every test of the suite the watched accelerator, and restore the state of the process after it.
+
+`on_ranks` gives tests of communication and training ranks whose accelerator is the current one here. They join over the
+accelerator's own library (`DS_ACCELERATOR` tells `deepspeed.testing.distributed` so), and each takes the device of its
+local rank.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +15,9 @@ import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.abstract_accelerator import documented_names
+from deepspeed.accelerator.current import PLAIN, VARIABLE, explain
+from deepspeed.testing import requirements
+from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.suite.expected_failures import path_of_list, read_expected_failures
 
 #: documented methods that a test of this process asked for; the report names those that none did
@@ -68,3 +76,18 @@ def ds_expected_failure(request: pytest.FixtureRequest) -> None:
     reason = expected.get(request.node.name) or expected.get(request.node.originalname)
     if reason is not None:
         request.node.add_marker(pytest.mark.xfail(strict=True, reason=reason))
+
+
+# A first kernel or a first context may take long; nothing here depends on it.
+_TIMEOUT_S = 300.0
+
+
+def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(*args)` on each of `world_size` ranks; their results by rank. Skips the test where there can be no ranks."""
+    (requirements.two_ranks if world_size > 1 else requirements.ranks).check()
+    return run_ranks(world_size, fn, *args, timeout_s=_TIMEOUT_S, environment={VARIABLE: explain().plugin or PLAIN})
+
+
+def most_ranks() -> int:
+    """2, or 1 where two ranks cannot be had."""
+    return 1 if requirements.two_ranks.unmet() else 2

@@ -9,7 +9,7 @@ import torch.distributed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.testing import requirements
-from deepspeed.testing.suite import ranks
+from deepspeed.testing.suite import fixtures
 
 _NUMEL = 1023
 
@@ -31,7 +31,7 @@ def join() -> tuple[str, str, int]:
 
 
 def test_ranks_join_over_its_library() -> None:
-    answers = ranks.run(2, join)
+    answers = fixtures.on_ranks(2, join)
     assert [rank for *_, rank in answers] == [0, 1]
     for used, stated, _ in answers:
         assert used == stated
@@ -50,7 +50,7 @@ def test_all_reduce_adds(dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
         requirements.dtype(dtype).check()
     wanted = (_arange(torch.device("cpu"), 0) * 2 + 1).to(dtype)
-    for found in ranks.run(2, all_reduce, dtype):
+    for found in fixtures.on_ranks(2, all_reduce, dtype):
         assert torch.equal(found, wanted)
 
 
@@ -64,7 +64,7 @@ def all_reduce_later() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_collective_in_flight_is_done_after_its_wait() -> None:
-    for rank, (total, summed) in enumerate(ranks.run(2, all_reduce_later)):
+    for rank, (total, summed) in enumerate(fixtures.on_ranks(2, all_reduce_later)):
         base = _arange(torch.device("cpu"), 0)
         assert torch.equal(summed, base * 2 + 1)
         assert torch.equal(total, base * 2 + 1 + (base + rank) * 3)
@@ -90,7 +90,7 @@ def gather_and_scatter() -> dict[str, torch.Tensor]:
 
 def test_gather_scatter_swap_and_broadcast() -> None:
     first, second = (_arange(torch.device("cpu"), 100 * rank) for rank in range(2))
-    for rank, found in enumerate(ranks.run(2, gather_and_scatter)):
+    for rank, found in enumerate(fixtures.on_ranks(2, gather_and_scatter)):
         mine = (first, second)[rank]
         assert torch.equal(found["gathered"], torch.cat((first, second)))
         assert torch.equal(found["listed"], torch.cat((first, second)))
@@ -113,7 +113,7 @@ def send_and_receive() -> torch.Tensor:
 
 
 def test_one_rank_sends_to_another() -> None:
-    first, second = ranks.run(2, send_and_receive)
+    first, second = fixtures.on_ranks(2, send_and_receive)
     assert torch.equal(first, _arange(torch.device("cpu"), 0) * 2)
     assert torch.equal(second, _arange(torch.device("cpu"), 7))
 
@@ -153,7 +153,7 @@ def test_zeros_collectives() -> None:
     host = torch.device("cpu")
     both = _arange(host, 0, numel=2 * _NUMEL) * 2 + 1
     first, second = (_arange(host, 100 * rank) for rank in range(2))
-    for rank, found in enumerate(ranks.run(2, zeros_collectives)):
+    for rank, found in enumerate(fixtures.on_ranks(2, zeros_collectives)):
         own = both.chunk(2)[rank]
         mine = (first, second)[rank]
         sent = [_arange(host, 100 * a, numel=4 + 2 * a).split([1 + a, 3 + a])[rank] for a in range(2)]
@@ -187,7 +187,7 @@ def many_in_flight() -> list[float]:
 
 def test_many_are_in_flight_and_waited_for_in_any_order() -> None:
     wanted = [2.0 * number + 1 for number in range(20)]
-    assert ranks.run(2, many_in_flight) == [wanted, wanted]
+    assert fixtures.on_ranks(2, many_in_flight) == [wanted, wanted]
 
 
 def abandoned() -> list[float]:
@@ -201,4 +201,4 @@ def abandoned() -> list[float]:
 
 
 def test_the_group_works_after_all_ranks_abandoned_a_collective() -> None:
-    assert ranks.run(2, abandoned) == [[1.0], [1.0]]
+    assert fixtures.on_ranks(2, abandoned) == [[1.0], [1.0]]

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.testing import requirements
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import GPT, tiny_gpt
-from deepspeed.testing.suite import ranks
+from deepspeed.testing.suite import fixtures
 
 _STEPS, _BATCH, _TIME, _VOCABULARY = 5, 4, 16, 64
 _ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -95,9 +95,9 @@ def train(stage: int, precision: str) -> tuple[list[float], bool]:
 @pytest.mark.parametrize("precision", list(_PRECISIONS))
 def test_losses_are_those_of_plain_torch(stage: int, precision: str) -> None:
     requirements.dtype(_DTYPES[precision]).check()
-    world_size = ranks.most()
+    world_size = fixtures.most_ranks()
     wanted = _reference(world_size)
-    for rank, (losses, there) in enumerate(ranks.run(world_size, train, stage, precision)):
+    for rank, (losses, there) in enumerate(fixtures.on_ranks(world_size, train, stage, precision)):
         assert there, "parameters are not on the accelerator"
         assert losses == pytest.approx(wanted[rank], rel=_TOLERANCE[precision])
         assert losses[-1] < losses[0]
@@ -123,16 +123,16 @@ def resume(folder: str, stage: int) -> list[float]:
 
 @each_stage
 def test_a_checkpoint_is_resumed_as_if_nothing_had_been(stage: int, tmp_path: Path) -> None:
-    world_size = ranks.most()
-    saved = ranks.run(world_size, save, str(tmp_path), stage)
-    resumed = ranks.run(world_size, resume, str(tmp_path), stage)
+    world_size = fixtures.most_ranks()
+    saved = fixtures.on_ranks(world_size, save, str(tmp_path), stage)
+    resumed = fixtures.on_ranks(world_size, resume, str(tmp_path), stage)
     for losses, (wanted, _) in zip(resumed, saved, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-5)  # some devices add in another order each time
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_of_a_checkpoint_are_read_on_the_host(stage: int, tmp_path: Path) -> None:
-    (_, weights), *_ = ranks.run(ranks.most(), save, str(tmp_path), stage)
+    (_, weights), *_ = fixtures.on_ranks(fixtures.most_ranks(), save, str(tmp_path), stage)
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     for name, value in weights.items():
         assert torch.equal(found[name], value), name
