@@ -60,7 +60,7 @@ OF_TORCH = (
     "extensions/ds-ext-cpu/tests",
     "extensions/ds-ext-cuda/tests",
 )
-OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "experts", "mesh")
+OF_SOCKETS = ("group_backend", "comm_values", "pipeline", "pipeline_uses", "experts", "mesh")
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise.
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}

@@ -17,7 +17,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.ops import registry
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn

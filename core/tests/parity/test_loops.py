@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from torch import nn
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 

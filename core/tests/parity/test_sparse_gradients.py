@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from torch import nn
 
 NUM_STEPS, ROWS, WIDTH = 6, 23, 5

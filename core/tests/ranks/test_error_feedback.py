@@ -9,7 +9,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.errors import CheckpointError, CommError, StateError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}

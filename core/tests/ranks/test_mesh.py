@@ -13,8 +13,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.layout import grid
 from deepspeed.parallel.mesh import Mesh, RankGrid
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import weight_of
-from deepspeed.testing.models import Scale
+from deepspeed.testing.models import Scale, weight_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -15,7 +15,7 @@ from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.zero.fragments import safe_get_full_fp32_param
 from torch import nn
 

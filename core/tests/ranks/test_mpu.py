@@ -7,8 +7,7 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.mesh import mesh_of_mpu
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import weight_of
-from deepspeed.testing.models import Scale
+from deepspeed.testing.models import Scale, weight_of
 
 
 class Mpu:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.engine import sharding
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import OddMLP
+from deepspeed.testing.models import OddMLP, make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments, units
 from deepspeed.zero.offload import policy

@@ -12,8 +12,7 @@ from deepspeed.optim import one_bit
 from deepspeed.optim.zero_one_adam import is_sync_due, is_variance_due, num_variances
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import tiny_gpt
+from deepspeed.testing.models import make_engine, tiny_gpt
 from deepspeed.utils import (
     safe_get_full_grad,
     safe_get_local_fp32_param,

@@ -15,8 +15,7 @@ import torch
 from deepspeed.comm.group_backend import forget
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import tiny_gpt
+from deepspeed.testing.models import make_engine, tiny_gpt
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero import GatheredParameters, quantized

@@ -7,7 +7,7 @@ import torch
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.moe.layer import MoE
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.param_unit import unit_of
 from deepspeed.zero.replicas import _digests

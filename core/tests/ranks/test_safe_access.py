@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import (
     safe_get_full_fp32_param,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 240

@@ -11,7 +11,7 @@ from deepspeed.log import logger
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.profiling.timer import HostStopwatch
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from torch import nn
 
 WINDOW, NUM_STEPS = 3, 7  # two windows after the first step

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.utils import (
     safe_get_full_fp32_param,

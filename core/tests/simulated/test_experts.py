@@ -6,7 +6,7 @@ import torch
 from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import groups
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from torch import nn
 
 WIDTH, NUM_STEPS = 8, 3

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}

@@ -7,7 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.offload_states import get_state_devices
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}

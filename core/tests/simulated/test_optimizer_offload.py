@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from deepspeed.ops import adam
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}

@@ -7,8 +7,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import CheckpointedMLP
+from deepspeed.testing.models import CheckpointedMLP, make_engine
 from deepspeed.testing.offload import access_params, assert_same, create_param_engine, losses_of, train_params
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import buffers

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

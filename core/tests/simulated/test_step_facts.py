@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import own_group
 from deepspeed.errors import CommError
 from deepspeed.ops.optimizer import ReferenceOptimizer
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel.model_part import part_held
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from torch import nn
 
 WIDTH, HEADS, SIZE = 8, 3, 4

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import all_gather_object, all_reduce
 from deepspeed.comm.torch_group import TorchGroup
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import tiny_gpt
+from deepspeed.testing.models import make_engine, tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import buffers
 from deepspeed.zero.synchronize import synchronize_module

@@ -47,6 +47,7 @@ from deepspeed.config.training import (
     AutotuningConfig,
     CurriculumConfig,
     DataEfficiencyConfig,
+    DeterministicConfig,
     ElasticityConfig,
     OptimizerConfig,
     ProgressiveLayerDropConfig,
@@ -155,6 +156,8 @@ class DeepSpeedConfig(Section):
         "fp32", "Type of sequence-parallel reductions.", support=quiet("sequence parallelism only")
     )
     disable_allgather: Flag = key(False, "Deprecated.", support=quiet("the backend chooses"))
+
+    deterministic: DeterministicConfig = key(DeterministicConfig, "Bitwise the same losses on any number of ranks.")
 
     steps_per_print: Steps | None = key(
         None,

@@ -47,6 +47,14 @@ class ProgressiveLayerDropConfig(Section):
     gamma: Float = key(0.001, "How fast the share falls.", unit="1/step", ge=0)
 
 
+class DeterministicConfig(Section):
+    """`deterministic`: losses that are bitwise the same for every number of ranks, stage and number of accumulation
+    steps that share the global batch; what cannot be is refused by name."""
+
+    enabled: Flag = key(False, "Sum in one order, and draw from (seed, step, micro-batch).")
+    seed: Int = key(0, "Seed of the random numbers of forwards.", ge=0)
+
+
 class ActivationCheckpointingConfig(Section):
     """`activation_checkpointing`, which `deepspeed.checkpointing.configure(deepspeed_config=...)` reads."""
 

@@ -96,6 +96,9 @@ class DeepSpeedDataLoader:
         drop_last: drop the last batch if it is short. Where the ranks cannot have equal shares, some samples are given
             twice, and none is dropped.
         seed: of the shuffling, the same on all ranks.
+        deals: samples of a step over all ranks, whose micro-batches are dealt to the ranks by turns, so that the same
+            samples are in one micro-batch for every number of ranks. An epoch is filled up to a whole step with samples
+            of its beginning; with `drop_last`, cut down to one. None: ranks take turns sample by sample.
     """
 
     #: called with each batch of a curriculum and the state of its sampler; returns the batch
@@ -115,6 +118,7 @@ class DeepSpeedDataLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
+        deals: int | None = None,
     ) -> None:
         self._has_own_sampler = data_sampler is None and not isinstance(dataset, IterableDataset)
         if self._has_own_sampler:
@@ -125,6 +129,8 @@ class DeepSpeedDataLoader:
                     "IterableDataset that gives each rank its own samples"
                 )
             data_sampler = DistributedSampler(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+            if deals is not None:
+                data_sampler = _DealingSampler(data_sampler, batch_size, deals, drop_last=drop_last)
         self.dataset = dataset
         self.batch_size = batch_size
         self.data_sampler = data_sampler
@@ -251,6 +257,37 @@ class DeepSpeedDataLoader:
             self._num_given = len(self.dataset)  # type: ignore[arg-type]  # a short batch that is dropped counts
 
 
+class _DealingSampler(DistributedSampler[Any]):
+    """A `DistributedSampler` that deals whole micro-batches; see `DeepSpeedDataLoader`, `deals`.
+
+    Args:
+        like: has the dataset, the ranks and the shuffling.
+        batch_size: of a micro-batch.
+        step_size: of a step, over all ranks.
+        drop_last: whether samples that fill no step are left out.
+    """
+
+    def __init__(self, like: DistributedSampler[Any], batch_size: int, step_size: int, *, drop_last: bool) -> None:
+        super().__init__(like.dataset, like.num_replicas, like.rank, shuffle=like.shuffle, seed=like.seed)
+        assert step_size % (batch_size * self.num_replicas) == 0
+        self._batch_size, self._step_size, self._drops = batch_size, step_size, drop_last
+        size = len(like.dataset)  # type: ignore[arg-type]
+        self.total_size = (size // step_size if drop_last else -(-size // step_size)) * step_size
+        self.num_samples = self.total_size // self.num_replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_rest(self, 0))
+
+    def share(self, rest: list[Any], order: list[Any]) -> list[Any]:
+        """This rank's micro-batches of `rest`, the end of an epoch whose samples are `order`."""
+        if self._drops:
+            rest = rest[: len(rest) // self._step_size * self._step_size]
+        rest = rest + list(islice(cycle(order), -len(rest) % self._step_size))
+        turn = self._batch_size * self.num_replicas
+        first = self._batch_size * self.rank
+        return [each for start in range(first, len(rest), turn) for each in rest[start : start + self._batch_size]]
+
+
 def _rest(sampler: DistributedSampler[Any], num_left_out: int) -> list[Any]:
     """Return this rank's samples of an epoch without so many of all ranks, from its beginning.
 
@@ -262,5 +299,7 @@ def _rest(sampler: DistributedSampler[Any], num_left_out: int) -> list[Any]:
     whole.set_epoch(sampler.epoch)
     order = list(whole)
     rest = order[num_left_out:]
+    if isinstance(sampler, _DealingSampler):
+        return sampler.share(rest, order)
     rest += list(islice(cycle(order), -len(rest) % sampler.num_replicas))
     return rest[sampler.rank :: sampler.num_replicas]

@@ -23,6 +23,7 @@ from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
 from deepspeed.data.loader import check_data
 from deepspeed.engine.accessors import read_answers
+from deepspeed.engine.determinism import create_order
 from deepspeed.engine.device import claim_device, claim_dtypes, local_rank, move_module
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
@@ -264,6 +265,7 @@ def _initialize(
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, copies_of_weights(zero))
     connect_moe_layers(module, mesh, divide_expert)
+    order = create_order(settings, module, mesh, basic_optimizer)
     sharding = create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
@@ -313,6 +315,7 @@ def _initialize(
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
         progress=progress,
+        order=order,
     )
     if (check := create_check(zero, settings.watch, module, mesh, sharding)) is not None:
         training.before_update.append(check)

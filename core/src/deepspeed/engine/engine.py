@@ -7,7 +7,7 @@ step      -> what the schedule says: at a boundary sharding.gradients.reduce and
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -142,7 +142,9 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
         if self._step_schedules is not None:
             kwargs = {**kwargs, **self._step_schedules.arguments(trains=module.training)}
-        with self._observers.forward(), self.precision.forward_context(), running(self._running):
+        order = self._training.order if module.training else None
+        stream = nullcontext() if order is None else order.of_forward(self.global_steps)
+        with self._observers.forward(), self.precision.forward_context(), stream, running(self._running):
             try:
                 outputs = module(*inputs, **kwargs)
             except BaseException as error:
@@ -268,11 +270,15 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ConfigError: with sharded gradients, which cannot wait on one rank.
         """
-        if self.sharding.options.stage.divides_gradients:
-            raise ConfigError(
-                f"no_sync: zero_optimization.stage is {self.sharding.stage}, which shards gradients after every "
-                "backward; use stage 0 or 1"
+        stage = self.sharding.options.stage
+        if stage.reduces_every_backward:
+            why = (
+                "deterministic.enabled is true, which sums over the ranks after every backward; leave it out"
+                if stage.fixes_order
+                else f"zero_optimization.stage is {stage.number}, which shards gradients after every backward; use "
+                "stage 0 or 1"
             )
+            raise ConfigError(f"no_sync: {why}")
         return self.schedule.no_sync()
 
     @contextmanager
@@ -436,9 +442,11 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 "deepspeed_io: found another data set than the first one, whose samples the curriculum draws; this one "
                 'is shuffled without it. Give route="eval" for its own order'
             )
+        batch_size = batch_size or self._micro_batch_size
+        deals = route == "train" and self.sharding.options.stage.fixes_order
         return DeepSpeedDataLoader(
             dataset,
-            batch_size or self._micro_batch_size,
+            batch_size,
             num_replicas=self.mesh.size("dp"),
             rank=self.mesh.rank("dp"),
             pin_memory=pin_memory,
@@ -447,6 +455,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             data_sampler=data_sampler,
             shuffle=route == "train",
             drop_last=self.dataloader_drop_last(),
+            deals=batch_size * self.schedule.num_steps * self.mesh.size("dp") if deals else None,
         )
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:

@@ -25,7 +25,7 @@ from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
 from deepspeed.zero.quantized import ErrorFeedback
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.stages import STAGES, ZeroStage
+from deepspeed.zero.stages import STAGES, FixedOrder, ZeroStage
 from deepspeed.zero.unit_groups import ReplicationMode, UnitGroups
 from deepspeed.zero.units import ShardingOptions
 
@@ -120,8 +120,11 @@ def create_sharding(
             'rounded; use "fp32", or enable bf16 or fp16'
         )
     wire = config.communication_data_type
+    stage = _choose_stage(zero, optimizer, mesh, units)
+    if config.deterministic.enabled:
+        stage, accumulation = FixedOrder.of(stage, ranks.world_size), "fp32"
     options = ShardingOptions(
-        stage=_choose_stage(zero, optimizer, mesh, units),
+        stage=stage,
         model_dtype=precision.model_dtype,
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,

@@ -23,6 +23,7 @@ from deepspeed.zero.sharding import Sharding
 
 if TYPE_CHECKING:
     from deepspeed.compression.moq import MixtureOfQuantization
+    from deepspeed.engine.determinism import OneOrder
 
 
 class Accumulation:
@@ -40,7 +41,7 @@ class Accumulation:
         self.num_steps = num_steps
         self._micro_steps = 0
         self._step_began = 0  # `micro_steps` at that time
-        self._boundary: bool | None = None  # set by the user, instead of counting
+        self.boundary: bool | None = None  # set by the user, instead of counting
         self._syncs = True
 
     @property
@@ -79,13 +80,13 @@ class Accumulation:
 
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        if self._boundary is not None:
-            return self._boundary
+        if self.boundary is not None:
+            return self.boundary
         return self._since_step + 1 >= self.num_steps
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the current and the following micro-batches are the last of a step; None: count again."""
-        self._boundary = is_boundary
+        self.boundary = is_boundary
 
     @property
     def syncs(self) -> bool:
@@ -120,6 +121,7 @@ class Training:
         basic_optimizer: torch's; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
         progress: counts the steps; the caller may read it.
+        order: of the summands of a step (`determinism.py`); None: as they come.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Training:
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
         progress: Progress,
+        order: "OneOrder | None" = None,
     ) -> None:
         self.sharding = sharding
         self.precision = precision
@@ -149,10 +152,12 @@ class Training:
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
         self.progress = progress
+        self.order = order
         self.stats: StepStats | None = None  # of the last step
         self.has_applied = False  # whether the last call of `step` changed the weights
         self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning
         self._had_backward = False  # since the last step
+        self._divides_gradients = False  # of the backward that runs, and not its loss, by the accumulation steps
         self._num_divided = 0  # backwards since the last step whose loss is divided by the accumulation steps
         self._was_part = False  # the last step was one of `optimizer_step`, after fewer of them than it takes
         self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
@@ -170,13 +175,14 @@ class Training:
         self.sharding.gradients.window.abort_if_left()
         self._begin_again_if_dropped()
         tensors, gradients = backward_roots(loss, gradient)
-        if self.schedule.num_steps > 1 and not is_divided:
-            tensors = [tensor / self.schedule.num_steps for tensor in tensors]
+        undivided, num_steps = tensors, self.schedule.num_steps
+        tensors = [tensor / num_steps for tensor in tensors] if num_steps > 1 and not is_divided else tensors
+        self._divides_gradients = self.order is not None and not is_divided
         self._num_divided += not is_divided
-        if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
+        if num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.gradients.collect_unseen_grads()  # they have another factor
         with self.observers.phase("backward"):
-            scaled = [self.precision.scale(tensor) for tensor in tensors]
+            scaled = [self.precision.scale(each) for each in (undivided if self._divides_gradients else tensors)]
             if self.moq is not None and self.schedule.ends_step:
                 step, scale = self.progress.global_steps + 1, self.precision.loss_scaler.loss_scale
                 with self.sharding.gradients.window.unseen():
@@ -222,7 +228,9 @@ class Training:
 
     def reduce_postponed(self) -> None:
         """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
-        if self.sharding.options.stage.divides_gradients or self.schedule.ends_step:
+        if self.sharding.options.stage.reduces_every_backward or self.schedule.ends_step:
+            if self.order is not None:
+                self.order.saw_reduction()
             with self.observers.phase("backward_allreduce"):
                 self.sharding.gradients.window.abort_if_left()
                 self.sharding.gradients.reduce_postponed()
@@ -262,6 +270,8 @@ class Training:
         """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
         self._begin_again_if_dropped()
         self._had_backward = True
+        if self.order is not None and self.schedule.syncs:
+            self.order.saw_reduction()
         refusal = self.refuse_backward("backward")
         if by_user:
             refusal = self._refuse_scale(self._begun_by) or self._refuse_unseen() or refusal
@@ -269,7 +279,7 @@ class Training:
         return BackwardPlan(
             reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
-            factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
+            factor=1.0 / self.schedule.num_steps if by_user or self._divides_gradients else 1.0,  # else of the loss
             refusal=refusal,
         )
 
@@ -317,6 +327,9 @@ class Training:
         self.has_applied = False
         self.sharding.gradients.window.abort_if_left()
         self._was_dropped = False
+        if self.order is not None and (refusal := self.order.end_micro_batch(self.schedule)) is not None:
+            self.zero_grad()
+            raise refusal
         if self.schedule.ends_step:
             self._was_part = False
             self._reduce_gradients()
@@ -372,6 +385,8 @@ class Training:
 
     def _forget_backwards(self) -> None:
         self._had_backward, self._num_divided = False, 0
+        if self.order is not None:
+            self.order.restart()
 
     def set_batch(self, train_batch_size: int, num_steps: int) -> None:
         """Change the samples and the micro-batches of a step: of the next one, if gradients of this one, which are

@@ -1,4 +1,5 @@
-"""Small models for tests: a GPT in plain torch, one of one weight, and some with what sharding can get wrong.
+"""Small models for tests: a GPT in plain torch, one of one weight, and some with what sharding can get wrong. And
+`make_engine`, an engine for a test in one line.
 
 The GPT, of the demo and the benchmarks too, is a pre-norm decoder with learned positions, causal attention and a GELU
 MLP, initialized as nanoGPT and GPT-2 are. No number of ranks divides the sizes of the odd models. Seed torch before
@@ -9,12 +10,15 @@ Shape legend: B batch, T time, D width, H heads, K width of a head (D / H), V vo
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
@@ -215,3 +219,46 @@ class TiedLM(nn.Module):
         x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
         logits_BTV = self.head(self.block(x))
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flip(1).flatten())
+
+
+DEFAULTS = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    "gradient_clipping": 0.0,  # as plain torch, which results are compared with
+    "steps_per_print": float("inf"),
+}
+SMALL_BUCKETS = {"reduce_bucket_size": 20}
+"""Buckets of so few elements that the parameters of a test's model fill several."""
+
+
+def make_engine(
+    model: nn.Module, stage: int = 0, *, arguments: dict[str, Any] | None = None, **keys: Any
+) -> "DeepSpeedEngine":
+    """The engine of `deepspeed.initialize(model=model, config=..., **arguments)` on this rank.
+
+    Args:
+        model: trained in place, as by `initialize`.
+        stage: of ZeRO, 0 to 3.
+        arguments: further arguments of `initialize`.
+        keys: of the config, over `DEFAULTS`; None omits a key. `zero_optimization` is merged into the stage and
+            `SMALL_BUCKETS`.
+
+    Raises:
+        ConfigError: as `initialize` does.
+    """
+    import deepspeed
+
+    zero = {"stage": stage, **SMALL_BUCKETS, **keys.pop("zero_optimization", {})}
+    config = {**DEFAULTS, "zero_optimization": zero, **keys}
+    config = {name: value for name, value in config.items() if value is not None}
+    engine: DeepSpeedEngine = deepspeed.initialize(model=model, config=config, **(arguments or {}))[0]
+    return engine
+
+
+def weight_of(engine: "DeepSpeedEngine") -> float:
+    """The one weight of an engine's `Scale`; called on all ranks."""
+    import deepspeed
+
+    (weight,) = engine.module.parameters()
+    with deepspeed.zero.GatheredParameters(weight):
+        return weight.item()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.optim import create_optimizer
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import CheckpointedMLP, OddMLP
+from deepspeed.testing.models import CheckpointedMLP, OddMLP, make_engine
 from deepspeed.zero import fragments
 
 if TYPE_CHECKING:

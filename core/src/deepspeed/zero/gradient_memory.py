@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.work import DONE
 from deepspeed.zero.bucket import Bucket, BucketPool
-from deepspeed.zero.stages import MAX_IN_FLIGHT
+from deepspeed.zero.stages import MAX_IN_FLIGHT, ZeroStage
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.units import ShardingOptions, Units
 
@@ -35,7 +35,7 @@ class GradientMemory:
         self.reduced: list[Tensor] = []
         self._units, self._options, self._backend = units, options, backend
         self._stage = options.stage
-        self._shards = GradientShards()
+        self._shards = OrderedShards(options.stage) if options.stage.fixes_order else GradientShards()
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
 
     @property
@@ -51,7 +51,7 @@ class GradientMemory:
 
     def _create_bucket(self, unit: Unit) -> Bucket:
         pool = self._pool(unit) if self._stage.lends_buffers(unit) else None
-        keep = unit.placement.keeper(adds=pool is not None)
+        keep = None if self._stage.fixes_order else unit.placement.keeper(adds=pool is not None)
         return Bucket(
             unit.index,
             unit.layout,
@@ -87,6 +87,7 @@ class GradientMemory:
         if not self._stage.lends_buffers(unit):
             return unit.placement.pinned(unit.ranks.shard_group.allocate(unit.layout.padded_numel, dtype, unit.device))
         numel = 0 if unit.placement.is_offloaded else unit.layout.shard_numel
+        self._shards.unit_added(unit)
         return self._shards.create(unit.index, numel, dtype, unit.device)
 
     def _own(self, unit: Unit) -> Tensor:
@@ -118,6 +119,15 @@ class GradientMemory:
     def zero_without_sum(self) -> None:
         """Zero the shards that no backward reduced, as when gradients are set from outside."""
         self._shards.zero_without_sum()
+
+    def finish_sums(self) -> None:
+        """Every reduction of the step is finished: bring the sums to where the optimizer finds them."""
+        self._shards.finish()
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no backward may add to the sums of this step any more."""
+        return self._shards.is_final
 
     def forget(self) -> None:
         """The step is over."""
@@ -154,9 +164,14 @@ class GradientShards:
     views that the optimizer's side has of them, stay, as those of released weights do (`param_unit.py`).
     """
 
+    is_final = False  # whether no backward may add to the sums of this step any more
+
     def __init__(self) -> None:
         self._shards: dict[int, Tensor] = {}
         self._summed: set[int] = set()  # units whose shard has memory, with a sum of this step
+
+    def unit_added(self, unit: Unit) -> None:
+        """The next shard to be created is that of `unit`."""
 
     def create(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The shard [S] of the unit `index`, with memory until `free` is called."""
@@ -171,6 +186,9 @@ class GradientShards:
         else:
             self._take_memory(index).copy_(sum_S)
         return DONE
+
+    def finish(self) -> None:
+        """The sums are what reductions have added up; there is nothing to do."""
 
     def zero_without_sum(self) -> None:
         """Zero those that no backward reduced, as when gradients are set from outside."""
@@ -209,6 +227,92 @@ class GradientShards:
     @staticmethod
     def _resize(shard_S: Tensor, num_bytes: int) -> None:
         shard_S.untyped_storage().resize_(num_bytes)
+
+
+class PartialSums:
+    """The sums of the complete subtrees that the backwards of a step have given so far, of one unit.
+
+    Two of one size become one at once, so there are no more than the binary digits of the number of backwards.
+
+    Args:
+        first_S: the memory of the first sum, where the last one ends.
+    """
+
+    def __init__(self, first_S: Tensor) -> None:
+        self._first_S = first_S
+        self._sums: list[tuple[int, Tensor]] = []  # leaves and sum [S] of each, fewer and fewer leaves
+
+    def add(self, new_S: Tensor) -> None:
+        """Take what one backward gave; `new_S` may be written afterwards."""
+        leaves, sum_S = 1, new_S
+        while self._sums and self._sums[-1][0] == leaves:
+            sum_S = self._sums.pop()[1].add_(sum_S)
+            leaves *= 2
+        if sum_S is new_S:
+            sum_S = new_S.clone() if self._sums else self._first_S.copy_(new_S)
+        self._sums.append((leaves, sum_S))
+
+    def total(self) -> Tensor:
+        """Return the sum of all, the smallest subtrees first."""
+        _, total_S = self._sums.pop()
+        while self._sums:
+            total_S = self._sums.pop()[1].add_(total_S)
+        return total_S
+
+
+class OrderedShards(GradientShards):
+    """`GradientShards` whose sums of several backwards have the order of a binary tree; see the note in `stages.py`.
+
+    Args:
+        stage: says which part of a unit this rank sums.
+    """
+
+    def __init__(self, stage: ZeroStage) -> None:
+        super().__init__()
+        self._stage = stage
+        self._units: dict[int, Unit] = {}
+        self._partial: dict[int, PartialSums] = {}  # of the units that this step has reduced
+
+    def unit_added(self, unit: Unit) -> None:
+        self._units[unit.index] = unit
+
+    def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
+        work.wait()
+        partial = self._partial.get(index)
+        if partial is None:
+            partial = self._partial[index] = PartialSums(self._first(index, sum_S))
+        partial.add(sum_S)
+        return DONE
+
+    def _first(self, index: int, sum_S: Tensor) -> Tensor:
+        """The memory of this rank's sum at the end of the step."""
+        unit = self._units[index]
+        if unit.placement.is_offloaded:
+            return torch.empty_like(sum_S)
+        memory = self._take_memory(index)
+        return memory if memory.numel() == sum_S.numel() else memory[slice(*self._stage.result(unit))]
+
+    def finish(self) -> None:
+        gathers = []
+        for index, partial in sorted(self._partial.items()):  # ranks took them as they came
+            unit, total_S = self._units[index], partial.total()
+            if (keep := unit.placement.keeper(adds=False)) is not None:
+                keep(index, DONE, total_S)
+            elif total_S.numel() < unit.layout.shard_numel:
+                gathers.append(self._stage.gather_sums(unit, self._shards[index]))
+        for work in gathers:
+            work.wait()
+        self.is_final = self.is_final or bool(self._partial)
+        self._partial.clear()
+
+    def forget(self) -> None:
+        self._partial.clear()
+        self.is_final = False
+        super().forget()
+
+    def leave(self) -> None:
+        self._partial.clear()
+        super().leave()
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

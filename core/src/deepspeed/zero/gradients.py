@@ -33,13 +33,24 @@ from deepspeed.zero.gradient_memory import GradientMemory
 from deepspeed.zero.gradient_reduction import GradientReduction, ReplicaSum, TouchedRows
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit
+from deepspeed.zero.placement import GRADIENT
 from deepspeed.zero.states import States
-from deepspeed.zero.step_agreement import Scalar, StepAgreement, norms_of_own_parts
+from deepspeed.zero.step_agreement import ExactAgreement, Scalar, StepAgreement, norms_of_own_parts
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.unit_groups import UnitRanks
 from deepspeed.zero.units import ShardingOptions, Units
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_LATE = (
+    "deterministic.enabled: found a gradient that came after its bucket was sent, as of a block that two checkpoints "
+    "run in one backward; set zero_optimization.overlap_comm to false, so that buckets are sent after the backward"
+)
+_FINAL = (
+    "deterministic.enabled: found a backward after the sums of its step were read, as safe_get_full_grad does, which "
+    "would join them out of order; read gradients after the last backward of a step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,8 @@ class Gradients:
             param.grad = None  # of a backward before the engine knew it
         if len(units):
             self._ranks_by_param = [unit.ranks for unit in units for _ in unit.params]
-            self._facts.attach(self._ranks_by_param, units[0].device)
+            numel = sum(unit.layout.numel for unit in units)
+            self._facts.attach(self._ranks_by_param, units[0].device, numel)
         see_calls(self.window)
         self.reduction = self._create_reduction()
         if self.gathering is not None:
@@ -152,13 +164,16 @@ class Gradients:
         return ParamGathering(module, modules, self._options.partitioning, self.reduction)
 
     def _create_facts(self) -> StepAgreement:
-        return StepAgreement(self._backend, self._options.model_ranks, is_offloaded=self._placement.is_offloaded)
+        agreement = ExactAgreement if self._stage.fixes_order else StepAgreement
+        return agreement(self._backend, self._options.model_ranks, is_offloaded=self._placement.is_offloaded)
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def _begin_backward(self, by_user: bool) -> None:
         self._states.require("backward")
         plan = self._plan(by_user)
+        if self._stage.fixes_order and self.memory.is_final:
+            raise StateError(_FINAL)
         self._take_shown()
         if self._shown:
             self._hide()
@@ -168,7 +183,7 @@ class Gradients:
         self._adds_up = any(self.reduction.used)  # the user may have dropped shown ones
         self._norm = None
         self.reduction.begin(
-            reduces=plan.reduces or (self._stage.divides_gradients and not plan.postpones),
+            reduces=plan.reduces or (self._stage.reduces_every_backward and not plan.postpones),
             factor=plan.factor * self._stage.begin_backward(self._average, self._backend.world_size),
             refusal=plan.refusal,
         )
@@ -252,7 +267,7 @@ class Gradients:
     def _all_launched(self) -> None:
         """Every bucket of this backward was launched. Where all ranks have whole gradients, `param.grad` shows them
         when the backward is over, so that they can be read and clipped; else nobody reads them before the step."""
-        if not self._stage.divides_states:
+        if not (self._stage.divides_states or self._stage.fixes_order):
             self.reduce()
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -298,11 +313,15 @@ class Gradients:
             reduction.launch_rest()
         while True:
             reduction.finish()
+            if self._stage.fixes_order:
+                self.memory.finish_sums()
             self._placement.settle()
             squares, used, late = self._facts.agree(self._local_norms(), reduction.used, reduction.late)
             self.was_used[:] = self._facts.agree_over_stages(used, self._ranks_by_param)
             if not any(late):
                 break
+            if self._stage.fixes_order:
+                raise StateError(_LATE)
             reduction.launch_late(late)
         if self.rows is not None:
             self.rows.add_up()
@@ -323,6 +342,8 @@ class Gradients:
 
     def _local_norms(self) -> list[Tensor]:
         self.memory.zero_without_sum()
+        if self._stage.fixes_order:
+            return self._own_gradients()
         if self._options.counts_replicated:
             own = [self._stage.part_for_norm(unit, reduced) for unit, reduced in self.memory.of_units()]
             return self._placement.norms(own)
@@ -330,6 +351,14 @@ class Gradients:
 
     def _norms_of_own_parts(self, units: Iterable[Unit]) -> list[Tensor]:
         return norms_of_own_parts((shard for unit in units for shard in unit.shards), self._units.params)
+
+    def _own_gradients(self) -> list[Tensor]:
+        """The reduced gradients that no other rank adds to the norm, 1-D, as `ExactAgreement` wants them."""
+        if self._placement.fetches:
+            shards = (shard for unit in self._units for shard in unit.shards)
+            found = (shard.placement.read(shard, GRADIENT, shard.grad) for shard in shards)
+            return [grad.reshape(-1) for grad in found if grad is not None]
+        return [self._stage.part_for_norm(unit, reduced) for unit, reduced in self.memory.of_units()]
 
     def norm(self) -> Scalar:
         """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow. A 0-D

@@ -1,4 +1,4 @@
-"""The stages 0 to 3 of ZeRO: what each divides among the ranks, and what follows from that.
+r"""The stages 0 to 3 of ZeRO: what each divides among the ranks, and what follows from that.
 
 Each stage divides what the one before it does, and one thing more. Bytes per parameter on a rank with Adam, of W ranks,
 without what is in flight (ZeRO, arXiv 1910.02054, section 5):
@@ -12,21 +12,37 @@ without what is in flight (ZeRO, arXiv 1910.02054, section 5):
 All else is alike in the stages: `Sharding` makes the step, `Units` lays parameters out, `Gradients` reduces what a
 backward gives. They ask the `ZeroStage` where this table makes a difference.
 
-Legend: N padded numel of a unit, S numel of a shard.
+[Note: one order of sums] A floating-point sum depends on its order. `FixedOrder` has that of one binary tree over the
+micro-batches of a step, whatever rank has which:
+
+    micro-batch            0   1   2   3   4   5        k W + r: the one that is number k of its step on rank r of W
+    over the ranks         \   /   \   /   \   /        in every backward
+    on a rank                \       /       /          `PartialSums`: as many tensors as the number of pairs has bits
+                               \          /             when the step ends
+
+Its lower levels are sums over ranks, as many as a power of two, and its upper ones are sums of what a rank got in one
+backward after the other. So sums are bitwise the same for every number of ranks and of accumulation steps whose product
+is the same. They are made in fp32, of gradients that nothing has rounded. Each rank sums its part of a bucket at every
+stage; those of stage 0 are gathered when the step ends. With two ranks any reduce-scatter has the order; with more,
+parts go by all-to-all, which moves as many bytes.
+
+Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Work
+from deepspeed.comm.work import DONE, Followed
 from deepspeed.errors import ConfigError
 from deepspeed.optim import looks_at_whole
 from deepspeed.zero import quantized
-from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.layout import UnitLayout, even_shard_numel
 from deepspeed.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -45,8 +61,12 @@ class ZeroStage:
     divides_states: bool = False
     divides_gradients: bool = False
     divides_parameters: bool = False
+    reduces_every_backward: bool = False  # of a step, and not once before its end
     quantizes_gradients: bool = False  # they are sent in int4 (`zero_quantized_gradients`)
     feedback: quantized.ErrorFeedback | None = None  # makes up for that (`zeropp_loco_param`); of one engine
+
+    #: whether sums are bitwise the same for every number of ranks (`FixedOrder`)
+    fixes_order: ClassVar[bool] = False
 
     def facts(self) -> dict[str, str]:
         """Return, as text by key of the configuration, how gradients are sent, which all ranks must do alike."""
@@ -135,6 +155,10 @@ class ZeroStage:
             return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag, feedback=self.feedback)
         return shards.reduce_scatter(unit.shard_of(wire_N), wire_N, tag=tag)
 
+    def gather_sums(self, unit: Unit, sums_N: Tensor) -> Work:
+        """Start to gather the sums of a step, of which this rank has its `result` part, where every rank needs all."""
+        return DONE
+
     def gather_weights(self, unit: Unit) -> Work | None:
         """Start to all-gather the weights of a unit that was just updated; None if no rank needs those of another."""
         if not self.divides_states or unit.sharded is not None:
@@ -185,6 +209,67 @@ class ZeroStage:
 STAGES = (
     ZeroStage(0),
     ZeroStage(1, divides_states=True),
-    ZeroStage(2, divides_states=True, divides_gradients=True),
-    ZeroStage(3, divides_states=True, divides_gradients=True, divides_parameters=True),
+    ZeroStage(2, divides_states=True, divides_gradients=True, reduces_every_backward=True),
+    ZeroStage(3, divides_states=True, divides_gradients=True, divides_parameters=True, reduces_every_backward=True),
 )
+
+
+@dataclass(frozen=True)
+class FixedOrder(ZeroStage):
+    """A stage of ZeRO that reduces after every backward, in one order; see [Note: one order of sums]."""
+
+    fixes_order: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, stage: ZeroStage, world_size: int) -> "FixedOrder":
+        """Return `stage` with this order, for `world_size` ranks, a power of two."""
+        assert world_size & (world_size - 1) == 0, world_size
+        asked = {field.name: getattr(stage, field.name) for field in dataclasses.fields(ZeroStage)}
+        return cls(**asked | {"reduces_every_backward": True})
+
+    def layout(
+        self, numels: Sequence[int], world_size: int, *, is_whole: bool, max_fragment_numel: int | None
+    ) -> UnitLayout:
+        layout = super().layout(numels, world_size, is_whole=is_whole, max_fragment_numel=max_fragment_numel)
+        if self.divides_states:
+            return layout
+        padded_numel = even_shard_numel(layout.numel, world_size) * world_size  # ranks sum equal parts
+        return UnitLayout(layout.numels, layout.offsets, padded_numel, 1, max_fragment_numel)
+
+    def result(self, unit: Unit) -> tuple[int, int]:
+        numel = unit.layout.padded_numel // unit.ranks.world_size
+        return unit.ranks.rank * numel, (unit.ranks.rank + 1) * numel
+
+    def lends_buffers(self, unit: Unit) -> bool:
+        return True
+
+    @property
+    def shows_gradients(self) -> bool:
+        """False: until the step ends there are partial sums."""
+        return False
+
+    def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
+        ranks, own_S = unit.ranks.shard_group, wire_N[slice(*self.result(unit))]
+        if ranks.world_size == 1:
+            return DONE
+        if ranks.world_size == 2:
+            return ranks.reduce_scatter(own_S, wire_N, tag=unit.index)
+        parts_N = ranks.allocate(wire_N.numel(), wire_N.dtype, wire_N.device)
+        work = ranks.all_to_all(parts_N, wire_N, tag=unit.index)
+        parts_WS = parts_N.view(ranks.world_size, -1)
+        return Followed(work, lambda: tree_sum(parts_WS, own_S), in_poll=wire_N.device.type == "cpu")
+
+    def gather_sums(self, unit: Unit, sums_N: Tensor) -> Work:
+        if self.divides_states:
+            return DONE
+        return unit.ranks.shard_group.all_gather(sums_N, sums_N[slice(*self.result(unit))], tag=unit.index)
+
+
+def tree_sum(parts_WS: Tensor, sum_S: Tensor) -> None:
+    """Write the sum of the rows of `parts_WS`, as many as a power of two, to `sum_S`: neighbors first. The rows are
+    overwritten."""
+    stride = 1
+    while stride < len(parts_WS):
+        parts_WS[:: 2 * stride].add_(parts_WS[stride :: 2 * stride])
+        stride *= 2
+    sum_S.copy_(parts_WS[0])

@@ -3,7 +3,8 @@
 Called by `Gradients`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
 on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
 them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
-0-D tensor (`Scalar`), which is read only by those who ask for its value.
+0-D tensor (`Scalar`), which is read only by those who ask for its value. `ExactAgreement` makes it independent of how
+gradients are divided.
 
 A parameter that all ranks of a divided model have counts on one of them. `UseSlots` number the parameters.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.host_sums import HostSums
+from deepspeed.optim.norm import ExactSquares
 from deepspeed.parallel.model_part import counted_numel, is_tensor_parallel
 from deepspeed.zero.placement import GRADIENT, exact_norms, read
 from deepspeed.zero.unit import ParamShard
@@ -110,12 +112,13 @@ class StepAgreement:
         self._on_host = True  # squares are added up there
         self._reads_flags = False  # they can be summed on the device only
 
-    def attach(self, ranks: Iterable[UnitRanks], device: torch.device) -> None:
+    def attach(self, ranks: Iterable[UnitRanks], device: torch.device, numel: int) -> None:
         """Set the parameters that a step has flags for. All ranks call it together; again after some were added.
 
         Args:
             ranks: of each parameter.
             device: of the weights.
+            numel: elements of all of them.
         """
         self._slots = UseSlots(ranks)
         self._device = device
@@ -216,6 +219,59 @@ class StepAgreement:
         if not norms:
             return squares_1.zero_()
         return squares_1.copy_(torch.stack([norm.to(squares_1) for norm in norms]).square().sum())
+
+
+class ExactAgreement(StepAgreement):
+    """A `StepAgreement` on the same bits for every number of ranks, however gradients are divided among them.
+
+    What its methods get as `norms` are this rank's gradients themselves, 1-D, of which no element is another rank's,
+    too. Their largest magnitude is agreed on first, then the sums of squares (`ExactSquares`).
+    """
+
+    _squares_of = ExactSquares(0)
+
+    def attach(self, ranks: Iterable[UnitRanks], device: torch.device, numel: int) -> None:
+        super().attach(ranks, device, numel)
+        self._squares_of = ExactSquares(numel)
+
+    def sum_squares(self, norms: Sequence[Tensor]) -> Scalar:
+        folds_F = self._folds(norms, self._largest(norms))
+        if self._on_host:
+            return self._squares_of.total(self._sum_values(folds_F.tolist()))
+        sums_F = self._backend.allocate(folds_F.numel(), folds_F.dtype, self._device).copy_(folds_F)
+        self._backend.all_reduce(sums_F).wait()
+        return self._as_scalar(sums_F)
+
+    def own_squares(self, norms: Sequence[Tensor]) -> Scalar:
+        folds_F = self._folds(norms, ExactSquares.largest(norms))
+        return self._squares_of.total(folds_F.tolist()) if self._on_host else self._as_scalar(folds_F)
+
+    def _sum(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[Scalar, list[float]]:
+        if not self._on_host:
+            return self.sum_squares(norms), self._sum_values(flags)
+        folds = self._folds(norms, self._largest(norms)).tolist()
+        sums = self._sum_values([*folds, *flags])
+        return self._squares_of.total(sums[: len(folds)]), sums[len(folds) :]
+
+    def _folds(self, norms: Sequence[Tensor], largest: Tensor) -> Tensor:
+        return self._squares_of.folds(norms, largest.to(norms[0].device if norms else self._device))
+
+    def _as_scalar(self, sums_F: Tensor) -> Tensor:
+        return torch.as_tensor(self._squares_of.total(sums_F)).to(torch.float32)
+
+    def _largest(self, norms: Sequence[Tensor]) -> Tensor:
+        """The largest magnitude on all ranks, 0-D fp64. Each adds its own to a place where the others have 0."""
+        largest, world_size = ExactSquares.largest(norms), self._backend.world_size
+        if world_size == 1:
+            return largest
+        if self._on_host:
+            places = [0.0] * world_size
+            places[self._backend.rank] = largest.item()
+            return torch.tensor(self._sum_values(places), dtype=torch.float64).amax()
+        places_W = self._backend.allocate(world_size, torch.float64, self._device).zero_()
+        places_W[self._backend.rank] = largest
+        self._backend.all_reduce(places_W).wait()
+        return places_W.amax()
 
 
 def square_sum(norms: Sequence[Tensor]) -> float:

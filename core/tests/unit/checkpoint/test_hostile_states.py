@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 import torch
 from deepspeed.errors import CheckpointError
-from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import make_engine
 from deepspeed.testing.tiers import swept
 
 pytestmark = pytest.mark.usefixtures("single_rank")

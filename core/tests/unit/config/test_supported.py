@@ -157,7 +157,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
         *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
         *("autotuning.enabled", "curriculum_learning.enabled", "progressive_layer_drop.enabled"),
-        *("data_efficiency.enabled",),
+        *("data_efficiency.enabled", "deterministic.enabled"),
         *("data_efficiency.data_sampling.enabled", "data_efficiency.data_sampling.curriculum_learning.enabled"),
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         *("data_efficiency.data_routing.enabled", "data_efficiency.data_routing.random_ltd.enabled"),

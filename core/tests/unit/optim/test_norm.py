@@ -7,6 +7,7 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.optim import norm as norm_module
 from deepspeed.optim.norm import (
+    ExactSquares,
     clip_coefficient,
     clip_grad_norm_,
     clip_tensors_by_global_norm,
@@ -29,6 +30,52 @@ def test_long_tensors_are_exact_to_fp32(numel):
     wanted = tensor.double().norm().item()
     assert global_norm([tensor]).item() == pytest.approx(wanted, rel=5e-7)
     assert global_norm([tensor]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 2**20 + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_exact_squares_are_the_same_in_every_order(numel, dtype):
+    numbers = (_random(numel) * _random(numel, seed=1).exp()).to(dtype)
+    squares = ExactSquares(numel)
+    largest = squares.largest([numbers])
+    assert largest == numbers.abs().max()
+    whole = squares.folds([numbers], largest)
+    shuffled = numbers[torch.randperm(numel, generator=torch.Generator().manual_seed(2))]
+    for parts in (shuffled.split(numel // 7 + 1), shuffled.split(numel // 2 + 1)):
+        sums = torch.stack([squares.folds([part], largest) for part in parts])
+        assert torch.equal(sums.sum(0), whole)
+        assert torch.equal(sums.flip(0).cumsum(0)[-1], whole)
+    assert float(squares.total(whole)) == pytest.approx(numbers.double().square().sum().item(), rel=2**-30)
+    assert squares.total(whole.tolist()) == squares.total(whole)
+
+
+def test_exact_squares_of_very_large_and_very_small_numbers():
+    numbers = torch.cat([torch.full((1000,), 3e38), torch.full((1000,), 1e-38), torch.zeros(5)])
+    for part in (numbers, numbers[1000:], numbers[2000:]):
+        squares = ExactSquares(len(numbers))
+        found = squares.total(squares.folds([part], squares.largest([part])))
+        assert found == pytest.approx(part.double().square().sum().item(), rel=2**-30)
+    many = ExactSquares(2**33)
+    assert many.num_folds == 4
+    assert many.total(many.folds([numbers], many.largest([numbers]))) == pytest.approx(
+        numbers.double().square().sum().item(), rel=2**-30
+    )
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_exact_squares_show_an_overflow(value):
+    numbers = _random(100)
+    numbers[7] = value
+    squares = ExactSquares(100)
+    parts = [squares.folds([part], squares.largest([numbers])) for part in (numbers[:50], numbers[50:])]
+    total = squares.total(sum(parts))
+    assert math.isnan(total) if math.isnan(value) else total == math.inf
+
+
+def test_exact_squares_of_nothing_are_zero():
+    squares = ExactSquares(0)
+    assert squares.total(squares.folds([], squares.largest([]))) == 0
+    assert squares.total(squares.folds([torch.zeros(0)], squares.largest([torch.zeros(0)]))) == 0
 
 
 def test_the_norm_does_not_depend_on_how_gradients_are_cut():

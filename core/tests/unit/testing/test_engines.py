@@ -1,13 +1,13 @@
 """`make_engine`: defaults, what a test says instead, and what is omitted."""
 
 import torch
-from deepspeed.testing import engines
+from deepspeed.testing import models
 
 
 def config_of(monkeypatch, *args, **keys):
     given = {}
     monkeypatch.setattr("deepspeed.initialize", lambda **arguments: given.update(arguments) or ["engine"])
-    assert engines.make_engine(torch.nn.Linear(2, 2), *args, **keys) == "engine"
+    assert models.make_engine(torch.nn.Linear(2, 2), *args, **keys) == "engine"
     return given
 
 

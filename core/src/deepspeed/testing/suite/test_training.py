@@ -14,8 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.testing import requirements
-from deepspeed.testing.engines import make_engine
-from deepspeed.testing.models import GPT, tiny_gpt
+from deepspeed.testing.models import GPT, make_engine, tiny_gpt
 from deepspeed.testing.suite import fixtures
 
 _STEPS, _BATCH, _TIME, _VOCABULARY = 5, 4, 16, 64

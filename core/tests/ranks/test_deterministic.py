@@ -1,0 +1,396 @@
+"""`deterministic`: losses that are bitwise the same for every number of ranks, stage, placement and accumulation."""
+
+from itertools import product
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+MICRO, MICRO_BATCHES, STEPS = 2, 8, 3  # samples of a micro-batch, micro-batches of a step, steps
+VOCABULARY, WIDTH = 37, 19  # WIDTH: no number of ranks divides it
+
+
+class Block(torch.nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(3 * WIDTH, WIDTH)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(torch.nn.Module):
+    """An embedding that is used twice, and blocks with dropout, one of which may be used twice."""
+
+    def __init__(self, dropout=0.1, twice=False):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        torch.nn.init.normal_(self.embedding.weight, std=0.2)
+        self.blocks = torch.nn.ModuleList(Block(dropout) for _ in range(3))
+        self.twice = twice
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        for _ in range(2 * self.twice):
+            x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=True)
+        logits = torch.nn.functional.linear(x, self.embedding.weight)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def create(stage=0, count=MICRO_BATCHES, *, precision="fp32", offload=False, twice=False, dropout=0.1, zero=(), **more):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": count // dist.get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40, **dict(zero)},
+        "deterministic": {"enabled": True, "seed": 5},
+        **more,
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return deepspeed.initialize(model=Model(dropout, twice), config=config)[0]
+
+
+def batches(count=MICRO_BATCHES, steps=range(STEPS)):
+    """This rank's micro-batches of each step: ranks take turns."""
+    data = torch.Generator().manual_seed(3)
+    whole = torch.randint(VOCABULARY, (2 * STEPS, count, MICRO, 12), generator=data)
+    return [whole[step, dist.get_rank() :: dist.get_world_size()] for step in steps]
+
+
+def by_engine(engine, losses):
+    for loss in losses:
+        engine.backward(loss)
+        engine.step()
+
+
+def by_autograd(engine, losses):
+    for loss in losses:
+        loss.backward()
+        engine.step()
+
+
+def by_optimizer(engine, losses):
+    for loss in losses:
+        engine.backward(loss)
+    engine.optimizer.step()
+
+
+def by_boundary(engine, losses):
+    for number, loss in enumerate(losses):
+        engine.set_gradient_accumulation_boundary(number + 1 == engine.gradient_accumulation_steps())
+        engine.backward(loss)
+    engine.step()
+
+
+def coalesced(engine, losses):
+    for loss in losses:
+        with engine.coalesce_grad_reduction():
+            engine.backward(0.5 * loss, retain_graph=True)
+            engine.backward(0.5 * loss)
+        engine.step()
+
+
+def train(engine, data, call=by_engine):
+    """The losses of all ranks in the order of the global batch, and the norms; as hexadecimals."""
+    losses, norms = [], []
+    for batch in data:
+        own = []
+
+        def forwards(batch=batch, own=own):
+            for each in batch:
+                own.append(engine(each))
+                yield own[-1]
+
+        call(engine, forwards())
+        everyone = [None] * dist.get_world_size()
+        torch.distributed.all_gather_object(everyone, [loss.item().hex() for loss in own])
+        losses += [loss for turn in zip(*everyone, strict=True) for loss in turn]
+        norms.append(float(engine.get_global_grad_norm()).hex())
+    return losses, norms
+
+
+def runs(cases, count=MICRO_BATCHES, call=by_engine):
+    """The losses and norms of each case, and the sums of its weights."""
+    found = []
+    try:
+        for case in cases:
+            engine = create(count=count, **case)
+            result = train(engine, batches(count), call)
+            weights = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+            found.append((*result, [weight.double().sum().item().hex() for weight in weights]))
+            engine.destroy()
+    finally:
+        torch.use_deterministic_algorithms(False)  # the ranks run other tests
+    return found
+
+
+PLACES = [{"stage": 0}, *({"stage": stage, "offload": offload} for stage in (1, 2, 3) for offload in (False, True))]
+
+
+KEPT = (1, "fp32"), (2, "fp32"), (4, "fp32"), (2, "fp16"), (4, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    swept(product((1, 2, 4), ("fp32", "bf16", "fp16")), lambda *case: case in KEPT),
+)
+def test_every_world_stage_and_placement_has_the_same_losses_norms_and_weights(world_size, precision):
+    cases = [{"precision": precision, **place} for place in PLACES]
+    if world_size == 4:  # other buckets, other cuts of them
+        cases = [{"zero": {"reduce_bucket_size": 3000, "sub_group_size": 1000}, **case} for case in cases]
+    (alone,) = run_ranks(1, runs, [{"precision": precision}])[0]
+    for case, found in zip(cases, run_ranks(world_size, runs, cases)[0], strict=True):
+        assert found == alone, case
+
+
+def test_without_it_losses_depend_on_the_number_of_ranks():
+    off = [{"deterministic": {"enabled": False}, "dropout": 0.0}]
+    assert run_ranks(1, runs, off)[0] != run_ranks(2, runs, off)[0]
+
+
+def test_losses_are_those_of_plain_torch():
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    losses, norms, _ = run_ranks(2, runs, [{"dropout": 0.0, "stage": 2, "optimizer": sgd}])[0][0]
+    expected = run_ranks(1, plain)[0]
+    torch.testing.assert_close([float.fromhex(loss) for loss in losses], expected[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close([float.fromhex(norm) for norm in norms], expected[1], rtol=1e-6, atol=0)
+
+
+def plain():
+    torch.manual_seed(0)
+    model = Model(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses, norms = [], []
+    for batch in batches():
+        for each in batch:
+            loss = model(each)
+            (loss / len(batch)).backward()
+            losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("count", [6, 10])
+def test_micro_batches_may_be_no_power_of_two(count):
+    alone = run_ranks(1, runs, [{}], count)[0]
+    assert run_ranks(2, runs, [{}, {"stage": 2}], count)[0] == alone * 2
+
+
+@pytest.mark.parametrize("call", [by_autograd, by_optimizer, by_boundary, coalesced])
+def test_every_way_to_step_has_the_same_order(call):
+    alone, found = run_ranks(1, runs, [{}])[0], run_ranks(2, runs, [{"stage": 2}], MICRO_BATCHES, call)[0]
+    if call is coalesced:  # halves of a loss are rounded: compare the worlds
+        alone = run_ranks(1, runs, [{}], MICRO_BATCHES, call)[0]
+    assert found == alone
+
+
+@pytest.mark.parametrize("name", swept(["SGD", "Adagrad", "Lion", "Adam"], lambda name: name == "SGD"))
+def test_elementwise_optimizers(name):
+    case = {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    alone = run_ranks(1, runs, [case])[0]
+    assert run_ranks(2, runs, [case, {"stage": 3, **case}])[0] == alone * 2
+
+
+# ---- random numbers and samples -------------------------------------------------------------------------------------
+
+
+def draws():
+    """Random numbers in each forward, and those that the script draws between forwards."""
+    engine = create()
+    tokens = batches()[0][0]
+    inside, outside = [], []
+    engine.module.embedding.register_forward_hook(lambda *_: inside.append(torch.rand(2).tolist()))
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        outside.append(torch.rand(1).item())
+        loss = engine(tokens)
+        outside.append(torch.rand(1).item())
+        engine(tokens)  # a second forward of the same micro-batch
+        by_engine(engine, [loss])
+    engine.destroy()
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(dist.get_rank())
+    assert outside == [torch.rand(1).item() for _ in outside]
+    return inside
+
+
+def test_forwards_have_random_numbers_of_their_own():
+    alone, both = run_ranks(1, draws)[0], run_ranks(2, draws)
+    assert len(set(map(tuple, alone))) == 4
+    assert both[0][:2] == alone[:2]  # micro-batch 0
+    assert both[1][:2] == alone[2:]  # micro-batch 1 is the first one of rank 1
+    assert both[0][2:] != alone[2:]
+
+
+def samples(size, drops):
+    """The micro-batches of an epoch and of the beginning of the next, of all ranks in the order of the global batch."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // dist.get_world_size(),
+        "optimizer": {"type": "SGD"},
+        "deterministic": {"enabled": True},
+        "dataloader_drop_last": drops,
+    }
+    data = [torch.tensor([float(number)]) for number in range(size)]
+    engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, training_data=data)[0]
+    torch.use_deterministic_algorithms(False)
+    loader = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
+    own = [next(loader).flatten().tolist() for _ in range(16 // dist.get_world_size())]
+    place = engine.training_dataloader.state_dict()
+    engine.destroy()
+    everyone = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return [batch for turn in zip(*everyone, strict=True) for batch in turn], place
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("size", [24, 21])
+def test_the_loader_deals_the_same_micro_batches(size, drops):
+    alone = run_ranks(1, samples, size, drops)[0]
+    assert run_ranks(2, samples, size, drops)[0] == alone
+    assert run_ranks(4, samples, size, drops)[0] == alone
+    epoch = alone[0][: size // 8 * 4]
+    assert len({sample for batch in epoch for sample in batch}) == size // 8 * 8
+
+
+# ---- a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def save(folder, stage):
+    engine = create(stage)
+    whole = train(engine, batches())
+    engine.save_checkpoint(folder)
+    rest = train(engine, batches(steps=range(STEPS, 2 * STEPS)))
+    engine.destroy()
+    torch.use_deterministic_algorithms(False)
+    return whole, rest
+
+
+def resume(folder, stage):
+    engine = create(stage)
+    engine.load_checkpoint(folder)
+    rest = train(engine, batches(steps=range(STEPS, 2 * STEPS)))
+    engine.destroy()
+    torch.use_deterministic_algorithms(False)
+    return rest
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_resumed_on_other_ranks_goes_on_bitwise(tmp_path, stage):
+    _, rest = run_ranks(2, save, tmp_path, stage)[0]
+    for world_size in (1, 4):
+        assert run_ranks(world_size, resume, tmp_path, stage)[0] == rest
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refusals(cases):
+    """What `create` with each case raises."""
+    found = []
+    for case in cases:
+        model = case.pop("model", None)
+        config = {"train_batch_size": 4 * dist.get_world_size(), "deterministic": {"enabled": True}, **case}
+        config.setdefault("optimizer", {"type": "AdamW"})
+        try:
+            deepspeed.initialize(model=model or torch.nn.Linear(4, 4), config=config)[0].destroy()
+        except ConfigError as error:
+            found.append(str(error))
+        else:
+            found.append("nothing was refused")
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+NAMED = {
+    "the optimizer FusedLamb": {"optimizer": {"type": "Lamb"}},
+    "the optimizer OnebitAdam": {"optimizer": {"type": "OneBitAdam"}},
+    "module 1, a BatchNorm1d": {"model": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))},
+    "zero_optimization.zero_quantized_gradients": {
+        "zero_optimization": {"stage": 2, "zero_quantized_gradients": True},
+    },
+    "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    "communication_data_type": {"communication_data_type": "bf16"},
+    "data_types.grad_accum_dtype": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 3.0},
+    "quantize_training": {
+        "quantize_training": {
+            "enabled": True,
+            "quantize_bits": {"start_bits": 8, "target_bits": 4},
+            "quantize_schedule": {"quantize_period": 10},
+        },
+        "fp16": {"enabled": True},
+    },
+}
+
+
+def test_what_depends_on_the_number_of_ranks_is_refused_by_name():
+    messages = run_ranks(1, refusals, list(NAMED.values()))[0]
+    for name, message in zip(NAMED, messages, strict=True):
+        assert message.startswith("deterministic.enabled: asked for losses that are bitwise the same"), (name, message)
+        assert f"found the key {name}" in message or f"found {name}," in message, (name, message)
+    assert "3 data-parallel ranks, which is no power of two" in run_ranks(3, refusals, [{}])[0][0]
+    message = run_ranks(2, refusals, [{"mesh": {"tp": 2}, "zero_optimization": {"stage": 1}}])[0][0]
+    assert "2 tensor-parallel ranks" in message
+
+
+def misuse(name):
+    engine = create(twice=name == "late", zero={"reduce_bucket_size": 500})
+    loss = engine(batches()[0][0])
+    try:
+        if name == "two backwards":
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        elif name == "no_sync":
+            engine.no_sync()
+        elif name == "read":
+            engine.backward(loss)
+            safe_get_full_grad(engine.module.embedding.weight)
+            engine.step()
+            engine.backward(engine(batches()[0][1]))
+        elif name == "late":
+            by_engine(engine, [loss])
+            safe_get_full_grad(engine.module.embedding.weight)
+    except (ConfigError, StateError) as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        torch.use_deterministic_algorithms(False)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("two backwards", "found 2 backwards in one micro-batch"),
+        ("no_sync", "no_sync: deterministic.enabled is true"),
+        ("read", "found a backward after the sums of its step were read"),
+        ("late", "found a gradient that came after its bucket was sent"),
+    ],
+)
+def test_a_micro_batch_that_is_no_summand_is_refused(name, expected):
+    for message in run_ranks(2, misuse, name):
+        assert expected in message
+
+
+def test_blocks_that_run_twice_have_one_order_without_overlap():
+    case = {"twice": True, "zero": {"overlap_comm": False, "reduce_bucket_size": 500}, "stage": 2}
+    assert run_ranks(2, runs, [case])[0] == run_ranks(1, runs, [case])[0]
