@@ -74,6 +74,12 @@ class Launch:
             _run([*LAUNCHERS[launcher], str(self.script), *arguments], folder, self.limit_s)
         return json.loads((folder / "result.json").read_text())
 
+    def verify(self, folder: Path, *flags: str) -> None:
+        """Run two steps of the script by `ds_verify`, whose answer is in the error if it finds a difference."""
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "deepspeed.cli.verify", "--no_local_rank", "--steps", "2", str(self.script)]
+        _run([*command, "--folder", str(folder), *flags], folder, self.limit_s)
+
     def close(self) -> None:
         """End the ranks, and the process that they are forked from."""
         if self._server is not None:

@@ -121,6 +121,8 @@ def train(config, uses):
                 tokens, targets = torch.randint(VOCAB, (size, 2, LENGTH), generator=draws).unbind(1)
             else:
                 tokens, targets = torch.randint(VOCAB, (2, 2, LENGTH), generator=draws)
+            if "generation" in uses:
+                generate(engine, tokens, targets)
             if "evaluation" in uses:
                 with torch.no_grad():
                     engine(tokens, targets)
@@ -137,6 +139,25 @@ def train(config, uses):
     except SystemExit:
         pass
     engine.destroy()
+
+
+def generate(engine, tokens, targets):
+    """What TRL does at stage 3 to generate: it takes the hooks off a model that is whole, and puts them on again."""
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        offload = engine.optimizer.parameter_offload
+        for param in (*offload.module.parameters(), *(each for _, each in offload.module.ds_external_parameters())):
+            param.ds_active_sub_modules.clear()
+            assert (param.ds_status.name, param.ds_numel, param.ds_shape) == ("AVAILABLE", param.numel(), param.shape)
+            assert param.partition_numel() <= param.numel()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        with torch.no_grad():
+            engine.module(tokens, targets)
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+        offload._register_deepspeed_module(offload.module)
+    assert len({param.ds_id for param in engine.module.parameters()}) == len(list(engine.module.parameters()))
 
 
 def change_gradients(engine, uses):
@@ -228,6 +249,7 @@ SECTIONS = {
 USES = (
     *("tied", "moe", "frozen", "unused", "unused on rank 1", "plain backward", "client optimizer", "checkpoint"),
     *("twice", "hook", "evaluation", "nan", "zero.Init", "own clipping", "safe calls", "batch norm"),
+    "generation",
 )
 
 
@@ -249,7 +271,14 @@ def is_possible(what, stage, dtype):
     """Whether there is such a run: some sections say themselves in which type the model computes, a stage may refuse
     what scripts do, `zero.Init` is of stage 3, and scripts find gradients at stage 0 in fp32 alone."""
     types = {"autocast": ("fp32",), "overflow": ("fp16",), "rising scale": ("fp16",), "own clipping": ("fp32",)}
-    stages = {"unused on rank 1": (0, 1, 2), "Muon": (0, 1, 2), "Lamb": (0,), "zero.Init": (3,), "own clipping": (0,)}
+    stages = {
+        "unused on rank 1": (0, 1, 2),
+        "Muon": (0, 1, 2),
+        "Lamb": (0,),
+        "zero.Init": (3,),
+        "generation": (3,),
+        "own clipping": (0,),
+    }
     return dtype in types.get(what, TYPES) and stage in stages.get(what, range(4))
 
 
@@ -258,7 +287,7 @@ def is_possible(what, stage, dtype):
     swept(
         [each for each in product((*SECTIONS, *USES), range(4), TYPES) if is_possible(*each)],
         lambda what, stage, dtype: (
-            (stage == 3 and what in ("moe", "tied", "safe calls") and dtype == "bf16")
+            (stage == 3 and what in ("moe", "tied", "safe calls", "generation") and dtype == "bf16")
             or (what, stage, dtype) == ("own clipping", 0, "fp32")
         ),
     ),
@@ -316,6 +345,8 @@ PAIRS = {
     "wider micro-batches": ({**ACCUMULATED, **STAGES[3]}, {**WIDE, **STAGES[1]}, ("batches",)),
     "narrower micro-batches in bf16": ({**WIDE, **BF16[2]}, {**ACCUMULATED, **BF16[1]}, ("batches",)),
     "safe calls": (STAGES[3], STAGES[1], ("safe calls",)),
+    "generation, stage 3 against 0": (STAGES[3], STAGES[0], ("generation", "zero.Init", "tied")),
+    "generation, stage 3 against 2": (BF16[3], BF16[2], ("generation", "frozen")),
     "client optimizer": (STAGES[2], STAGES[0], ("client optimizer",)),
     "plain backward": (FP16[2], FP16[0], ("plain backward",)),
     "SGD": ({**SGD, **STAGES[3]}, {**SGD, **STAGES[0]}, ("nan",)),

@@ -20,3 +20,8 @@ def test_losses_equal_those_of_plain_torch(case, launch, tmp_path):
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert found["engine"] == ("DeepSpeedHybridEngine" if "--hybrid" in CASES[case] else "DeepSpeedEngine")
+
+
+@pytest.mark.sweep
+def test_ds_verify_lets_trl_look_for_the_hooks_of_stage_3(launch, tmp_path):
+    launch.verify(tmp_path, "--stage", "3")

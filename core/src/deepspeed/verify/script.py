@@ -34,6 +34,9 @@ from deepspeed.verify.other import OtherEngine
 from deepspeed.verify.plain import SAFE_CALLS, PlainEngine, of_plain
 from deepspeed.verify.recording import OtherConfig, RecordedEngine, Runs, VerifiedEngine, read_other
 from deepspeed.zero.construct import Init, MiCS_Init
+from deepspeed.zero.fetcher import ParamFetcher
+from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 
 #: sections that plain torch has nothing of, and those that write what only the recorded run is to write
 _TAKEN_AWAY = {
@@ -142,6 +145,7 @@ def initialize_plain(runs: Runs, **arguments: Any) -> tuple[Any, Optimizer | Non
     engine, _, loader, scheduler = _initialized(partial(PlainEngine, runs=runs), plain_config(source), arguments)
     engine._answers = read_answers(DeepSpeedConfig(source, batch_required=False))  # as the script asked for
     cast(PlainEngine, engine).take_over()
+    _show_whole(engine, source)
     return engine, engine.optimizer, loader, scheduler
 
 
@@ -159,7 +163,26 @@ def initialize_other(runs: Runs, other: OtherConfig, **arguments: Any) -> tuple[
     if arguments["optimizer"] is None and not written.get("optimizer"):
         return initialize_as(engine, **arguments)
     with naming_file(other.name):
-        return _initialized(engine, filled(other.config, written), arguments)
+        made = _initialized(engine, filled(other.config, written), arguments)
+    _show_whole(made[0], source)
+    return made
+
+
+def _show_whole(engine: Any, source: Any) -> None:
+    """Let libraries find on whole parameters what they look up at stage 3, where the script asks for that.
+
+    All parameters are marked as those that stage 3 keeps whole, and `optimizer.parameter_offload` has the hooks of a
+    model of which nothing is sharded.
+    """
+    is_asked = DeepSpeedConfig(source, batch_required=False).zero_optimization.stage == 3
+    if not is_asked or engine.sharding.stage == 3:
+        return
+    options = Stage3Options(persistence_numel=sys.maxsize)
+    units = ModuleUnits(engine.module, engine.sharding.units.ranks, options, device=None, dtype=None)
+    units.create_rest(())
+    if engine.basic_optimizer is not None:
+        fetcher = ParamFetcher(units.all, prefetch_numel=0, max_live_numel=0, max_reuse_numel=0)
+        engine.basic_optimizer.parameter_offload = ModuleHooks(engine.module, fetcher, units)
 
 
 def _initialized(engine: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
