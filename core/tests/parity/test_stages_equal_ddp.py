@@ -158,33 +158,29 @@ BF16_SUMS_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "bf16, sums in fp32": BF16_SUMS_IN_FP32}
 
 
-def train_all_job(precision):
-    """Every case of one precision on this rank, by (stage or "reference", accumulation, clip)."""
+def train_all_job(precision, accumulation, clip):
+    """The results of every stage on this rank, by the stage or "reference"."""
     reference = train_ddp if precision == "fp32" else train_masters
-    results = {}
-    for accumulation in ACCUMULATIONS:
-        for clip in CLIPS:
-            if precision in ("fp32", "bf16"):
-                results["reference", accumulation, clip] = reference(accumulation, clip)
-            for stage in STAGES:
-                results[stage, accumulation, clip] = train_engine(stage, accumulation, clip, PRECISIONS[precision])
+    results = {"reference": reference(accumulation, clip)} if precision in ("fp32", "bf16") else {}
+    for stage in STAGES:
+        results[stage] = train_engine(stage, accumulation, clip, PRECISIONS[precision])
     return results
 
 
 @functools.cache
-def results_by_rank(world_size, precision):
-    return run_ranks(world_size, train_all_job, precision, timeout_s=250)
+def results_by_rank(world_size, precision, accumulation, clip):
+    return run_ranks(world_size, train_all_job, precision, accumulation, clip, timeout_s=250)
 
 
 def relative_difference(found, expected):
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def largest_difference(world_size, precision, case, other):
+def largest_difference(world_size, precision, accumulation, clip, stage, other):
     """Over all ranks, losses, norms and weights."""
     differences = [0.0]
-    for results in results_by_rank(world_size, precision):
-        found, expected = results[case], results[other]
+    for results in results_by_rank(world_size, precision, accumulation, clip):
+        found, expected = results[stage], results[other]
         differences += [relative_difference(found[name], expected[name]) for name in ("losses", "norms")]
         differences += [relative_difference(*pair) for pair in zip(found["weights"], expected["weights"], strict=True)]
     return max(differences)
@@ -195,64 +191,63 @@ every_result = pytest.mark.parametrize(
     ("world_size", "precision"),
     swept(product((1, 2, 3), ("fp32", "bf16")), lambda *result: result in ((3, "fp32"), (2, "bf16"))),
 )
-every_accumulation = pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-every_clip = pytest.mark.parametrize("clip", CLIPS)
+#: the first as it comes, and both additions at once
+every_step = pytest.mark.parametrize(
+    ("accumulation", "clip"),
+    swept(product(ACCUMULATIONS, CLIPS), lambda accumulation, clip: (accumulation > 1) == (clip > 0)),
+)
 
 
-@every_clip
-@every_accumulation
+@every_step
 @pytest.mark.parametrize("stage", STAGES)
 @every_world
 def test_fp32_equals_ddp(world_size, stage, accumulation, clip):
-    case, reference = (stage, accumulation, clip), ("reference", accumulation, clip)
-    assert largest_difference(world_size, "fp32", case, reference) <= 1e-5
+    assert largest_difference(world_size, "fp32", accumulation, clip, stage, "reference") <= 1e-5
 
 
-@every_clip
-@every_accumulation
+@every_step
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", BF16_WORLDS[:2])
 def test_bf16_equals_fp32_masters(world_size, stage, accumulation, clip):
-    case, reference = (stage, accumulation, clip), ("reference", accumulation, clip)
-    assert largest_difference(world_size, "bf16", case, reference) <= 1e-2
+    assert largest_difference(world_size, "bf16", accumulation, clip, stage, "reference") <= 1e-2
 
 
-@every_clip
-@every_accumulation
+@every_step
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @every_world
 def test_fp32_stages_agree(world_size, stage, accumulation, clip):
-    case, stage_0 = (stage, accumulation, clip), (0, accumulation, clip)
-    assert largest_difference(world_size, "fp32", case, stage_0) <= 1e-6
+    assert largest_difference(world_size, "fp32", accumulation, clip, stage, 0) <= 1e-6
 
 
-@every_clip
+@pytest.mark.parametrize("clip", swept(CLIPS, lambda clip: clip == 0))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", BF16_WORLDS)
 def test_bf16_stages_agree(world_size, stage, clip):
-    assert largest_difference(world_size, "bf16", (stage, 1, clip), (0, 1, clip)) <= 1e-6
+    assert largest_difference(world_size, "bf16", 1, clip, stage, 0) <= 1e-6
 
 
-@every_clip
+@pytest.mark.parametrize("clip", swept(CLIPS, lambda clip: clip > 0))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", BF16_WORLDS)
 def test_bf16_stages_agree_when_sums_are_fp32(world_size, stage, clip):
     """Stages 2 and 3 add over ranks before they add over micro-batches: sums in bf16 are rounded in another order."""
-    assert largest_difference(world_size, "bf16, sums in fp32", (stage, 4, clip), (0, 4, clip)) <= 1e-6
+    assert largest_difference(world_size, "bf16, sums in fp32", 4, clip, stage, 0) <= 1e-6
 
 
+@every_step
 @every_result
-def test_ranks_end_with_the_same_weights_bit_for_bit(world_size, precision):
-    first, *others = results_by_rank(world_size, precision)
+def test_ranks_end_with_the_same_weights_bit_for_bit(world_size, precision, accumulation, clip):
+    first, *others = results_by_rank(world_size, precision, accumulation, clip)
     for other in others:
         for case in first:
             assert all(map(torch.equal, first[case]["weights"], other[case]["weights"])), case
 
 
+@every_step
 @every_result
-def test_the_cases_are_what_they_claim(world_size, precision):
+def test_the_cases_are_what_they_claim(world_size, precision, accumulation, clip):
     """Every step is clipped where clipping is on, and training moved the weights."""
     start = [param.detach() for param in create_net().parameters()]
-    for (_, _, clip), result in results_by_rank(world_size, precision)[0].items():
+    for result in results_by_rank(world_size, precision, accumulation, clip)[0].values():
         assert clip == 0.0 or (result["norms"] > 2 * clip).all()
         assert all(relative_difference(*pair) > 1e-3 for pair in zip(result["weights"], start, strict=True))

@@ -218,14 +218,17 @@ def test_bounds_follow_from_the_arithmetic():
 
 @pytest.mark.parametrize("number", swept([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM))
 def test_a_command_that_is_told_to_end_leaves_no_process(number, script):
-    script.write_text("import os, pathlib, signal\npathlib.Path(f'started{os.getpid()}').touch()\nsignal.pause()\n")
+    script.write_text("import os, signal\nopen('started', 'w').write(f'{os.getpid()}\\n')\nsignal.pause()\n")
+    os.mkfifo("started")
     command = [sys.executable, "-m", "deepspeed.cli.verify", "--no_local_rank", str(script)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = []
     try:
-        while len(started := list(script.parent.glob("started*"))) < 2:
-            assert process.poll() is None
+        while len(started) < 2:
+            with open("started") as pipe:  # waits for a rank
+                started += pipe.read().split()
         process.send_signal(number)
         assert process.wait(60) != EQUAL
     finally:
         process.kill()
-    assert not any(Path(f"/proc/{each.name.removeprefix('started')}").exists() for each in started)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)

@@ -13,6 +13,7 @@ from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.locks import COMMITTER, Ending, Report, create_reports
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.errors import CheckpointError
+from deepspeed.testing.tiers import swept
 
 OTHER = "1"
 
@@ -119,8 +120,17 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "moment", "is_saved"), MOMENTS)
-@pytest.mark.parametrize("former", ["none", "another tag", "this tag"])
+#: with each former save, a save that is lost and one that is complete
+LOST_AND_SAVED = [(COMMITTER, BEFORE_PLACE, False), (COMMITTER, BEFORE_RESULT, True)]
+
+
+@pytest.mark.parametrize(
+    ("former", "victim", "moment", "is_saved"),
+    swept(
+        [(former, *each) for former in ("none", "another tag", "this tag") for each in MOMENTS],
+        lambda former, *each: former == "another tag" or each in LOST_AND_SAVED,
+    ),
+)
 def test_ranks_report_what_came_of_a_save_whose_writer_was_killed(
     tmp_path, monkeypatch, victim, moment, is_saved, former
 ):

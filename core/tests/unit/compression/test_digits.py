@@ -8,8 +8,6 @@ import torch
 from deepspeed.compression import init_compression, redundancy_clean
 from torch import nn
 
-sklearn = pytest.importorskip("sklearn.datasets")
-
 STEPS, BATCH = 200, 128
 
 
@@ -119,6 +117,7 @@ SMALLER = {"rows", "heads", "channels"}
 
 @pytest.fixture(scope="module")
 def digits():
+    sklearn = pytest.importorskip("sklearn.datasets")  # imported here, as it takes 2 s, which each worker would spend
     images, labels = sklearn.load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]

@@ -25,7 +25,7 @@ class Site:
         self.folder.mkdir()
         self.ops.mkdir(mode=0o700)
         self.home.mkdir()
-        shutil.copytree(Path(deepspeed.__file__).parent, self.folder / "deepspeed", ignore=_without_caches)
+        shutil.copytree(Path(deepspeed.__file__).parent, self.folder / "deepspeed")  # with what is compiled already
 
     def install(self, name, vendor):
         """The outsider's package under the import name `name`, its sources saying whose they are."""
