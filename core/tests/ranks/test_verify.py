@@ -11,9 +11,8 @@ from deepspeed import comm
 from deepspeed.moe.layer import MoE
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.verify.recording import OtherConfig
 from deepspeed.verify.script import compared, recorded
-from deepspeed.verify.verdict import read_verdict
+from deepspeed.verify.verdict import OtherConfig, read_verdict
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -238,6 +237,7 @@ SECTIONS = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "predivide": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
     "warm-up": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+    "deterministic": {"deterministic": {"enabled": True}, "gradient_accumulation_steps": 2},
     "overflow": {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}},
     "rising scale": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}},
     "Adam": {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "betas": [0.8, 0.9]}}},
@@ -288,7 +288,7 @@ def is_possible(what, stage, dtype):
         [each for each in product((*SECTIONS, *USES), range(4), TYPES) if is_possible(*each)],
         lambda what, stage, dtype: (
             (stage == 3 and what in ("moe", "tied", "safe calls", "generation") and dtype == "bf16")
-            or (what, stage, dtype) == ("own clipping", 0, "fp32")
+            or (what, stage, dtype) in (("own clipping", 0, "fp32"), ("deterministic", 2, "fp32"))
         ),
     ),
 )
@@ -347,6 +347,8 @@ PAIRS = {
     "safe calls": (STAGES[3], STAGES[1], ("safe calls",)),
     "generation, stage 3 against 0": (STAGES[3], STAGES[0], ("generation", "zero.Init", "tied")),
     "generation, stage 3 against 2": (BF16[3], BF16[2], ("generation", "frozen")),
+    "deterministic": ({**SECTIONS["deterministic"], **STAGES[3]}, {**SECTIONS["deterministic"], **STAGES[0]}, ()),
+    "deterministic or not": (SECTIONS["deterministic"], {"gradient_accumulation_steps": 2}, ("evaluation",)),
     "client optimizer": (STAGES[2], STAGES[0], ("client optimizer",)),
     "plain backward": (FP16[2], FP16[0], ("plain backward",)),
     "SGD": ({**SGD, **STAGES[3]}, {**SGD, **STAGES[0]}, ("nan",)),

@@ -31,8 +31,7 @@ from deepspeed.autotuning.scheduler import end_job, end_with_this_process
 from deepspeed.cli.console import make_console, make_parser, make_table
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.verify.recording import OtherConfig
-from deepspeed.verify.verdict import KINDS, Finding, RunVerdict, read_verdict, second_of
+from deepspeed.verify.verdict import KINDS, Finding, OtherConfig, RunVerdict, read_verdict, second_of
 
 EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
 _TAIL_LINES = 30

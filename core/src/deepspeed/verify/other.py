@@ -23,14 +23,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.observers import StepStats
 from deepspeed.errors import ConfigError
 from deepspeed.precision.policy import Verdict
 from deepspeed.verify.recording import (
-    DEVICE_RANDOM,
     GRADIENT,
-    RANDOM,
     WEIGHT,
     Arithmetic,
     Finished,
@@ -152,14 +149,8 @@ class OtherEngine(RecordedEngine):
         if self._followed is not None and self._own_arithmetic.scales_loss:
             self.precision.loss_scaler.loss_scale = self._followed["loss_scale"]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.is_watched and torch.is_grad_enabled():
-            rank, step, number = self.record.rank, self._steps + 1, len(self._forwards.facts)
-            if (state := self.record.tensor(step, f"{RANDOM}{number}", rank)) is not None:
-                torch.set_rng_state(state)
-            if (state := self.record.tensor(step, f"{DEVICE_RANDOM}{number}", rank)) is not None:
-                get_accelerator().set_rng_state(state)
-        return super().forward(*inputs, **kwargs)
+    def _see_random_states(self, number: int) -> None:
+        self.set_random_states(number)
 
     def _before_update(self, step: int) -> None:
         """Compare what led to the gradients, and them, and go on with the recorded ones. A collective.

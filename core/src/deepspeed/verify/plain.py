@@ -13,7 +13,7 @@ Nothing of ZeRO, of the engine's reduction, precision or kernels takes part. Wha
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,15 +23,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.observers import StepStats
 from deepspeed.engine.training import backward_roots
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.running import running
 from deepspeed.verify.recording import (
-    DEVICE_RANDOM,
     GRADIENT,
-    RANDOM,
     WEIGHT,
     Finished,
     VerifiedEngine,
@@ -237,20 +234,16 @@ class PlainEngine(VerifiedEngine):
             return super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._take_gradients()
-            self._set_random_state(len(self._forwards.facts))
-        with self._forwards.watched(inputs, kwargs):
+        order = self._training.order if self.module.training else None
+        stream = nullcontext() if order is None else order.of_forward(self.global_steps)
+        with self._forwards.watched(inputs, kwargs), stream:
+            if torch.is_grad_enabled():
+                self.set_random_states(len(self._forwards.facts) - 1)
             inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
             if self._step_schedules is not None:
                 kwargs = {**kwargs, **self._step_schedules.arguments(trains=self.module.training)}
             with self.precision.forward_context(), running(self._running):
                 return self.module(*inputs, **kwargs)
-
-    def _set_random_state(self, number: int) -> None:
-        rank, step = self.record.rank, self._steps + 1
-        if (state := self.record.tensor(step, f"{RANDOM}{number}", rank)) is not None:
-            torch.set_rng_state(state)
-        if (state := self.record.tensor(step, f"{DEVICE_RANDOM}{number}", rank)) is not None:
-            get_accelerator().set_rng_state(state)
 
     def backward(
         self,

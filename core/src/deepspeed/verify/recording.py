@@ -14,8 +14,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,6 @@ from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_gra
 from deepspeed.zero.param_unit import shape_of
 
 GRADIENT, WEIGHT, RANDOM, DEVICE_RANDOM = "gradient/", "weight/", "random/", "device_random/"
-_OTHER = "against.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +126,6 @@ class Record:
         write_json(self.folder / "run.json", asdict(arithmetic))
 
 
-@dataclass(frozen=True, slots=True)
-class OtherConfig:
-    """`OtherConfig` is what `ds_verify --against` names: the configuration of the second run.
-
-    Values that are "auto" there are those of the script.
-    """
-
-    name: str  # of its file, for messages
-    config: dict[str, Any]
-
-    def write(self, folder: Path) -> None:
-        """Leave it for the ranks of the second run; the command does, before it starts them."""
-        write_json(folder / _OTHER, asdict(self))
-
-
-def read_other(folder: Path) -> OtherConfig | None:
-    """Return the configuration of the second run; None where it is plain torch."""
-    path = folder / _OTHER
-    return OtherConfig(**json.loads(path.read_text())) if path.exists() else None
-
-
 def digest(value: Any) -> list[Any]:
     """Describe a tensor in a few numbers: its shape, and of floating values a sum, in which each place has another
     weight from 1 to 2, and the sum of squares, in fp64; of others, and of what is no tensor, a hash, and of whole
@@ -187,14 +166,12 @@ class WatchedForwards:
     @contextmanager
     def watched(self, inputs: Any, kwargs: Any) -> Iterator[None]:
         """Describe what runs inside as one forward."""
-        state = torch.get_rng_state()
         self.facts.append({"inputs": [digest(leaf) for leaf in tree_leaves((inputs, kwargs))], "weights": {}})
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
-        self.facts[-1]["draws"] = not torch.equal(state, torch.get_rng_state())
 
     def _before(self, module: Module, _: Any) -> None:
         if not self._is_on:
@@ -247,6 +224,14 @@ class VerifiedEngine(DeepSpeedEngine):
         step = self._steps + 1 if step is None else step
         value = self.record.tensor(step, kind + name, self.holders.get(name, 0))
         return None if value is None else value.to(self.device)
+
+    def set_random_states(self, number: int) -> None:
+        """Set the generators as they were when a forward of the step began in the recorded run."""
+        rank, step = self.record.rank, self._steps + 1
+        if (state := self.record.tensor(step, f"{RANDOM}{number}", rank)) is not None:
+            torch.set_rng_state(state)
+        if (state := self.record.tensor(step, f"{DEVICE_RANDOM}{number}", rank)) is not None:
+            get_accelerator().set_rng_state(state)
 
     def group_of(self, param: Parameter) -> ProcessGroup:
         """The ranks over which a gradient is averaged."""
@@ -370,6 +355,8 @@ class RecordedEngine(VerifiedEngine):
         self._num_micros = -1  # at the end of the last step
         self._random: dict[str, Tensor] = {}
         self._forwards = WatchedForwards(self.module)
+        if (order := self._training.order) is not None:
+            order.of_forward = partial(self._in_order, order.of_forward)  # type: ignore[method-assign]
         self._begin()
         self._training.before_update.append(self._before_update)
         self._observers.after_step.append(self._after_step)
@@ -438,13 +425,29 @@ class RecordedEngine(VerifiedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self.is_watched:
             return super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            number = len(self._forwards.facts)
-            self._random[f"{RANDOM}{number}"] = torch.get_rng_state()
-            if not get_accelerator().is_synchronized_device():
-                self._random[f"{DEVICE_RANDOM}{number}"] = get_accelerator().get_rng_state()
-        with self._forwards.watched(inputs, kwargs):
+        with self._forwards.watched(inputs, kwargs), self._drawing():
             return super().forward(*inputs, **kwargs)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Look after the random numbers of the current forward."""
+        if torch.is_grad_enabled():
+            self._see_random_states(len(self._forwards.facts) - 1)
+        before, facts = torch.get_rng_state(), self._forwards.facts[-1]
+        yield
+        facts["draws"] = facts.get("draws", False) or not torch.equal(before, torch.get_rng_state())
+
+    @contextmanager
+    def _in_order(self, of_forward: Callable[[int], AbstractContextManager[None]], step: int) -> Iterator[None]:
+        """Enclose a forward that has random numbers of its own (`deterministic`): they are those that are recorded."""
+        with of_forward(step), self._drawing():
+            yield
+
+    def _see_random_states(self, number: int) -> None:
+        """Keep the states of generators with which a forward of the step begins."""
+        self._random[f"{RANDOM}{number}"] = torch.get_rng_state()
+        if not get_accelerator().is_synchronized_device():
+            self._random[f"{DEVICE_RANDOM}{number}"] = get_accelerator().get_rng_state()
 
     def backward(
         self,

@@ -32,7 +32,8 @@ from deepspeed.engine.build import config_source, initialize, initialize_as
 from deepspeed.errors import ConfigError
 from deepspeed.verify.other import OtherEngine
 from deepspeed.verify.plain import SAFE_CALLS, PlainEngine, of_plain
-from deepspeed.verify.recording import OtherConfig, RecordedEngine, Runs, VerifiedEngine, read_other
+from deepspeed.verify.recording import RecordedEngine, Runs, VerifiedEngine
+from deepspeed.verify.verdict import OtherConfig, read_other
 from deepspeed.zero.construct import Init, MiCS_Init
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.module_hooks import ModuleHooks

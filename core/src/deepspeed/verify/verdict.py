@@ -42,9 +42,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.autotuning.trial import write_json
-from deepspeed.verify.recording import Arithmetic, Record, read_other
+from deepspeed.verify.recording import Arithmetic, Record
 
 PLAIN = "plain torch"
+_OTHER = "against.json"
 #: in the order in which a step computes them: the first that differs is nearest to the cause
 KINDS = ("input", "forward weight", "loss", "buffer", "learning rate", "gradient", "norm", "skipped step", "weight")
 _SLACK = {"float32": 2.0**-18, "bfloat16": 2.0**-12, "float16": 2.0**-14}
@@ -427,6 +428,27 @@ def read_verdict(folder: Path) -> RunVerdict:
         rows.append(Finding(1, "input", why, math.inf, 0.0, 0.0, 0))
     notes = [*_lost(rows, losses), *_notes(folder)]
     return RunVerdict(rows, losses, notes, second)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherConfig:
+    """`OtherConfig` is what `ds_verify --against` names: the configuration of the second run.
+
+    Values that are "auto" there are those of the script.
+    """
+
+    name: str  # of its file, for messages
+    config: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Leave it for the ranks of the second run; the command does, before it starts them."""
+        write_json(folder / _OTHER, asdict(self))
+
+
+def read_other(folder: Path) -> OtherConfig | None:
+    """Return the configuration of the second run; None where it is plain torch."""
+    path = folder / _OTHER
+    return OtherConfig(**json.loads(path.read_text())) if path.exists() else None
 
 
 def second_of(folder: Path) -> str:
