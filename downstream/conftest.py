@@ -24,6 +24,7 @@ SHARED = Path(__file__).parent / "shared"
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--no_local_rank"],
+    "deepspeed, one rank": [str(BIN / "deepspeed"), "--num_accelerators", "1", "--no_local_rank"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
     "accelerate": [
         *(str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2"),

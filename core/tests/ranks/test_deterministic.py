@@ -1,6 +1,7 @@
 """`deterministic`: losses that are bitwise the same for every number of ranks, stage, placement and accumulation."""
 
 from itertools import product
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm as dist
@@ -10,6 +11,7 @@ from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.zero.offload.host import HostPlacement
 
 MICRO, MICRO_BATCHES, STEPS = 2, 8, 3  # samples of a micro-batch, micro-batches of a step, steps
 VOCABULARY, WIDTH = 37, 19  # WIDTH: no number of ranks divides it
@@ -155,6 +157,24 @@ def test_every_world_stage_and_placement_has_the_same_losses_norms_and_weights(w
     (alone,) = run_ranks(1, runs, [{"precision": precision}])[0]
     for case, found in zip(cases, run_ranks(world_size, runs, cases)[0], strict=True):
         assert found == alone, case
+
+
+def apart(cases):
+    """`runs` with a host memory of its own, to and from which every copy is made."""
+    with mock.patch.object(HostPlacement, "is_needed", staticmethod(lambda device: True)):
+        return runs(cases)
+
+
+@pytest.mark.parametrize("world_size", swept([1, 2, 4], lambda world_size: world_size == 2))
+def test_every_memory_of_the_optimizer_has_the_same_bits(tmp_path, world_size):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "pipeline_write": True}
+    host, params = {"device": "cpu", "pin_memory": False}, {"offload_param": {"device": "cpu", "pin_memory": False}}
+    alone = run_ranks(1, runs, [{"precision": "bf16"}])[0]
+    cases = [{"precision": "bf16", "stage": stage} for stage in (1, 2, 3)]
+    swapped = [{**case, "zero": {"offload_optimizer": disk, "sub_group_size": 2000}} for case in cases]
+    copied = [{**case, "zero": {"offload_optimizer": host, **(params if case["stage"] == 3 else {})}} for case in cases]
+    assert run_ranks(world_size, runs, swapped)[0] == alone * 3
+    assert run_ranks(world_size, apart, copied)[0] == alone * 3
 
 
 def test_without_it_losses_depend_on_the_number_of_ranks():

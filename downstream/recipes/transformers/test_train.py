@@ -1,6 +1,9 @@
-"""The Trainer under DeepSpeed has the losses, norms and weights that it has under DDP; so has a resumed run."""
+"""The Trainer under DeepSpeed has the losses, norms and weights that it has under DDP; so has a resumed run. With
+`deterministic` they are the same bits on one rank and on two.
+"""
 
 import pytest
+import torch
 from deepspeed.testing.tiers import swept
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -96,3 +99,14 @@ def test_tensor_parallel(stage, is_saved, launch, plain, check_losses, tmp_path)
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)
     flags += ["--stage", stage, "--tensor-parallel", "2", "--from-config", "optimizer"]
     check(launch(tmp_path / "divided", *flags), expected, check_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("flags", swept([["--stage", "3"], ["--stage", "2", "--offload"]], lambda flags: "3" in flags))
+def test_one_rank_and_two_have_the_same_bits(flags, launch, tmp_path):
+    alone = ["--stage", "0", "--deterministic", "--accumulation", "4"]
+    expected = launch(tmp_path / "alone", *alone, launcher="deepspeed, one rank")
+    result = launch(tmp_path / "two", *flags, "--deterministic")
+    assert result["norms"] == expected["norms"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)  # the Trainer averages them over the ranks
+    saved, reference = (load_file(tmp_path / each / "saved" / "model.safetensors") for each in ("two", "alone"))
+    assert all(torch.equal(reference[name], value) for name, value in saved.items())  # stage 3 saves a tied weight once

@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--only-evaluate", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a model (autotp_size)")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits on any number of ranks")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step on a rank")
     args = parser.parse_args()
 
     set_seed(0)
@@ -42,7 +44,9 @@ def main() -> None:
     config = ds_config(int(args.stage), offload=args.offload) if uses_deepspeed else None
     if config is not None:
         add_sections(config, args.from_config)
+        config["deterministic"] = {"enabled": args.deterministic}
     common = common_arguments(args, config)
+    common["gradient_accumulation_steps"] = args.accumulation
     if args.tensor_parallel > 1:
         common["per_device_train_batch_size"] *= args.tensor_parallel  # they get the same samples
     arguments = TrainingArguments(**common)
