@@ -1,5 +1,6 @@
 """`deterministic`: losses that are bitwise the same for every number of ranks, stage, placement and accumulation."""
 
+from contextlib import nullcontext
 from itertools import product
 from unittest import mock
 
@@ -288,6 +289,33 @@ def test_the_loader_deals_the_same_micro_batches(size, drops):
     assert run_ranks(4, samples, size, drops)[0] == alone
     epoch = alone[0][: size // 8 * 4]
     assert len({sample for batch in epoch for sample in batch}) == size // 8 * 8
+
+
+class Failure(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("a planted failure")
+
+
+def begin_again(stage):
+    """A step of which a micro-batch has failed on every rank begins again."""
+    engine = create(stage)
+    for fails in (False, True):
+        loss = engine(batches()[0][0])
+        with pytest.raises(RuntimeError, match="planted") if fails else nullcontext():
+            by_engine(engine, [Failure.apply(loss) if fails else loss])
+    found = train(engine, batches())
+    engine.destroy()
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def test_a_step_that_begins_again_has_the_same_bits():
+    assert run_ranks(1, begin_again, 0)[0] == run_ranks(2, begin_again, 2)[0]
 
 
 # ---- a checkpoint ---------------------------------------------------------------------------------------------------

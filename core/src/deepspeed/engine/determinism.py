@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from deepspeed.engine.training import Accumulation
 
 
+_NOWHERE = (-1, -1)
+
+
 class OneOrder:
     """`OneOrder` knows the place of every micro-batch in the global batch, and gives its forward random numbers of its
     own, whatever rank runs it.
@@ -51,7 +54,7 @@ class OneOrder:
         self._world_size, self._rank = world_size, rank
         self._num_reduced = 0  # backwards since the last step whose gradients are summed over the ranks
         self._num_of_micro_batch = 0  # the same of the current micro-batch
-        self._last = (-1, -1)  # step and backwards before the last forward
+        self._last = _NOWHERE  # step and backwards before the last forward
         self._num_forwards = 0  # of the same micro-batch before this one
 
     def saw_reduction(self) -> None:
@@ -72,8 +75,9 @@ class OneOrder:
         )
 
     def restart(self) -> None:
-        """A step begins."""
+        """A step begins, or begins again."""
         self._num_reduced = self._num_of_micro_batch = 0
+        self._last = _NOWHERE
 
     @contextmanager
     def of_forward(self, step: int) -> Iterator[None]:

@@ -403,6 +403,8 @@ class Training:
         """Called by the sharding when a failure has cost the gradients of this step. It begins again with the next
         backward; where `step` is called before, the script counts micro-batches that failed."""
         self._was_dropped = True
+        if self.order is not None:
+            self.order.restart()
 
     def _begin_again_if_dropped(self) -> None:
         if self._was_dropped:
