@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json --plot step.png
     python benchmarks/train_step.py --offload
     python benchmarks/train_step.py --offload nvme --nvme-path /local_nvme
+    python benchmarks/train_step.py --deterministic --accumulation 4
 
 `fsdp2-z3` shards per block and reshards after forward, as stage 3 does; in bf16 it reduces in bf16, as ours do. Stage 3
 has its default keys. `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. Where ranks
@@ -45,7 +46,18 @@ import torch.distributed as dist
 from rank_processes import Ranks
 from rich.console import Console
 from rich.table import Table
-from variants import CASES, NVME, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, Variant, build, formula_bytes
+from variants import (
+    CASES,
+    DETERMINISTIC_VARIANTS,
+    NVME,
+    OFFLOAD_VARIANTS,
+    REHEARSAL,
+    VARIANTS,
+    Case,
+    Variant,
+    build,
+    formula_bytes,
+)
 
 MEBIBYTE = 2**20
 PEER_NAMES = {
@@ -297,6 +309,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--offload", nargs="?", choices=list(OFFLOAD_VARIANTS), const="cpu", help="variants with an offloaded optimizer"
     )
+    parser.add_argument("--deterministic", action="store_true", help="the stages of ZeRO with and without it")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step, for ours")
     parser.add_argument("--nvme-path", default="", help="a folder on a local disk, for --offload nvme")
     parser.add_argument("--sub-group-numel", type=int, default=10**9, help="elements, for --offload nvme")
     parser.add_argument("--batch", type=int, help="of a rank and step; default: the model's")
@@ -316,9 +330,12 @@ def parse_arguments() -> argparse.Namespace:
     arguments.steps_per_round = arguments.steps_per_round or (8 if arguments.offload == "nvme" else 3)
     peers = {"cpu": ["fsdp2-z2-offload", "fsdp2-z3-offload"], "nvme": []}
     arguments.peers = peers.get(arguments.offload, ["ddp", "floor", "fsdp2-z3"])
+    if arguments.deterministic:
+        arguments.variants = arguments.variants or DETERMINISTIC_VARIANTS
+        arguments.peers = ["stage0", "stage1", "stage2", "stage3"]
     if arguments.variants is None:
-        offloaded = {name for names in OFFLOAD_VARIANTS.values() for name in names}
-        plain = [name for name in VARIANTS if name not in offloaded]
+        others = {name for names in (*OFFLOAD_VARIANTS.values(), DETERMINISTIC_VARIANTS[1::2]) for name in names}
+        plain = [name for name in VARIANTS if name not in others]
         arguments.variants = OFFLOAD_VARIANTS.get(arguments.offload, plain)
     lacking = [
         name for name in arguments.variants if name.endswith(NVME) and _computation(name) not in arguments.variants
@@ -340,6 +357,7 @@ def main() -> None:
                 device=arguments.device,
                 nvme_path=arguments.nvme_path,
                 sub_group_numel=arguments.sub_group_numel,
+                accumulation=arguments.accumulation,
                 batch=arguments.batch or CASES[model].batch,
                 sequence_length=arguments.sequence or CASES[model].sequence_length,
             )

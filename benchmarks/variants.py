@@ -31,6 +31,7 @@ class Case:
     device: str = "cpu"  # device type of torch; a rank has one
     nvme_path: str = ""  # a folder on a local disk, for variants with swap files
     sub_group_numel: int = 10**9  # that these update at a time
+    accumulation: int = 1  # micro-batches of a step, of `batch` samples each; for ours
 
     def gpt_config(self) -> Any:
         """The `GPTConfig` of the sizes here."""
@@ -107,6 +108,7 @@ class Engine:
             accelerator is the host, so by itself that moves nothing, as with FSDP2's policy.
         apart: a memory for it all the same, to and from which every copy is made.
         swaps: with `offload_optimizer` in swap files, read ahead and written behind.
+        is_deterministic: with `deterministic`.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Engine:
         offloads: bool = False,
         apart: bool = False,
         swaps: bool = False,
+        is_deterministic: bool = False,
     ) -> None:
         import deepspeed
 
@@ -134,6 +137,8 @@ class Engine:
             zero["sub_group_size"] = case.sub_group_numel
         config = {
             "train_micro_batch_size_per_gpu": case.batch,
+            "gradient_accumulation_steps": case.accumulation,
+            "deterministic": {"enabled": is_deterministic},
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
             "zero_optimization": zero,
             "gradient_clipping": 0.0,  # as its peers
@@ -145,6 +150,9 @@ class Engine:
         self.batch = case.build_batch()
 
     def forward_backward(self) -> None:
+        while not self.engine.is_gradient_accumulation_boundary():
+            self.engine.backward(self.engine(*self.batch))
+            self.engine.step()
         self.engine.backward(self.engine(*self.batch))
 
     def update(self) -> None:
@@ -232,6 +240,10 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage1": lambda case: build_stage(case, 1),
     "stage2": lambda case: build_stage(case, 2),
     "stage3": lambda case: build_stage(case, 3),
+    "stage0-deterministic": lambda case: Engine(case.build_model(), case, 0, is_deterministic=True),
+    "stage1-deterministic": lambda case: Engine(case.build_model(), case, 1, is_deterministic=True),
+    "stage2-deterministic": lambda case: Engine(case.build_model(), case, 2, is_deterministic=True),
+    "stage3-deterministic": lambda case: Engine(case.build_model(), case, 3, is_deterministic=True),
     "fsdp2-z2-offload": lambda case: build_fsdp2(case, reshard_after_forward=False, offloads=True),
     "fsdp2-z3-offload": lambda case: build_fsdp2(case, reshard_after_forward=True, offloads=True),
     "stage1-offload": lambda case: Engine(case.build_model(), case, 1, offloads=True),
@@ -251,7 +263,8 @@ def build(name: str, case: Case) -> Variant:
     return VARIANTS[name](case)
 
 
-NVME = "-nvme"
+NVME, DETERMINISTIC = "-nvme", "-deterministic"
+DETERMINISTIC_VARIANTS = [f"stage{stage}{kind}" for stage in range(4) for kind in ("", DETERMINISTIC)]
 #: beside each other, by the value of `--offload`; the rest is the default
 OFFLOAD_VARIANTS = {
     "cpu": [name for name in VARIANTS if name.endswith(("-offload", "-apart"))],
@@ -265,7 +278,8 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
     p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master weight among them.
     Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks, and of parameters that it keeps whole
     g + o. "apart": both memories together, so master weights beside fp32 weights too, and in stage 1 the gradients of
-    the own shard twice. "nvme": what is swapped out counts nowhere.
+    the own shard twice. "nvme": what is swapped out counts nowhere. "deterministic": gradients are fp32, and none are
+    whole in stage 1.
     """
     with torch.device("meta"):
         numels = [parameter.numel() for parameter in case.build_model().parameters()]
@@ -282,6 +296,10 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
         "stage1": (p + g, o),
         "stage2": (p, g + o),
         "stage3": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o),
+        "stage0-deterministic": (p + 4 + o, 0),
+        "stage1-deterministic": (p, 4 + o),
+        "stage2-deterministic": (p, 4 + o),
+        "stage3-deterministic": (p * numel_whole / numel, p * (1 - numel_whole / numel) + 4 + o),
         "fsdp2-z2-offload": (0, 16),
         "fsdp2-z3-offload": (0, 16),
         "stage3-offload": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o),
