@@ -62,8 +62,9 @@ OF_TORCH = (
 )
 OF_SOCKETS = ("group_backend", "comm_values", "pipeline", "pipeline_uses", "experts", "mesh")
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
-# import core, so that its bytecode is kept even where the environment says otherwise.
-TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# import core, so that its bytecode is kept even where the environment says otherwise. Ranks of several workers share
+# the cores: those that wait pause, and took a fifth of the time else.
+TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "DS_COMM_PAUSE": "0.1"}
 # Tests of one process share the cores, and a third fills the time in which others wait for a process that they started;
 # `-- -n 0` runs them in one, for a debugger.
 SIDE_BY_SIDE = ("-n", "3", "--dist", "worksteal")

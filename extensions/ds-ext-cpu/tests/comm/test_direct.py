@@ -2,16 +2,18 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.comm import parted
 from deepspeed.comm.transports import StagingPool
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import GPT, GPTConfig
-from ds_ext_cpu.comm import boards, direct, readings
+from ds_ext_cpu.comm import boards, direct, readings, waiting
 
 pytestmark = pytest.mark.usefixtures("direct")
 
@@ -40,6 +42,38 @@ def test_a_word_that_is_neither_0_nor_1_is_refused():
         assert told.startswith("DS_COMM_DIRECT='off")
         assert told.endswith(": 0 (ranks send messages) or 1 (they read each other's memory) is expected")
         assert told.isprintable()
+
+
+def long_pause_job():
+    os.environ["DS_COMM_PAUSE"] = "2"
+    with pytest.raises(CommError) as caught:
+        connected()
+    return str(caught.value)
+
+
+def test_a_pause_that_is_no_share_of_a_wait_is_refused():
+    for told in run_ranks(2, long_pause_job):
+        assert told.startswith("DS_COMM_PAUSE=2: a number from 0 to 1 is expected")
+
+
+class Idle:
+    def go_on(self):
+        pass
+
+
+@pytest.mark.parametrize(("pause", "num_looks"), [("", 53), ("0.5", 3)])
+def test_a_rank_looks_often_before_it_pauses_unless_it_shares_its_core(monkeypatch, pause, num_looks):
+    monkeypatch.setenv("DS_COMM_PAUSE", pause)
+    clock, slept, looks = iter(range(100)), [], []
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1e3, sleep=slept.append))
+
+    def is_over():
+        looks.append(True)
+        return len(slept) == 2
+
+    waiting.wait_until(Idle(), is_over, 1.0, AssertionError, AssertionError, parted.Wait("", "", 0, ()))
+    assert len(looks) == num_looks
+    assert slept == pytest.approx([0.5e-3, 1e-3] if pause else [50e-6, 50e-6])
 
 
 def stranger_job():

@@ -20,6 +20,7 @@ from deepspeed.log import logger
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
+from ds_ext_cpu.comm.waiting import pauses
 
 #: collectives of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256
@@ -258,8 +259,9 @@ def meet(group: ProcessGroup) -> Meeting | None:
     `DS_COMM_DIRECT=0` on any of them says no.
 
     Raises:
-        CommError: the variable is something else than 0 or 1.
+        CommError: the variable is something else than 0 or 1, or `DS_COMM_PAUSE` is no share.
     """
+    pauses()
     wanted = _is_wanted() and is_supported()  # first: an error of it comes before peers wait
     rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
     board, nonce = Board(), secrets.randbits(60)

@@ -9,6 +9,7 @@ group is raised to the callers of that group, not to the thread that saw it.
 """
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -16,12 +17,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from deepspeed.comm import parted
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, stated
 
 #: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
 _NUM_LOOKS = 50
 _PAUSE_SHARE = 0.005
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
+#: gives another share, and then the first look is followed by a pause
+_VARIABLE = "DS_COMM_PAUSE"
 
 
 class Queue(Protocol):
@@ -69,6 +72,7 @@ def _wait_until(
     never: Callable[[], CommError | None],
     noting: parted.Noting,
 ) -> None:
+    num_looks, share = pauses()
     start_s = time.monotonic()
     looked_s = start_s + parted.FIRST_LOOK_S / 2
     for look in itertools.count():
@@ -78,7 +82,7 @@ def _wait_until(
             for other in list(queues):
                 if other is not queue:
                     other.go_on()
-        if look < _NUM_LOOKS:
+        if look < num_looks:
             continue
         waited_s = time.monotonic() - start_s
         if waited_s > timeout_s:
@@ -89,4 +93,26 @@ def _wait_until(
             noting.note()
             if (error := never()) is not None:
                 raise error
-        time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
+        time.sleep(min(max(waited_s * share, _MIN_PAUSE_S), _MAX_PAUSE_S))
+
+
+def pauses() -> tuple[int, float]:
+    """Return the looks before the first pause, and the share of the time waited that a pause takes.
+
+    `boards.meet` calls it too, so that an error comes before peers wait.
+
+    Raises:
+        CommError: `DS_COMM_PAUSE` is no number from 0 to 1.
+    """
+    text = os.environ.get(_VARIABLE, "").strip()
+    if not text:
+        return _NUM_LOOKS, _PAUSE_SHARE
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise CommError(
+            f"{stated(_VARIABLE)}: a number from 0 to 1 is expected, the share of a wait by which a rank may be late"
+        )
+    return 0, share
