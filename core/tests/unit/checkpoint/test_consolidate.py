@@ -1,9 +1,12 @@
 """fp32 weights out of checkpoints of every stage, and the program that stands alone."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -377,7 +380,7 @@ def test_a_wrong_size_is_named(saved, tmp_path, size):
         convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size=size)
 
 
-def run_script(directory, *arguments):
+def run_alone(directory, *arguments):
     """The script in a checkpoint directory, in a Python that cannot import this package."""
     blocker = (
         "import sys, runpy; sys.modules.update(deepspeed=None, safetensors=None); sys.argv = sys.argv[1:]; "
@@ -387,6 +390,26 @@ def run_script(directory, *arguments):
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
+
+
+@pytest.fixture
+def run_script(monkeypatch):
+    """`run_script(directory, *arguments)`: as `run_alone`, in this process, which has torch already."""
+
+    def run(directory, *arguments):
+        command = [str(directory / "zero_to_fp32.py"), *map(str, arguments)]
+        with monkeypatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+            for name in ("deepspeed", "safetensors"):
+                patch.setitem(sys.modules, name, None)
+            patch.setattr(sys, "argv", command)
+            code = 0
+            try:
+                runpy.run_path(command[0], run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+        return subprocess.CompletedProcess(command, code, stderr=errors.getvalue())
+
+    return run
 
 
 def test_deepspeeds_module_is_a_program(saved, tmp_path):
@@ -403,7 +426,7 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     script = tmp_path / "ckpt" / "zero_to_fp32.py"
     assert script.read_bytes() == commit.script()
     assert os.access(script, os.X_OK)
-    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "writing" in done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
@@ -411,13 +434,13 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
 
 def test_the_script_counts_shards_and_files(make_ranks, make_training, tmp_path):
     make_ranks(1).save(make_training(world_size=1), tmp_path / "ckpt", "global_step1")
-    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "ZeRO stage 2, 1 shard\n" in done.stderr
     assert "(1 of 1 file)" in done.stderr
 
 
-def test_the_script_verifies_by_itself(intact, tmp_path):
+def test_the_script_verifies_by_itself(run_script, intact, tmp_path):
     path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(2, 0)
     flip(path)
     done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
@@ -427,7 +450,7 @@ def test_the_script_verifies_by_itself(intact, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_script_writes_safetensors_by_itself(saved, tmp_path):
+def test_the_script_writes_safetensors_by_itself(run_script, saved, tmp_path):
     from safetensors.torch import load_file
 
     done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "--safe_serialization", "--lazy")
@@ -443,7 +466,7 @@ def test_an_output_that_is_a_file(saved, tmp_path, place):
     assert (tmp_path / "weights.bin").read_text() == "mine"
 
 
-def test_the_script_reports_errors_in_one_line(tmp_path, saved):
+def test_the_script_reports_errors_in_one_line(run_script, tmp_path, saved):
     done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "-t", "nope")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("zero_to_fp32: ")
