@@ -8,6 +8,7 @@ session would take minutes each. A session first brings `.venv` up to date (`_pr
 import hashlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -383,6 +384,46 @@ def gpu(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """A wheel of each distribution in dist/."""
     _prepare(session)
-    os.makedirs(ROOT / "dist", exist_ok=True)
     for distribution in DISTRIBUTIONS:
-        session.run(PYTHON, "-m", "pip", "wheel", "--no-deps", "-w", "dist", f"./{distribution}", external=True)
+        _wheel(session, distribution, "dist")
+
+
+def _wheel(session: nox.Session, distribution: str, folder: str, *flags: str, **environment: str) -> None:
+    os.makedirs(ROOT / folder, exist_ok=True)
+    command = ("-m", "pip", "wheel", "--no-deps", *flags, "-w", folder, f"./{distribution}")
+    session.run(PYTHON, *command, external=True, env=environment)
+
+
+# By environment: where the wheel of ds-ext-cpu is, whether a compiler is found, what a run says of its optimizer.
+EMPTY_ENVIRONMENTS = {
+    "compiler": ("dist", True, "FusedAdam by the kernel fused_adam"),
+    "no-compiler": ("dist", False, "FusedAdam on torch's operators"),
+    "no-compiler-prebuilt": ("dist/prebuilt", False, "FusedAdam by the kernel fused_adam"),
+}
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """The wheels of a release, tried: each installs into an empty environment, with a compiler and without one, and
+    trains there on two ranks. dist/prebuilt has ds-ext-cpu with its kernels in it, for this machine's platform."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    build(session)
+    _wheel(session, "extensions/ds-ext-cpu", "dist/prebuilt", "--no-build-isolation", DS_BUILD_OPS="1")
+    for name, (folder, has_compiler, says) in EMPTY_ENVIRONMENTS.items():
+        _try_wheels(session, ROOT / ".nox" / "release" / name, folder, has_compiler, says)
+
+
+def _try_wheels(session: nox.Session, place: Path, folder: str, has_compiler: bool, says: str) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", str(place), external=True)
+    extension = next((ROOT / folder).glob("ds_ext_cpu-*.whl"))
+    wheels = [next((ROOT / "dist").glob(f"{name}-*.whl")) for name in ("ds_core", "deepspeed")]
+    pip = (str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", "constraints.txt")
+    session.run(*pip, *map(str, [*wheels, extension]), "matplotlib", external=True)  # the example draws its loss
+    path = str(place / "bin") + (os.pathsep + os.environ["PATH"] if has_compiler else "")
+    alone = {"PATH": path, "HOME": str(place), "OMP_NUM_THREADS": "1", "PYTHONPATH": None, "CXX": None, "CC": None}
+    train = ("--num_accelerators", "2", "examples/train_gpt.py", "--steps", "3", "--text-megabytes", "0.5")
+    output = ("--output", str(place / "run"), "--check-every", "3", "--sample-bytes", "0")
+    said = session.run(str(place / "bin" / "deepspeed"), *train, *output, external=True, env=alone, silent=True)
+    if says not in str(said):
+        session.error(f"{place.name}: the run does not say {says!r}:\n{said}")
