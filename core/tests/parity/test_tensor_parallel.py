@@ -222,7 +222,7 @@ def sequence_job(name, tp, checkpoints):
     swept(
         [(name, 2, False) for name in ("llama, biases", "llama, one key", "mistral", "qwen3", "gemma", "phi", "phi3")]
         + [("llama, biases", 4, True), ("qwen3", 2, True)],
-        lambda *case: case in [("llama, biases", 2, False), ("qwen3", 2, True)],
+        lambda *case: case in [("llama, biases", 4, True), ("qwen3", 2, True)],
     ),
 )
 def test_a_sequence_that_is_divided_between_blocks(name, tp, checkpoints):
