@@ -183,6 +183,37 @@ def test_without_it_losses_depend_on_the_number_of_ranks():
     assert run_ranks(1, runs, off)[0] != run_ranks(2, runs, off)[0]
 
 
+def double(stage):
+    """The gradients of a model in fp64, whole, and one that plain torch has of all samples."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 5, dtype=torch.float64)
+    data = torch.randn(4, 2, 7, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(model(data).square().mean(), model.weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // dist.get_world_size(),
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "deterministic": {"enabled": True},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for batch in data[dist.get_rank() :: dist.get_world_size()]:
+        loss = engine(batch).square().mean()
+        engine.backward(loss)
+        found = safe_get_full_grad(model.weight) if engine.is_gradient_accumulation_boundary() else None
+        engine.step()
+    engine.destroy()
+    torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_sums_of_fp64_stay_in_fp64(stage):
+    found = [run_ranks(world_size, double, stage)[0] for world_size in (1, 2)]
+    assert torch.equal(*found)
+
+
 def test_losses_are_those_of_plain_torch():
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
     losses, norms, _ = run_ranks(2, runs, [{"dropout": 0.0, "stage": 2, "optimizer": sgd}])[0][0]

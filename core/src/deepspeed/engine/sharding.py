@@ -122,7 +122,8 @@ def create_sharding(
     wire = config.communication_data_type
     stage = _choose_stage(zero, optimizer, mesh, units)
     if config.deterministic.enabled:
-        stage, accumulation = FixedOrder.of(stage, ranks.world_size), "fp32"
+        stage = FixedOrder.of(stage, ranks.world_size)
+        accumulation = "fp32" if precision.model_dtype is not None else None  # else they add up in their own
     options = ShardingOptions(
         stage=stage,
         model_dtype=precision.model_dtype,

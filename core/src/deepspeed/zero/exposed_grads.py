@@ -178,6 +178,8 @@ def _are_hidden(params: list[Tensor], called: str, instead: str) -> bool:
         return False
     stage, name = manager.stage, type(manager.optimizer).__name__
     where = f"at zero_optimization.stage {stage}" if stage > 0 else f"with {name}"
+    if stage == 0 and manager.options.stage.fixes_order:
+        where = "with deterministic.enabled"
     warn_once(
         f"{called}: clips nothing, since {where} the engine holds the gradients and param.grad is None; {instead}"
     )

@@ -311,6 +311,7 @@ class OrderedShards(GradientShards):
         super().forget()
 
     def leave(self) -> None:
+        self._units.clear()
         self._partial.clear()
         super().leave()
 

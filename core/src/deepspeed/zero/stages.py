@@ -22,9 +22,9 @@ micro-batches of a step, whatever rank has which:
 
 Its lower levels are sums over ranks, as many as a power of two, and its upper ones are sums of what a rank got in one
 backward after the other. So sums are bitwise the same for every number of ranks and of accumulation steps whose product
-is the same. They are made in fp32, of gradients that nothing has rounded. Each rank sums its part of a bucket at every
-stage; those of stage 0 are gathered when the step ends. With two ranks any reduce-scatter has the order; with more,
-parts go by all-to-all, which moves as many bytes.
+is the same. Those of bf16 and fp16 are made in fp32, of gradients that nothing has rounded. Each rank sums its part of
+a bucket at every stage; those of stage 0 are gathered when the step ends. With two ranks any reduce-scatter has the
+order; with more, parts go by all-to-all, which moves as many bytes.
 
 Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
