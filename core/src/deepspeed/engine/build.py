@@ -47,7 +47,7 @@ from deepspeed.engine.sharding import (
     create_precision,
     create_shard_home,
     create_sharding,
-    refuse_quantized,
+    refuse_keys,
     split_data,
 )
 from deepspeed.engine.slow_ranks import create_slow_ranks
@@ -220,7 +220,7 @@ def _initialize(
 
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
-    refuse_quantized(zero)
+    refuse_keys(settings)
     divide_expert: DivideExpert | None = None
     if mesh.size("tp") > 1:
         from deepspeed.tensor_parallel import entry  # late: few runs need it, and torch.distributed.tensor loads sympy
@@ -265,7 +265,7 @@ def _initialize(
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, copies_of_weights(zero))
     connect_moe_layers(module, mesh, divide_expert)
-    order = create_order(settings, module, mesh, basic_optimizer)
+    order = create_order(settings.deterministic, module, mesh, basic_optimizer)
     sharding = create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
@@ -462,7 +462,9 @@ def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
         "mics_shard_size and zero_hpz_partition_size": copies,
     }
     facts["zero_optimization.enable_sanity_checks"] = str(zero.enable_sanity_checks)
-    facts |= {name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline", "watch")}
+    facts |= {
+        name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline", "watch", "deterministic")
+    }
     check_same(facts, mesh.norm_group)
 
 

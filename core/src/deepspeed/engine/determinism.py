@@ -7,13 +7,14 @@ placement and number of accumulation steps that share the global batch in micro-
     samples               of `training_data`: whole micro-batches by turns       `DeepSpeedDataLoader`
     kernels               those that torch calls deterministic; others raise     `torch.use_deterministic_algorithms`
 
-What cannot be bitwise the same is refused here, by its name. Called by `build.py`, once per engine.
+What cannot be bitwise the same is refused by its name: keys in `sharding.py`, all else here. Called by `build.py`, once
+per engine.
 """
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -21,8 +22,7 @@ from torch.optim import Optimizer
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.values import check_same
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.compression import asks_for_moq, asks_for_steps
+from deepspeed.config.training import DeterministicConfig
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel.expert_params import expert_sizes
@@ -101,41 +101,38 @@ class OneOrder:
 
 
 def create_order(
-    config: DeepSpeedConfig, module: nn.Module, mesh: Mesh, optimizer: Optimizer | None
+    section: DeterministicConfig, module: nn.Module, mesh: Mesh, optimizer: Optimizer | None
 ) -> OneOrder | None:
-    """Turn determinism on, where the configuration asks for it; None: it does not. A collective.
+    """Turn determinism on, where the section asks for it; None: it does not. A collective.
 
     Raises:
-        ConfigError: something is asked for, or found in the model, with which losses depend on the number of ranks.
+        ConfigError: losses depend on the number of ranks with this model, mesh or optimizer.
     """
-    if not config.deterministic.enabled:
+    if not section.enabled:
         return None
-    refuse_undetermined(config, module, mesh, optimizer)
-    facts = {
-        "deterministic.seed": str(config.deterministic.seed),
-        "torch.get_num_threads(), which changes the order of sums in kernels of the host": str(torch.get_num_threads()),
-    }
-    check_same(facts, mesh.norm_group)
-    torch.use_deterministic_algorithms(True)
-    return OneOrder(config.deterministic.seed, mesh.size("dp"), mesh.rank("dp"))
-
-
-def refuse_undetermined(config: DeepSpeedConfig, module: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
-    """Refuse what cannot be bitwise the same on another number of ranks."""
     _refuse_mesh(mesh, module)
-    _refuse_keys(config)
+    _refuse_parts(module, optimizer)
+    threads = "torch.get_num_threads(), which changes the order of sums in kernels of the host"
+    check_same({threads: str(torch.get_num_threads())}, mesh.norm_group)
+    torch.use_deterministic_algorithms(True)
+    return OneOrder(section.seed, mesh.size("dp"), mesh.rank("dp"))
+
+
+def _refuse_parts(module: nn.Module, optimizer: Optimizer | None) -> None:
     if optimizer is not None and not is_elementwise(optimizer):
-        _refuse(
+        refuse_undetermined(
             f"the optimizer {type(optimizer).__name__}",
             "whose update of an element is not known to depend on that element alone, and shards differ",
             "use AdamW, SGD, Adagrad or Lion",
         )
     for name, size in expert_sizes(module).items():
         if size > 1:
-            _refuse(f"experts divided over {size} ranks ({name})", "which take tokens of several", "use ep_size 1")
+            refuse_undetermined(
+                f"experts divided over {size} ranks ({name})", "which take tokens of several", "use ep_size 1"
+            )
     for path, part in module.named_modules():
         if getattr(part, "track_running_stats", False):
-            _refuse(
+            refuse_undetermined(
                 f"module {path or '(the model)'}, a {type(part).__name__}",
                 "whose running statistics are those of the micro-batches of one rank",
                 "use LayerNorm or GroupNorm, or track_running_stats=False",
@@ -144,47 +141,22 @@ def refuse_undetermined(config: DeepSpeedConfig, module: nn.Module, mesh: Mesh, 
 
 def _refuse_mesh(mesh: Mesh, module: nn.Module) -> None:
     if isinstance(module, PipelineModule) or mesh.size("pp") > 1:
-        _refuse("a pipeline", "which computes and sums several micro-batches at a time", "train without one")
+        refuse_undetermined(
+            "a pipeline", "which computes and sums several micro-batches at a time", "train without one"
+        )
     for axis, name in (("tp", "tensor"), ("sp", "sequence")):
         if (size := mesh.size(axis)) > 1:
-            _refuse(f"{size} {name}-parallel ranks", "whose matrix products have other shapes and sums", "use 1")
+            refuse_undetermined(
+                f"{size} {name}-parallel ranks", "whose matrix products have other shapes and sums", "use 1"
+            )
     if (size := mesh.size("dp")) & (size - 1):
-        _refuse(f"{size} data-parallel ranks", "which is no power of two, as one binary tree needs", "use 2, 4, 8 ...")
+        refuse_undetermined(
+            f"{size} data-parallel ranks", "which is no power of two, as one binary tree needs", "use 2, 4, 8 ..."
+        )
 
 
-def _refuse_keys(config: DeepSpeedConfig) -> None:
-    zero, efficiency = config.zero_optimization, config.data_efficiency
-    rounds = "which rounds in blocks that another number of ranks cuts elsewhere"
-    given = {
-        "zero_optimization.zero_quantized_weights": (zero.zero_quantized_weights, rounds),
-        "zero_optimization.zero_quantized_gradients": (zero.zero_quantized_gradients, rounds),
-        "zero_optimization.zero_quantized_nontrainable_weights": (zero.zero_quantized_nontrainable_weights, rounds),
-        "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "whose copies are summed after the steps"),
-        "communication_data_type": (
-            config.communication_data_type not in (None, "fp32"),
-            "which rounds gradients that cross, and one rank sends none",
-        ),
-        "data_types.grad_accum_dtype": (
-            config.data_types.grad_accum_dtype not in (None, "fp32"),
-            "and sums in one order are made in fp32",
-        ),
-        "gradient_predivide_factor": (
-            config.gradient_predivide_factor != 1.0 and not config.prescale_gradients,
-            "and gradients are divided by the number of ranks, which rounds nothing",
-        ),
-        "compression_training": (asks_for_steps(config.compression_training), "whose ranges are those of one rank"),
-        "quantize_training": (asks_for_moq(config), "whose periods follow the losses of one rank"),
-        "data_efficiency.data_sampling": (
-            efficiency.asks_for_curriculum() or efficiency.asks_for_dynamic_batching(),
-            "whose batches follow from the number of ranks",
-        ),
-    }
-    for name, (is_given, reason) in given.items():
-        if is_given:
-            _refuse(f"the key {name}", reason, "leave it out")
-
-
-def _refuse(found: str, reason: str, instead: str) -> None:
+def refuse_undetermined(found: str, reason: str, instead: str) -> NoReturn:
+    """Raise the error of what cannot be bitwise the same on another number of ranks."""
     raise ConfigError(
         f"deterministic.enabled: asked for losses that are bitwise the same for every number of ranks, and found "
         f"{found}, {reason}; {instead}, or set deterministic.enabled to false"

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.compression import asks_for_moq, asks_for_steps
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import ZeroConfig
+from deepspeed.engine.determinism import refuse_undetermined
 from deepspeed.errors import ConfigError
 from deepspeed.optim import averages_in_step, is_elementwise, is_tested_with_zero
 from deepspeed.parallel.mesh import Mesh
@@ -191,7 +193,46 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
     )
 
 
-def refuse_quantized(zero: ZeroConfig) -> None:
+def refuse_keys(config: DeepSpeedConfig) -> None:
+    """Refuse keys that the stage has no use for, or with which `deterministic` could not keep its word."""
+    _refuse_quantized(config.zero_optimization)
+    if config.deterministic.enabled:
+        _refuse_undetermined_keys(config)
+
+
+def _refuse_undetermined_keys(config: DeepSpeedConfig) -> None:
+    zero, efficiency = config.zero_optimization, config.data_efficiency
+    rounds = "which rounds in blocks that another number of ranks cuts elsewhere"
+    given = {
+        "zero_optimization.zero_quantized_weights": (zero.zero_quantized_weights, rounds),
+        "zero_optimization.zero_quantized_gradients": (zero.zero_quantized_gradients, rounds),
+        "zero_optimization.zero_quantized_nontrainable_weights": (zero.zero_quantized_nontrainable_weights, rounds),
+        "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "whose copies are summed after the steps"),
+        "communication_data_type": (
+            config.communication_data_type not in (None, "fp32"),
+            "which rounds gradients that cross, and one rank sends none",
+        ),
+        "data_types.grad_accum_dtype": (
+            config.data_types.grad_accum_dtype not in (None, "fp32"),
+            "and sums in one order are made in fp32",
+        ),
+        "gradient_predivide_factor": (
+            _predivide_factor(config) is not None,
+            "and gradients are divided by the number of ranks, which rounds nothing",
+        ),
+        "compression_training": (asks_for_steps(config.compression_training), "whose ranges are those of one rank"),
+        "quantize_training": (asks_for_moq(config), "whose periods follow the losses of one rank"),
+        "data_efficiency.data_sampling": (
+            efficiency.asks_for_curriculum() or efficiency.asks_for_dynamic_batching(),
+            "whose batches follow from the number of ranks",
+        ),
+    }
+    for name, (is_given, reason) in given.items():
+        if is_given:
+            refuse_undetermined(f"the key {name}", reason, "leave it out")
+
+
+def _refuse_quantized(zero: ZeroConfig) -> None:
     """Refuse what of ZeRO++ the stage has no use for: weights are gathered for modules in stage 3 alone, and stage 0
     needs whole sums on every rank."""
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
