@@ -87,8 +87,7 @@ class GradientMemory:
         if not self._stage.lends_buffers(unit):
             return unit.placement.pinned(unit.ranks.shard_group.allocate(unit.layout.padded_numel, dtype, unit.device))
         numel = 0 if unit.placement.is_offloaded else unit.layout.shard_numel
-        self._shards.unit_added(unit)
-        return self._shards.create(unit.index, numel, dtype, unit.device)
+        return self._shards.create(unit, numel, dtype)
 
     def _own(self, unit: Unit) -> Tensor:
         """This rank's part of the memory of a unit, 1-D."""
@@ -170,13 +169,10 @@ class GradientShards:
         self._shards: dict[int, Tensor] = {}
         self._summed: set[int] = set()  # units whose shard has memory, with a sum of this step
 
-    def unit_added(self, unit: Unit) -> None:
-        """The next shard to be created is that of `unit`."""
-
-    def create(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The shard [S] of the unit `index`, with memory until `free` is called."""
-        self._shards[index] = torch.empty(numel, dtype=dtype, device=device)
-        return self._shards[index]
+    def create(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
+        """The shard [S] of `unit`, with memory until `free` is called."""
+        self._shards[unit.index] = torch.empty(numel, dtype=dtype, device=unit.device)
+        return self._shards[unit.index]
 
     def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
         """Add what a bucket has reduced to the sum of the step; a `Keep` (`placement.py`)."""
@@ -273,8 +269,9 @@ class OrderedShards(GradientShards):
         self._units: dict[int, Unit] = {}
         self._partial: dict[int, PartialSums] = {}  # of the units that this step has reduced
 
-    def unit_added(self, unit: Unit) -> None:
+    def create(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
         self._units[unit.index] = unit
+        return super().create(unit, numel, dtype)
 
     def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
         work.wait()
