@@ -1,5 +1,6 @@
 """`ds_verify` on scripts, as a user calls it: what it prints, writes, and answers by its exit code."""
 
+import hashlib
 import json
 import os
 import signal
@@ -83,6 +84,10 @@ def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
     verdict = json.loads(Path("verdict.json").read_text())
     assert (verdict["verdict"], verdict["steps"], verdict["faults"]) == ("equal", 3, [])
     assert {"forward weight", "loss", "learning rate", "gradient", "norm", "weight"} <= set(verdict["worst"])
+    run = verdict["run"]
+    assert run["sha256"] == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert (run["ranks"], run["arguments"], run["versions"]["torch"]) == (2, [], torch.__version__)
+    assert [each["config"]["optimizer"]["type"] for each in run["engines"]] == ["AdamW"]
     assert Path("verdict.svg").read_text().startswith("<?xml")
     assert (Path("kept") / "engine0" / "step3" / "rank0.safetensors").exists()
     assert not Path("checkpoints").exists()

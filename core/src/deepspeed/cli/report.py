@@ -159,7 +159,7 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
 
     choice = None if why["chosen"]["error"] else explain()
     return {
-        "versions": _versions(),
+        "versions": versions(),
         **why,
         "paths": collect_paths(),
         "toolkits": collect_toolkits(),
@@ -240,7 +240,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, torch, this package and the libraries beside it; None for one that is missing."""
     import torch
 
     versions: dict[str, str | None] = {

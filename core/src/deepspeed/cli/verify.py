@@ -11,6 +11,7 @@ torch, or by the configuration after `--against`. The second run begins each ste
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from importlib import metadata as importlib_metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from deepspeed.verify.verdict import KINDS, Finding, OtherConfig, RunVerdict, re
 
 EQUAL, DIFFERS, WRONG, OTHER_DATA = 0, 1, 2, 3
 _TAIL_LINES = 30
+_LIBRARIES_OF_SCRIPTS = ("transformers", "accelerate", "lightning", "peft", "trl")
 _PLOTS = (".svg", ".png", ".pdf")
 _SAYS = {
     "forward weight": "a module computed with other weights than the last step had made: they were gathered too early, "
@@ -62,17 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.enter_context(_ending_on_sigterm())
             folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_verify_")))
             folder.mkdir(parents=True, exist_ok=True)
+            run = _what_runs(options)
             if options.against:
                 OtherConfig(options.against, _other_config(options.against)).write(folder)
             for role, what in (("record", "as configured"), ("compare", second_of(folder))):
                 _run(role, what, folder, options)
             verdict = read_verdict(folder)
+            run["engines"] = [json.loads(path.read_text()) for path in sorted(folder.glob("engine*/setting.json"))]
         if not verdict.rows:
             raise _CannotVerify(
                 f"{options.script} made no step of an engine that trains; it has to call deepspeed.initialize, and "
                 "engine.step() to the end of a step"
             )
-        _write(verdict, options)
+        _write(verdict, run, options)
     except (_CannotVerify, ConfigError, OSError) as error:
         print(f"ds_verify: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
         return WRONG
@@ -91,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--module", action="store_true", help="the script is a module name, as after `python -m`")
     add("--no_local_rank", action="store_true", help="do not pass `--local_rank=N` to the script")
     add("--against", metavar="FILE", help="a configuration: compare with the same script by it, not with plain torch")
-    add("--json", metavar="FILE", help="write all comparisons that do not hold, and the worst of each kind")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the verdict: what does not hold, the worst of each kind, and what was run by which versions",
+    )
     add("--plot", metavar="FILE", help="draw the differences by step (needs matplotlib)")
     add("--keep", metavar="FOLDER", help="keep what was recorded, and the output of both runs, in a new folder")
     add("-v", "--verbose", action="store_true", help="show the output of both runs")
@@ -202,9 +212,33 @@ def _ending_on_sigterm() -> Iterator[None]:
 # ---- what is printed ----------------------------------------------------------------------------------------------
 
 
-def _write(verdict: RunVerdict, options: argparse.Namespace) -> None:
+def _what_runs(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a verdict is about: the script, as it is before it runs, its arguments, and what runs it."""
+    from deepspeed.cli.report import versions
+
+    found = {**versions(), **{name: _version(name) for name in _LIBRARIES_OF_SCRIPTS}}
+    content = None if options.module else Path(options.script).read_bytes()
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "script": options.script,
+        "sha256": None if content is None else hashlib.sha256(content).hexdigest(),
+        "arguments": options.arguments,
+        "ranks": options.ranks,
+        "versions": {name: version for name, version in found.items() if version is not None},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib_metadata.version(name)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def _write(verdict: RunVerdict, run: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        Path(options.json).write_text(json.dumps(_strict(verdict.as_json()), indent=1) + "\n", encoding="utf-8")
+        record = _strict({**verdict.as_json(), "run": run})
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         _draw(verdict, options.plot)
     console = make_console()

@@ -9,6 +9,7 @@ both runs.
 """
 
 import inspect
+import json
 import os
 import random
 import runpy
@@ -24,9 +25,11 @@ import torch
 from torch.optim import Optimizer
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.autotuning.trial import write_json
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.base import AUTO
-from deepspeed.config.read import naming_file
+from deepspeed.config.read import naming_file, redacted
 from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.build import config_source, initialize, initialize_as
 from deepspeed.errors import ConfigError
@@ -104,7 +107,7 @@ def recorded(folder: str | Path, num_steps: int) -> Any:
     """A context: engines of scripts inside are recorded, and the script ends after `num_steps` steps."""
     runs = Runs(folder, num_steps)
     start = partial(initialize_as, partial(RecordedEngine, runs=runs))
-    return initialized_by(runs.noting_failures(partial(_verified, start)))
+    return initialized_by(runs.noting_failures(partial(_recorded, start)))
 
 
 def compared(folder: str | Path, num_steps: int) -> Any:
@@ -122,6 +125,17 @@ def compared(folder: str | Path, num_steps: int) -> Any:
     start = partial(_verified, partial(initialize_other, runs, other))
     inits = {"Init": _configured(Init, other), "MiCS_Init": _configured(MiCS_Init, other)}
     return initialized_by(runs.failing_as_noted(start), zero=inits)
+
+
+def _recorded(start: Callable[..., Any], **arguments: Any) -> Any:
+    """Leave beside the record of an engine that trains by what accelerator and configuration it does."""
+    made = _verified(start, **arguments)
+    engine: RecordedEngine = made[0]
+    if engine.is_watched and engine.record.rank == 0:
+        config = json.loads(json.dumps(redacted(engine.config), default=str))
+        setting = {"accelerator": get_accelerator().device_name(), "config": config}
+        write_json(engine.record.folder / "setting.json", setting)
+    return made
 
 
 def _verified(start: Callable[..., Any], **arguments: Any) -> Any:
