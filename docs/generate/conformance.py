@@ -23,6 +23,13 @@ _HEAD = """# What the conformance suite asks
 how to run it. All {methods} documented methods of [the accelerator](accelerator.md) are asked; the suite itself fails
 when one is not. `ds_conformance -k <theme>` runs one theme, `-k <test>` one test.
 
+Each test belongs to a level, which stands before its name. `ds_conformance --level N` asks for the levels up to N. A
+level is reached when its tests and those of all lower levels passed, but for those that were skipped for want of a
+capability. Of the tests that it needs a case has to pass; they cannot all be skipped.
+
+| level | shows | needs |
+|---|---|---|
+{levels}
 ## Capabilities
 
 A test asks for capabilities, never for a device by name. Where the accelerator lacks one, the test is skipped, and the
@@ -41,7 +48,11 @@ def render() -> str:
     rows = [f"| {each.name} | `@requirements.{names[id(each)]}` | {each.asks} |\n" for each in requirements.ALL]
     themes = [_theme(theme) for theme in suite.THEMES]
     record = f"\n## The record\n\nWhat `ds_conformance --json F` writes:\n\n```\n{_record()}\n```\n"
-    return _HEAD.format(methods=len(documented_names())) + "".join(rows) + "".join(themes) + record
+    levels = "".join(
+        f"| {level} | {name} | {', '.join(f'`{test}`' for test in suite.NEEDED[level])} |\n"
+        for level, name in suite.LEVELS.items()
+    )
+    return _HEAD.format(methods=len(documented_names()), levels=levels) + "".join(rows) + "".join(themes) + record
 
 
 def _record() -> str:
@@ -54,15 +65,18 @@ def _theme(theme: str) -> str:
     """One theme: what its file says of itself, and its tests as sentences."""
     module = importlib.import_module(f"{suite.__name__}.test_{theme}")
     tests = [found for name, found in vars(module).items() if name.startswith("test_")]
-    lines = [_test(test) for test in sorted(tests, key=lambda test: inspect.unwrap(test).__code__.co_firstlineno)]
+    lines = [
+        _test(test, theme) for test in sorted(tests, key=lambda test: inspect.unwrap(test).__code__.co_firstlineno)
+    ]
     return f"\n## {theme}\n\n{(module.__doc__ or '').strip()}\n\n" + "".join(lines)
 
 
-def _test(test: object) -> str:
+def _test(test: object, theme: str) -> str:
     needs = needs_of(test)  # type: ignore[arg-type]
     cases = sum(len(mark.args[1]) > 1 for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize")
     told = [*(["several cases"] if cases else []), *([f"needs {', '.join(needs)}"] if needs else [])]
-    return f"- `{test.__name__}`{': ' + '; '.join(told) if told else ''}\n"  # type: ignore[attr-defined]
+    name = test.__name__  # type: ignore[attr-defined]
+    return f"- L{suite.level_of(name, theme)} `{name}`{': ' + '; '.join(told) if told else ''}\n"
 
 
 if __name__ == "__main__":

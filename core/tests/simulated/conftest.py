@@ -52,3 +52,38 @@ def _ranks(world_size, accelerator):
 
 
 sim, sim_ranks, cpu, cpu_ranks = _ranks(1, "sim"), _ranks(2, "sim"), _ranks(1, "cpu"), _ranks(2, "cpu")
+
+
+def outcomes(fault, tests, folder, words=""):
+    """On a rank: what tests come to with a planted fault, or without (None); name -> (outcome, reason) of its cases."""
+    import os
+    from pathlib import Path
+
+    import planted_faults
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.testing.recording import Recorder
+
+    os.environ.pop("DS_OPS_DISABLE", None)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each fault is a session of pytest: a short one
+    if fault is not None:
+        set_accelerator(planted_faults.make(fault))
+    get_accelerator()
+    names = ", ".join(("accelerator", "device", "ds_undisturbed", *tests))
+    file = Path(folder) / f"test_on_{fault or 'an_honest_device'}.py"  # a module is imported once, by its name
+    file.write_text(f"from deepspeed.testing.suite import {names}\n")
+    Path(folder, "pytest.ini").write_text("[pytest]\n")
+    options = ["-q", "-c", f"{folder}/pytest.ini", "--import-mode=importlib"]
+    for plugin in ("cacheprovider", "unraisableexception", "threadexception"):  # two of them collect garbage twice
+        options += ["-p", f"no:{plugin}"]
+    recorder = Recorder()
+    pytest.main([*options, *(["-k", words] if words else []), str(file)], plugins=[recorder])
+    found = {}
+    for test in recorder.tests.values():
+        found.setdefault(test["name"].partition("[")[0], []).append((test["outcome"], test["reason"]))
+    return found
+
+
+@pytest.fixture(scope="session")
+def on_device(sim):
+    """`on_device(fault, tests, folder, words)`: `outcomes` of one rank on the simulated device."""
+    return lambda *args: sim(outcomes, *args)[0]

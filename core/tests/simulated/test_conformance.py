@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.testing.recording import judge
 
 EXPECTED = Path(__file__).with_name("expected_failures.txt")
 # What the simulated device has to show: with less, most of the suite would be skipped.
@@ -61,3 +62,28 @@ def test_the_report_says_what_was_found(run):
     assert page.startswith("# Conformance of Sim_Accelerator\n\nconforms: ")
     assert "| streams | yes |  |" in page
     assert f"{len(record['methods']['asked'])} of {len(record['methods']['asked'])} documented methods" in page
+
+
+def test_it_reaches_the_level_that_was_asked_for(run):
+    done, record, page = run
+    assert record["level"]["reached"] == record["level"]["asked"] == 2
+    assert "level 2 is reached, as was asked for" in done.stdout
+    assert "| 1 trains | passed |" in page
+    assert "| 2 numerics | passed |" in page
+
+
+@pytest.mark.parametrize(
+    ("fault", "test", "reached"),
+    [
+        ("IgnoresTheSeed", "test_a_seed_repeats_and_another_differs", 1),
+        ("PinsNothing", "test_pinned_tensors_are_equal_and_on_the_host", 0),
+    ],
+)
+def test_a_planted_fault_lowers_the_level(run, on_device, tmp_path, fault, test, reached):
+    """The whole run of the honest device, with what its test came to on the one with the fault."""
+    outcomes = {outcome for outcome, _ in on_device(fault, [test], str(tmp_path))[test]}
+    outcome = "failed" if "failed" in outcomes else "passed"
+    tests = run[1]["tests"]
+    spoiled = [{**each, "outcome": outcome} if each["name"].startswith(test) else each for each in tests]
+    assert spoiled != tests
+    assert judge(spoiled, 2, False)["reached"] == reached

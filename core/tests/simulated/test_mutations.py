@@ -77,35 +77,6 @@ OF_KERNELS = sorted({test for fault, test in CAUGHT_BY.items() if test.startswit
 HONEST = "HonestAdam"
 
 
-def outcomes(fault, tests, folder, words=""):
-    """On a rank: what tests come to with a planted fault, or without (None); name -> (outcome, reason) of its cases."""
-    import os
-    from pathlib import Path
-
-    import planted_faults
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.testing.recording import Recorder
-
-    os.environ.pop("DS_OPS_DISABLE", None)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each fault is a session of pytest: a short one
-    if fault is not None:
-        set_accelerator(planted_faults.make(fault))
-    get_accelerator()
-    names = ", ".join(("accelerator", "device", "ds_undisturbed", *tests))
-    file = Path(folder) / f"test_on_{fault or 'an_honest_device'}.py"  # a module is imported once, by its name
-    file.write_text(f"from deepspeed.testing.suite import {names}\n")
-    Path(folder, "pytest.ini").write_text("[pytest]\n")
-    options = ["-q", "-c", f"{folder}/pytest.ini", "--import-mode=importlib"]
-    for plugin in ("cacheprovider", "unraisableexception", "threadexception"):  # two of them collect garbage twice
-        options += ["-p", f"no:{plugin}"]
-    recorder = Recorder()
-    pytest.main([*options, *(["-k", words] if words else []), str(file)], plugins=[recorder])
-    found = {}
-    for test in recorder.tests.values():
-        found.setdefault(test["name"].partition("[")[0], []).append((test["outcome"], test["reason"]))
-    return found
-
-
 def test_all_faults_are_listed(sim):
     assert sim(planted_names)[0] == sorted([*CAUGHT_BY, HONEST])
     assert len(CAUGHT_BY) >= 10
@@ -117,20 +88,20 @@ def planted_names():
     return [name for name in planted_faults.names() if not name.startswith("_")]
 
 
-def test_the_honest_device_passes_those_tests(sim, tmp_path):
-    found = sim(outcomes, None, sorted(set(CAUGHT_BY.values())), str(tmp_path))[0]
+def test_the_honest_device_passes_those_tests(on_device, tmp_path):
+    found = on_device(None, sorted(set(CAUGHT_BY.values())), str(tmp_path))
     assert set(found) == set(CAUGHT_BY.values())
     wrong = {name: each for name, each in found.items() if {outcome for outcome, _ in each} - {"passed", "skipped"}}
     assert wrong == {}
 
 
-def test_an_honest_kernel_passes(sim, tmp_path):
-    found = sim(outcomes, HONEST, OF_KERNELS, str(tmp_path), "fused_adam")[0]
+def test_an_honest_kernel_passes(on_device, tmp_path):
+    found = on_device(HONEST, OF_KERNELS, str(tmp_path), "fused_adam")
     assert set(found) == set(OF_KERNELS)
     assert {outcome for each in found.values() for outcome, _ in each} == {"passed"}
 
 
 @pytest.mark.parametrize(("fault", "test"), swept(CAUGHT_BY.items(), lambda fault, _: fault in IN_EVERY_RUN))
-def test_a_planted_fault_is_caught(sim, tmp_path, fault, test):
-    found = sim(outcomes, fault, [test], str(tmp_path), "fused_adam" if test in OF_KERNELS else "")[0]
+def test_a_planted_fault_is_caught(on_device, tmp_path, fault, test):
+    found = on_device(fault, [test], str(tmp_path), "fused_adam" if test in OF_KERNELS else "")
     assert "failed" in {outcome for outcome, _ in found[test]}, found

@@ -8,7 +8,7 @@ from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.testing import requirements, suite
 from deepspeed.testing.answers import check_answers
-from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+from deepspeed.testing.suite.fixtures import FILE_NAME, read_expected_failures
 from ds_ext_mps.accelerator import MPS_Accelerator
 from ds_ext_mps.queue import MPSEvent, MPSQueue
 

@@ -11,7 +11,7 @@ import torch.utils.cpp_extension
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, documented_names
 from deepspeed.testing import requirements, suite
 from deepspeed.testing.answers import check_answers
-from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+from deepspeed.testing.suite.fixtures import FILE_NAME, read_expected_failures
 from ds_ext_xpu.accelerator import XPU_Accelerator
 
 REAL = torch.xpu

@@ -2,7 +2,9 @@
 
     ds_conformance                               the accelerator that would be chosen
     ds_conformance --accelerator xyz             the installed one of that name
+    ds_conformance --level 1                     up to that level; 2 where none is named
     ds_conformance --json F --report F.md        also as JSON, and as a page to publish
+    ds_conformance --badge F.svg                 the level that was reached, as a picture
     ds_conformance --expected-failures F         tests that are known to fail; strict
     ds_conformance -k "memory and not peak"      some tests or themes
 
@@ -66,14 +68,19 @@ def _show_lines(sizes: dict[str, int], events: Iterator[Event], console: Console
 
 Record = dict[str, Any]
 _LEFT_OUT = ("theme", "tests", "which")
+_LEVELS = ("level", "verdict", "passed", "failed", "skipped", "expected", "did not pass")
+_FIGURES = ("what was measured", "share", "at least", "measured", "of")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "expected")
 
 
 def show(record: Record, console: Console) -> None:
-    """Print the report: capabilities, tests by theme, why tests were skipped, what failed, one line in conclusion."""
+    """Print the report: capabilities, tests, levels, why tests were skipped, what failed, and the conclusion."""
     about = record["accelerator"]
     console.print(make_table("Capabilities", ("what", "has it", "why not"), _capability_rows(record)))
     console.print(make_table("Tests", ("theme", *_OUTCOMES), theme_rows(record)))
+    console.print(make_table("Levels", _LEVELS, level_rows(record)))
+    if figures := figure_rows(record):
+        console.print(make_table("Figures", _FIGURES, figures))
     if record["left out"]:
         console.print(make_table("Left out", _LEFT_OUT, left_out_rows(record)))
     for title, rows in (("Skipped", skip_rows(record)), ("Expected failures", outcome_rows(record, "expected"))):
@@ -81,6 +88,7 @@ def show(record: Record, console: Console) -> None:
             console.print(make_table(title, ("tests", "reason"), rows))
     for name, reason in failure_rows(record):
         console.print(f"FAILED {name}: {reason}", style="red", markup=False, soft_wrap=True)
+    console.print(standing(record), markup=False)
     console.print(f"{about['class']} ({about['origin']}) on {about['device']}: {conclusion(record)}", markup=False)
 
 
@@ -92,6 +100,9 @@ def as_markdown(record: Record) -> str:
     parts = [
         f"# Conformance of {about['class']}\n\n{conclusion(record)}\n",
         f"{about['origin']}, device `{about['device']}`; {versions}.\n",
+        f"## Levels\n\n{standing(record)}\n",
+        _section("", _LEVELS, level_rows(record)),
+        _section("Figures", _FIGURES, figure_rows(record)),
         _section("Capabilities", ("what", "has it", "why not"), _capability_rows(record)),
         _section("Ops", ("op", "from", "builder", "why not from a better place"), record["ops"]),
         _section("Tests", ("theme", *_OUTCOMES), theme_rows(record)),
@@ -114,6 +125,82 @@ def conclusion(record: Record) -> str:
         verdict = "does not conform"
     left_out = f"; {number} {'test was' if number == 1 else 'tests were'} left out" if number else ""
     return f"{verdict}: {counted(counts) or 'no test was run'}{left_out}"
+
+
+def standing(record: Record) -> str:
+    """The level that was reached, in one line, and why it is not the one that was asked for."""
+    level = record["level"]
+    asked, reached = level["asked"], level["reached"]
+    if reached is None:
+        return f"no level is reached by a part of the suite; level {asked} was asked for"
+    if reached == asked:
+        return f"level {reached} is reached, as was asked for"
+    stopped = level["levels"][str(reached + 1)]
+    why = {
+        "failed": f"{_plural(stopped['failed'] + stopped['expected'], 'test')} of level {reached + 1} failed",
+        "lacking": f"level {reached + 1} needs a case that passes of {', '.join(stopped['lacking'])}",
+    }
+    return f"{f'level {reached}' if reached else 'no level'} is reached of {asked} asked for: {why[stopped['verdict']]}"
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def level_rows(record: Record) -> list[list[str]]:
+    """Return a row per level up to the one asked for: its verdict, how many tests came to what, and what it lacks."""
+    return [
+        [
+            f"{number} {about['name']}",
+            about["verdict"],
+            *(str(about[outcome] or "") for outcome in ("passed", "failed", "skipped", "expected")),
+            ", ".join(about["lacking"]),
+        ]
+        for number, about in record["level"]["levels"].items()
+    ]
+
+
+def figure_rows(record: Record) -> list[list[str]]:
+    """Return a row per figure that was measured: the share, its threshold, and the two rates that it is made of."""
+    return [
+        [
+            figure["what"],
+            f"{figure['share']:.2f}",
+            f"{figure['at_least']:.2f}",
+            f"{figure['rate']:.3g} {figure['unit']}",
+            f"{figure['device_rate']:.3g} {figure['unit']}",
+        ]
+        for about in record["level"]["levels"].values()
+        for figure in about["figures"]
+    ]
+
+
+#: fill of the right half by the level that was reached
+_COLORS = {None: "#6b6b6b", 0: "#b3261e", 1: "#8a5a00", 2: "#1f6feb", 3: "#1a7f37", 4: "#116329"}
+_LETTER = 6.6  # mean width of a letter of 11 px; `textLength` makes it exact
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{left}: {right}">
+<title>{left}: {right}</title>
+<clipPath id="r"><rect width="{width}" height="20" rx="3"/></clipPath>
+<g clip-path="url(#r)"><rect width="{split}" height="20" fill="#444"/>
+<rect x="{split}" width="{rest}" height="20" fill="{color}"/></g>
+<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" lengthAdjust="spacingAndGlyphs">
+<text x="6" y="14" textLength="{left_length}">{left}</text>
+<text x="{right_x}" y="14" textLength="{right_length}">{right}</text></g>
+</svg>
+"""
+
+
+def as_badge(record: Record) -> str:
+    """The level that was reached as a small SVG: "ds-core", then "conformance L2", "none" or "partial"."""
+    reached = record["level"]["reached"]
+    left = "ds-core"
+    right = f"conformance {'partial' if reached is None else f'L{reached}' if reached else 'none'}"
+    left_length, right_length = (round(len(text) * _LETTER) for text in (left, right))
+    split, rest = left_length + 12, right_length + 12
+    return _SVG.format(
+        **{"left": left, "right": right, "left_length": left_length, "right_length": right_length},
+        **{"width": split + rest, "split": split, "rest": rest, "right_x": split + 6, "color": _COLORS[reached]},
+    )
 
 
 def counted(counts: Counter[str]) -> str:
@@ -167,12 +254,13 @@ def _capability_rows(record: Record) -> list[list[str]]:
 
 
 def _section(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> str:
-    """A titled Markdown table; "" without rows."""
+    """A Markdown table, under a title unless that is ""; "" without rows."""
     lines = [_markdown_row(row) for row in rows]
     if not lines:
         return ""
     head = list(columns)
-    return "\n".join([f"## {title}\n", _markdown_row(head), _markdown_row(["---"] * len(head)), *lines, ""])
+    titled = [f"## {title}\n"] if title else []
+    return "\n".join([*titled, _markdown_row(head), _markdown_row(["---"] * len(head)), *lines, ""])
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
@@ -187,7 +275,8 @@ def _cells(cells: Iterable[str]) -> Iterator[str]:
 _PASSED, _FAILED, _NOT_RUN = 0, 1, 2
 # What pytest itself exits with when tests failed; more than that is not about tests.
 _PYTEST_FAILED = 1
-_TEST_FILE = "from deepspeed.testing.suite import *\n"
+_TEST_FILE = "from deepspeed.testing import suite\n\nglobals().update(suite.chosen({level}))\n"
+_MOST, _DEFAULT = 2, 2  # of `deepspeed.testing.suite`, which imports torch
 
 
 class _CannotRun(Exception):
@@ -198,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        for path in filter(None, (options.json, options.report)):
+        for path in filter(None, (options.json, options.report, options.badge)):
             if not path.parent.is_dir():  # said before the suite runs for minutes
                 raise _CannotRun(f"cannot write {path}: there is no folder {path.parent}")
         record, passed = _run(options)
@@ -206,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(options.json, json.dumps(record, indent=1) + "\n")
         if options.report:
             _write(options.report, as_markdown(record))
+        if options.badge:
+            _write(options.badge, as_badge(record))
     except _CannotRun as error:
         sys.stderr.write(f"ds_conformance: {error}\n")
         return _NOT_RUN
@@ -216,8 +307,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ds_conformance", "Prove that an accelerator works with DeepSpeed.")
     parser.add_argument("--accelerator", metavar="NAME", help="an installed one, instead of the one that is chosen")
+    parser.add_argument(
+        "--level",
+        metavar="N",
+        type=int,
+        choices=range(1, _MOST + 1),
+        default=_DEFAULT,
+        help="ask for the levels up to this one: 1 trains, 2 numerics (the default)",
+    )
     parser.add_argument("--json", metavar="F", type=Path, help="write the record of the run as JSON")
     parser.add_argument("--report", metavar="F.md", type=Path, help="write the report as Markdown")
+    parser.add_argument("--badge", metavar="F.svg", type=Path, help="write the level that was reached as a picture")
     parser.add_argument(
         "--expected-failures", metavar="F", type=Path, help="tests known to fail, one a line, with '# reason'"
     )
@@ -232,7 +332,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         raise _CannotRun("the suite is run by pytest, which is not installed: pip install pytest")
     with tempfile.TemporaryDirectory(prefix="ds_conformance_") as name:
         folder = Path(name)
-        (folder / "test_conformance.py").write_text(_TEST_FILE)
+        (folder / "test_conformance.py").write_text(_TEST_FILE.format(level=options.level))
         (folder / "pytest.ini").write_text("[pytest]\n")  # no configuration of the place it is called from
         if options.expected_failures is not None:
             _check_readable(options.expected_failures)
@@ -247,7 +347,7 @@ def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[in
     """pytest's exit code and output; with `--verbose` it writes to the terminal itself, and the output is ""."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
-        *("-p", "deepspeed.testing.recording", "--ds-record", str(record)),
+        *("-p", "deepspeed.testing.recording", "--ds-record", str(record), "--ds-level", str(options.level)),
         *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode=importlib"),
         *(["-k", options.k] if options.k else []),
         *(["--ds-expected-failures", str(options.expected_failures)] if options.expected_failures else []),

@@ -1,26 +1,32 @@
 """A pytest plugin that writes down a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
 
 `--ds-expected-failures F` names the list of expected failures, when it is not the file beside the tests. `--ds-progress
-FD` writes to that file descriptor how many tests there are, then a line as each test ends.
+FD` writes to that file descriptor how many tests there are, then a line as each test ends. `--ds-level N` says which
+level the run asks for, so that the levels up to it are judged.
 
 `ds_conformance` runs pytest with it and shows what it wrote; a vendor's CI may do the same. The file:
 
+    format        number of the form of this file: 2 has levels
     accelerator   name, class, module, plugin, origin (package and version), device, why it was chosen
     versions      python, torch, ds-core, plugin API, and the platform
     capabilities  [name, has it, reason why not]: `requirements.ALL`
     ops           [op, source, builder, reason]: where each op that somebody calls comes from
-    tests         [name, theme, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected (failed
-                  as the list of expected failures says); the reason of a failure is its message, in one line
+    level         asked; reached (0: none; null: tests were left out, so that none was judged); levels, by number:
+                  name, verdict (passed, failed, lacking, partial), counts of passed, failed, skipped and expected
+                  tests, the needed tests that did not pass, and what was measured
+    tests         [name, theme, level, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected
+                  (failed as the list of expected failures says); the reason of a failure is its message, in one line
     left out      [name, theme] of the tests that `-k` kept from running
     methods       documented methods of the accelerator that tests asked for, and those that none did
 """
 
+import itertools
 import json
 import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +41,24 @@ from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.ops import registry
 from deepspeed.ops.documented import OPS
 from deepspeed.plugins import PLUGIN_API, plugin_manager
-from deepspeed.testing import requirements
-from deepspeed.testing.suite.expected_failures import OPTION, path_of_list, read_expected_failures, unknown_names
+from deepspeed.testing import requirements, suite
+from deepspeed.testing.suite.fixtures import ASKED, OPTION, path_of_list, read_expected_failures, unknown_names
 
 _OPTION = "--ds-record"
 _PROGRESS = "--ds-progress"
+_LEVEL = "--ds-level"
+#: of the record; grows when a key changes its meaning or goes
+FORMAT = 2
 #: what `deepspeed.testing.distributed` writes before the words of each rank that failed
 _OF_RANK = re.compile(r"^(?=.*\[rank \d+ of \d+\] )", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--ds-record`, `--ds-progress` and `--ds-expected-failures`."""
+    """Adds `--ds-record`, `--ds-progress`, `--ds-level` and `--ds-expected-failures`."""
     parser.addoption(_OPTION, metavar="FILE", help="write the run of the conformance suite to FILE, as JSON")
     parser.addoption(_PROGRESS, metavar="FD", type=int, help="write a line to this file descriptor as each test ends")
+    parser.addoption(_LEVEL, metavar="N", type=int, default=suite.DEFAULT_LEVEL, help="judge the levels up to this one")
     parser.addoption(OPTION, metavar="FILE", help="the tests that are known to fail, one a line, with '# reason'")
 
 
@@ -65,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     if (progress := config.getoption(_PROGRESS)) is not None:
         os.set_inheritable(progress, False)  # who reads it waits for its end: no process of a test keeps it open
-    config.pluginmanager.register(Recorder(Path(path), progress), "ds-recorder")
+    config.pluginmanager.register(Recorder(Path(path), progress, config.getoption(_LEVEL)), "ds-recorder")
 
 
 def _check_list(path: Path) -> None:
@@ -76,9 +86,7 @@ def _check_list(path: Path) -> None:
     """
     expected = read_expected_failures(path)
     if expected:
-        from deepspeed.testing import suite  # late: its tests and what they import
-
-        unknown = unknown_names(expected, suite.__all__)
+        unknown = unknown_names(expected, suite.all_tests())
         if unknown:
             raise ConfigError(f"{path} names no tests of the suite: {', '.join(unknown)}; remove or rename them")
 
@@ -89,10 +97,14 @@ class Recorder:
     Args:
         path: where the record is written at the end; None: `tests` is read instead.
         progress_fd: file descriptor to which lines of JSON on the progress are written; None: nowhere.
+        level: the one that the run asks for.
     """
 
-    def __init__(self, path: Path | None = None, progress_fd: int | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, progress_fd: int | None = None, level: int = suite.DEFAULT_LEVEL
+    ) -> None:
         self._path = path
+        self._level = level
         self._progress_fd = progress_fd
         self._themes: dict[str, str] = {}
         self._left_out: list[list[str]] = []
@@ -124,7 +136,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps the worst of setup, call and teardown."""
-        about = {"name": _name(report.nodeid), "theme": self._themes.get(report.nodeid, "")}
+        name, theme = _name(report.nodeid), self._themes.get(report.nodeid, "")
+        about = {"name": name, "theme": theme, "level": suite.level_of(name, theme)}
         test = self.tests.setdefault(report.nodeid, {**about, "outcome": "", "seconds": 0.0, "reason": ""})
         test["seconds"] = round(test["seconds"] + report.duration, 3)
         outcome = _outcome(report)
@@ -134,17 +147,49 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         """Writes the record."""
         if self._path is not None:
-            record = {**describe(), "tests": list(self.tests.values()), "left out": self._left_out}
+            tests = list(self.tests.values())
+            level = judge(tests, self._level, bool(self._left_out))
+            record = {**describe(), "level": level, "tests": tests, "left out": self._left_out}
             self._path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def describe() -> dict[str, Any]:
-    """Everything in the record but `tests` and `left out`."""
-    from deepspeed.testing.suite.fixtures import ASKED  # late: the suite imports pytest's fixtures of all themes
+def judge(tests: Sequence[Mapping[str, Any]], asked: int, is_partial: bool) -> dict[str, Any]:
+    """Return which level was reached: it and those below it passed as a whole, up to `asked`.
 
+    A level has passed when a test of it did, every test that it needs is among those (`suite.NEEDED`), and none failed,
+    be it as expected. What the accelerator cannot do is skipped, which leaves the level as it is.
+
+    Args:
+        tests: of the record.
+        asked: the highest level to be judged.
+        is_partial: some tests were left out, so that no level can be reached.
+    """
+    levels = {str(level): _verdict(tests, level, is_partial) for level in suite.LEVELS if level <= asked}
+    steps = itertools.takewhile(lambda about: about["verdict"] == "passed", levels.values())
+    return {"reached": None if is_partial else len(list(steps)), "asked": asked, "levels": levels}
+
+
+def _verdict(tests: Sequence[Mapping[str, Any]], level: int, is_partial: bool) -> dict[str, Any]:
+    own = [test for test in tests if test["level"] == level]
+    counts = Counter("failed" if test["outcome"] == "error" else test["outcome"] for test in own)
+    passed = {test["name"].partition("[")[0] for test in own if test["outcome"] == "passed"}
+    lacking = [name for name in suite.NEEDED[level] if name not in passed]
+    verdict = "lacking" if lacking else "passed"
+    if is_partial:
+        verdict = "partial"
+    if counts["failed"] or counts["expected"]:
+        verdict = "failed"
+    numbers = {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped", "expected")}
+    figures = [figure for test in own for figure in test.get("figures", ())]
+    return {"name": suite.LEVELS[level], "verdict": verdict, **numbers, "lacking": lacking, "figures": figures}
+
+
+def describe() -> dict[str, Any]:
+    """Everything in the record but `level`, `tests` and `left out`."""
     accelerator, choice = get_accelerator(), explain()
     documented = documented_names()
     return {
+        "format": FORMAT,
         "accelerator": {
             "name": accelerator._name,
             "class": type(accelerator).__name__,

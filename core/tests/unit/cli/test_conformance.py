@@ -3,14 +3,28 @@
 import importlib.util
 import io
 import json
+import os
 import subprocess
+import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
 from deepspeed.cli import conformance
-from deepspeed.cli.conformance import as_markdown, conclusion, follow, left_out_rows, main, skip_rows, theme_rows
+from deepspeed.cli.conformance import (
+    as_badge,
+    as_markdown,
+    conclusion,
+    follow,
+    left_out_rows,
+    level_rows,
+    main,
+    skip_rows,
+    standing,
+    theme_rows,
+)
 from deepspeed.testing import forked
-from deepspeed.testing.suite import THEMES
+from deepspeed.testing.recording import judge
+from deepspeed.testing.suite import DEFAULT_LEVEL, NEEDED, THEMES
 from rich.console import Console
 
 QUICK = ("--accelerator", "plain", "-k", "graphs")
@@ -52,8 +66,8 @@ def one_line(capsys):
 
 
 def test_a_run_of_some_tests_is_partial(tmp_path, capsys):
-    record, page = tmp_path / "r.json", tmp_path / "r.md"
-    assert main([*QUICK, "--json", str(record), "--report", str(page)]) == 0
+    record, page, badge = (tmp_path / name for name in ("r.json", "r.md", "r.svg"))
+    assert main([*QUICK, "--json", str(record), "--report", str(page), "--badge", str(badge)]) == 0
     told = json.loads(record.read_text())
     assert {test["theme"] for test in told["tests"]} == {"graphs"}
     assert told["accelerator"]["class"] == "PlainAccelerator"
@@ -61,7 +75,17 @@ def test_a_run_of_some_tests_is_partial(tmp_path, capsys):
     assert ["graphs", False, "is_graph_supported() is False"] in told["capabilities"]
     left_out = told["left out"]
     assert ["test_names_are_torch_devices", "identity"] in left_out
-    assert {theme for _, theme in left_out} == set(THEMES) - {"graphs"}
+    asked = {theme for theme, level in THEMES.items() if level <= DEFAULT_LEVEL}
+    assert {theme for _, theme in left_out} == asked - {"graphs"}
+    assert told["format"] == 2
+    assert (told["level"]["asked"], told["level"]["reached"]) == (DEFAULT_LEVEL, None)
+    assert {name: about["verdict"] for name, about in told["level"]["levels"].items()} == {
+        "1": "partial",
+        "2": "partial",
+    }
+    assert told["level"]["levels"]["1"]["passed"] == 3
+    assert {test["level"] for test in told["tests"]} == {1}
+    assert "conformance partial" in badge.read_text()
     verdict = f"partial: 3 passed, 2 skipped; {len(left_out)} tests were left out"
     assert page.read_text().startswith(f"# Conformance of PlainAccelerator\n\n{verdict}\n")
     shown = capsys.readouterr()
@@ -129,6 +153,13 @@ def test_a_report_that_cannot_be_written(tmp_path, capsys):
     assert "cannot write" in one_line(capsys)  # before anything was run
 
 
+def test_a_level_that_is_none(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--level", "9"])
+    assert ended.value.code == 2
+    assert "argument --level: invalid choice: 9" in capsys.readouterr().err
+
+
 def test_without_pytest(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main([]) == 2
@@ -160,7 +191,8 @@ def install_crashing(tmp_path, monkeypatch, code):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-ext-crashing\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[deepspeed.accelerators]\ncrashing = ds_ext_crashing\n")
     (tmp_path / "ds_ext_crashing.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 def test_a_device_that_takes_the_process_along(tmp_path, monkeypatch, capsys):
@@ -215,6 +247,7 @@ def record():
         "capabilities": [["streams", False, "none"]],
         "ops": [],
         "tests": [dict(zip(keys, test, strict=True)) for test in tests],
+        "level": judge([], 2, False),
         "left out": [],
         "methods": {"asked": ["device"], "not asked": ["synchronize"]},
     }
@@ -249,6 +282,69 @@ def test_a_failure_among_some_tests_does_not_conform(record):
     record["left out"] = [["test_f", "rng"]]
     assert conclusion(record).startswith("does not conform: 1 passed, 1 failed")
     assert conclusion(record).endswith("; 1 test was left out")
+
+
+# ----- levels --------------------------------------------------------------------------------------------------------
+
+
+def told(*outcomes, level):
+    """Tests of a level, which pass where the level needs them, and further ones that came to `outcomes`."""
+    needed = [{"name": f"{name}[a case]", "level": level, "outcome": "passed"} for name in NEEDED[level]]
+    return [*needed, *({"name": "test_another", "level": level, "outcome": outcome} for outcome in outcomes)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reached", "words"),
+    [
+        ([], [], 2, "level 2 is reached, as was asked for"),
+        (["skipped"], ["passed", "skipped"], 2, "level 2 is reached, as was asked for"),
+        ([], ["failed"], 1, "level 1 is reached of 2 asked for: 1 test of level 2 failed"),
+        ([], ["error", "expected"], 1, "level 1 is reached of 2 asked for: 2 tests of level 2 failed"),
+        (["failed"], [], 0, "no level is reached of 2 asked for: 1 test of level 1 failed"),
+        (["expected"], ["failed"], 0, "no level is reached of 2 asked for: 1 test of level 1 failed"),
+    ],
+)
+def test_a_level_is_reached_when_it_and_all_below_passed(record, first, second, reached, words):
+    record["level"] = judge([*told(*first, level=1), *told(*second, level=2)], 2, False)
+    assert record["level"]["reached"] == reached
+    assert standing(record) == words
+    assert f"## Levels\n\n{words}\n\n| level | verdict |" in as_markdown(record)
+
+
+def test_a_level_whose_needed_test_was_skipped_is_not_reached(record):
+    tests = [{**test, "outcome": "skipped"} for test in told(level=1)] + told("passed", level=1)[-1:]
+    record["level"] = judge(tests, 1, False)
+    assert record["level"]["reached"] == 0
+    assert level_rows(record) == [["1 trains", "lacking", "1", "", "1", "", ", ".join(NEEDED[1])]]
+    assert standing(record).endswith(f"level 1 needs a case that passes of {', '.join(NEEDED[1])}")
+
+
+def test_levels_above_the_one_asked_for_and_tests_of_others_are_not_judged():
+    tests = [*told(level=1), *told("failed", level=2), {"name": "test_of_a_vendor", "level": None, "outcome": "failed"}]
+    found = judge(tests, 1, False)
+    assert found["reached"] == 1
+    assert list(found["levels"]) == ["1"]
+
+
+def test_a_part_of_the_suite_reaches_no_level(record):
+    record["level"] = judge([*told(level=1), *told("failed", level=2)], 2, True)
+    assert record["level"]["reached"] is None
+    assert [about["verdict"] for about in record["level"]["levels"].values()] == ["partial", "failed"]
+    assert standing(record) == "no level is reached by a part of the suite; level 2 was asked for"
+
+
+@pytest.mark.parametrize(
+    ("reached", "right"), [(None, "partial"), (0, "none"), *((level, f"L{level}") for level in (1, 2, 3, 4))]
+)
+def test_the_badge(record, reached, right):
+    record["level"] = {**record["level"], "reached": reached}
+    root = ElementTree.fromstring(as_badge(record))
+    assert root.attrib["aria-label"] == f"ds-core: conformance {right}"
+    texts = [each for each in root.iter() if each.tag.endswith("}text")]
+    assert [each.text for each in texts] == ["ds-core", f"conformance {right}"]
+    ends = [int(each.attrib["x"]) + int(each.attrib["textLength"]) for each in texts]
+    rests = [each for each in root.iter() if each.tag.endswith("}rect") and "fill" in each.attrib]
+    assert ends[0] < int(rests[1].attrib["x"]) < ends[1] < int(root.attrib["width"])
 
 
 def progress(*tests):

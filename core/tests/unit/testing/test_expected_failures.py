@@ -2,7 +2,7 @@
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.testing.suite.expected_failures import path_of_list, read_expected_failures, unknown_names
+from deepspeed.testing.suite.fixtures import path_of_list, read_expected_failures, unknown_names
 
 
 @pytest.fixture

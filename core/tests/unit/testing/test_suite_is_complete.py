@@ -3,14 +3,14 @@
 import pytest
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.testing import suite
-from deepspeed.testing.suite import test_completeness as completeness
+from deepspeed.testing.suite import test_hygiene as hygiene
 from deepspeed.testing.suite.fixtures import ASKED, Watched
 
 
 def test_a_new_method_that_no_test_asks_is_noticed(monkeypatch):
-    monkeypatch.setattr(completeness, "documented_names", lambda: [*documented_names(), "levitate"])
+    monkeypatch.setattr(hygiene, "documented_names", lambda: [*documented_names(), "levitate"])
     with pytest.raises(AssertionError, match="levitate"):
-        completeness.test_every_documented_method_is_asked_by_a_test()
+        hygiene.test_every_documented_method_is_asked_by_a_test()
 
 
 SOURCE = """
@@ -24,7 +24,7 @@ def helper(accelerator):
 
 
 def test_only_what_a_test_takes_from_the_accelerator_counts():
-    assert completeness._names_asked(SOURCE) == {"device"}
+    assert hygiene._names_asked(SOURCE) == {"device"}
 
 
 def test_what_a_test_takes_is_noted_and_what_the_accelerator_calls_itself_is_not(monkeypatch):

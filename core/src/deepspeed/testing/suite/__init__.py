@@ -7,39 +7,71 @@ The tests run against the current accelerator: `DS_ACCELERATOR`, or `set_acceler
 the one that is found. `expected_failures.txt` beside that file lists what is known to fail. `ds_conformance` runs the
 same without a file, and writes a report.
 
+Tests belong to levels (`LEVELS`), each of which promises more. A vendor's own tests import those of the first two;
+`ds_conformance --level` asks for others.
+
 May import everything below `runtime`; needs pytest. Read next: `fixtures.py` (what tests are given), any `test_*.py`
 (one theme each), `../requirements.py` (when a test is skipped).
 """
 
 import importlib
+from typing import Any
 
 try:
     import pytest
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the conformance suite needs pytest: pip install pytest") from error
 
-#: themes in the order in which they are run: what others stand on comes first
-THEMES = (
-    *("identity", "memory", "rng", "streams", "graphs", "dtypes", "environment"),
-    *("op_builders", "optimizer_kernels", "tensor_kernels", "generation_kernels"),
-    *("communication", "training", "hygiene", "completeness"),
-)
+#: level -> what an accelerator that reached it has shown
+LEVELS = {1: "trains", 2: "numerics"}
+#: the one that is asked for where nobody says which
+DEFAULT_LEVEL = 2
+#: theme -> level of its tests, in the order in which themes are run: what others stand on comes first
+THEMES = {
+    **{"identity": 1, "memory": 1, "rng": 2, "streams": 1, "graphs": 1, "dtypes": 2, "environment": 1},
+    **{"op_builders": 1, "optimizer_kernels": 2, "tensor_kernels": 2, "generation_kernels": 2},
+    **{"communication": 1, "training": 1, "hygiene": 1},
+}
+#: tests of another level than their theme
+_ELSEWHERE = {
+    "test_random_is_torchs_module": 1,
+    "test_supported_dtypes_agree_with_the_flags": 1,
+    "test_amp_is_a_module_of_torch_or_none": 1,
+    "test_triton_is_there_if_it_is_promised": 1,
+    "test_constructors_of_old_scripts": 1,
+}
+#: level -> tests without which it is not reached: a case of each has to pass, and none may be skipped as a whole
+NEEDED = {
+    1: ("test_losses_are_those_of_plain_torch",),
+    2: ("test_a_seed_repeats_and_another_differs", "test_a_layer_computes_as_on_the_host"),
+}
 _FIXTURES = ("accelerator", "device", "ds_expected_failure", "ds_undisturbed")
 
-__all__: list[str] = []
+
+def level_of(test: str, theme: str) -> int | None:
+    """Return the level of a test, named with its case or without; None for a test that is not the suite's."""
+    level = THEMES.get(theme)
+    return None if level is None else _ELSEWHERE.get(test.partition("[")[0], level)
 
 
-def _export(module_name: str, names: tuple[str, ...] | None = None) -> None:
-    module = importlib.import_module(f"{__name__}.{module_name}")
-    for name in names or [each for each in vars(module) if each.startswith("test_")]:
-        found = getattr(module, name)
-        assert name not in globals() or globals()[name] is found, f"{name} is there twice; rename one"
-        globals()[name] = found
-        if name not in __all__:
-            __all__.append(name)
+def chosen(level: int) -> dict[str, Any]:
+    """Name -> fixture or test, of all levels up to this one, in the order in which they are run."""
+    found = {name: getattr(importlib.import_module(f"{__name__}.fixtures"), name) for name in _FIXTURES}
+    for theme in THEMES:
+        module = importlib.import_module(f"{__name__}.test_{theme}")
+        for name in [each for each in vars(module) if each.startswith("test_")]:
+            test = getattr(module, name)
+            assert found.setdefault(name, test) is test, f"{name} is there twice; rename one"
+            if level_of(name, theme) > level:  # type: ignore[operator]
+                del found[name]
+    return found
+
+
+def all_tests() -> list[str]:
+    """Names of the tests of all levels."""
+    return [name for name in chosen(max(LEVELS)) if name not in _FIXTURES]
 
 
 pytest.register_assert_rewrite(*(f"{__name__}.test_{theme}" for theme in THEMES))
-_export("fixtures", _FIXTURES)
-for _theme in THEMES:
-    _export(f"test_{_theme}")
+globals().update(chosen(DEFAULT_LEVEL))
+__all__ = list(chosen(DEFAULT_LEVEL))

@@ -1,9 +1,12 @@
 """Manners of the plugin: it says which API it was made for, is asked cheaply, and changes nothing that is not its own.
 
-What happens at an import can be seen in a fresh process only, so that these tests start one, and look at it.
+What happens at an import can be seen in a fresh process only, so that these tests start one, and look at it. The suite
+looks at itself as well: every documented method is asked somewhere, and the list of expected failures is real.
 """
 
+import ast
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -16,11 +19,13 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.accelerator.current import explain
 from deepspeed.ops.implementations import builder_names, call_quietly, construct, implemented, incompatible
 from deepspeed.plugins import plugin_manager
 from deepspeed.plugins.admission import ACCELERATORS
-from deepspeed.testing import requirements
+from deepspeed.testing import requirements, suite
+from deepspeed.testing.suite.fixtures import path_of_list, read_expected_failures, unknown_names
 
 # A probe is asked in each process that is started with no DS_ACCELERATOR. Measured on a busy machine: room for that.
 _PROBE_LIMIT_S = 1.0
@@ -160,3 +165,47 @@ def test_nothing_is_written_where_it_is_installed(accelerator: DeepSpeedAccelera
                 call_quietly(builder.load)
     torch.ones(2, device=accelerator.device_name()).sum().item()
     assert _files(folder) == before
+
+
+# ----- the suite itself ----------------------------------------------------------------------------------------------
+
+
+def _names_asked(source: str) -> set[str]:
+    """Attributes that test functions of a file take from their argument `accelerator`."""
+    names: set[str] = set()
+    for function in ast.parse(source).body:
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    names.update([node.attr] if node.value.id == "accelerator" else [])
+    return names
+
+
+def test_every_documented_method_is_asked_by_a_test() -> None:
+    themes = [theme for theme, level in suite.THEMES.items() if level <= suite.DEFAULT_LEVEL]
+    sources = [Path(suite.__file__).with_name(f"test_{theme}.py").read_text(encoding="utf-8") for theme in themes]
+    asked = set().union(*map(_names_asked, sources))
+    asked |= _parametrized_names()
+    assert sorted(set(documented_names()) - asked) == []
+
+
+def _parametrized_names() -> set[str]:
+    """Words that tests get as parameters: names of methods among them."""
+    names: set[str] = set()
+    for name in suite.__all__:
+        for mark in getattr(getattr(suite, name), "pytestmark", []):
+            if mark.name == "parametrize":
+                names.update(value for value in mark.args[1] if isinstance(value, str))
+    return names
+
+
+def test_every_theme_has_tests() -> None:
+    for theme in suite.THEMES:
+        module = importlib.import_module(f"{suite.__name__}.test_{theme}")
+        assert [name for name in vars(module) if name.startswith("test_")], theme
+
+
+def test_expected_failures_are_tests_of_the_suite(request: pytest.FixtureRequest) -> None:
+    path = path_of_list(request.config, Path(request.path))
+    unknown = unknown_names(read_expected_failures(path), suite.all_tests())
+    assert not unknown, f"{path} names no tests of the suite: {', '.join(unknown)}"
