@@ -35,6 +35,7 @@ TOOLS = (
     "cookiecutter",
     "scikit-learn",  # real digits
     "jsonschema",  # of the configuration
+    "shtab",  # completion in shells
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TOOLS_OF_SITE = ("mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")  # ruff lays out the signatures

@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
@@ -185,6 +186,9 @@ def collect_why() -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.completion:
+        sys.stdout.write(Path(__file__).with_name(f"completion.{options.completion}").read_text(encoding="utf-8"))
+        return 0
     with _quiet() if options.hide_errors_and_warnings else nullcontext():
         report = (
             collect_why() if options.explain_accelerator else collect(options.build, not options.hide_operator_status)
@@ -230,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--all-ranks", action="store_true", help="compare the ranks of a job; a launcher starts the command on each"
     )
+    what.add_argument("--completion", choices=("bash", "zsh"), help="print what a shell needs to complete our commands")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
     parser.add_argument("-v", "--verbose", action="store_true", help="also origins and tracebacks of plugins")
     parser.add_argument("--hide_operator_status", action="store_true", help="omit the ops")
