@@ -14,8 +14,9 @@ level the run asks for, so that the levels up to it are judged.
     level         asked; reached (0: none; null: tests were left out, so that none was judged); levels, by number:
                   name, verdict (passed, failed, lacking, partial), counts of passed, failed, skipped and expected
                   tests, the needed tests that did not pass, and what was measured
-    tests         [name, theme, level, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected
-                  (failed as the list of expected failures says); the reason of a failure is its message, in one line
+    tests         [name, theme, level, outcome, seconds, reason, and figures where it measured some]; outcome is passed,
+                  failed, error, skipped or expected (failed as the list of expected failures says); the reason of a
+                  failure is its message, in one line
     left out      [name, theme] of the tests that `-k` kept from running
     methods       documented methods of the accelerator that tests asked for, and those that none did
 """
@@ -143,6 +144,8 @@ class Recorder:
         outcome = _outcome(report)
         if outcome is not None and test["outcome"] not in ("failed", "error"):
             test["outcome"], test["reason"] = outcome, _reason(report)
+        if report.when == "call" and (figures := [value for name, value in report.user_properties if name == "figure"]):
+            test["figures"] = figures
 
     def pytest_sessionfinish(self) -> None:
         """Writes the record."""

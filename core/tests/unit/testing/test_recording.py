@@ -2,7 +2,7 @@
 
 import pytest
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.testing.recording import _without_frames
+from deepspeed.testing.recording import Recorder, _without_frames, judge
 
 
 def fail_far_down():
@@ -37,3 +37,23 @@ def test_of_several_ranks_the_first_is_told():
 )
 def test_other_messages_stay_as_they_are(message):
     assert _without_frames(message) == message
+
+
+MEASURES = """
+def test_share(record_property):
+    record_property("figure", {"what": "x", "share": 0.2})
+    record_property("other", 1)
+    assert False, "too slow"
+"""
+
+
+def test_what_a_test_measured_is_noted_though_it_failed(tmp_path):
+    (tmp_path / "test_measures.py").write_text(MEASURES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    recorder = Recorder(level=3)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--import-mode=importlib"]
+    pytest.main([*options, "-c", str(tmp_path / "pytest.ini"), str(tmp_path)], plugins=[recorder])
+    (test,) = recorder.tests.values()
+    assert test["outcome"] == "failed"
+    assert test["figures"] == [{"what": "x", "share": 0.2}]
+    assert judge([{**test, "level": 3}], 3, False)["levels"]["3"]["figures"] == test["figures"]

@@ -8,7 +8,7 @@ the one that is found. `expected_failures.txt` beside that file lists what is kn
 same without a file, and writes a report.
 
 Tests belong to levels (`LEVELS`), each of which promises more. A vendor's own tests import those of the first two;
-`ds_conformance --level` asks for others.
+`ds_conformance --level` asks for others, which take the device for themselves.
 
 May import everything below `runtime`; needs pytest. Read next: `fixtures.py` (what tests are given), any `test_*.py`
 (one theme each), `../requirements.py` (when a test is skipped).
@@ -23,14 +23,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the conformance suite needs pytest: pip install pytest") from error
 
 #: level -> what an accelerator that reached it has shown
-LEVELS = {1: "trains", 2: "numerics"}
+LEVELS = {1: "trains", 2: "numerics", 3: "speed"}
 #: the one that is asked for where nobody says which
 DEFAULT_LEVEL = 2
 #: theme -> level of its tests, in the order in which themes are run: what others stand on comes first
 THEMES = {
     **{"identity": 1, "memory": 1, "rng": 2, "streams": 1, "graphs": 1, "dtypes": 2, "environment": 1},
     **{"op_builders": 1, "optimizer_kernels": 2, "tensor_kernels": 2, "generation_kernels": 2},
-    **{"communication": 1, "training": 1, "hygiene": 1},
+    **{"communication": 1, "training": 1, "hygiene": 1, "speed": 3},
 }
 #: tests of another level than their theme
 _ELSEWHERE = {
@@ -39,11 +39,21 @@ _ELSEWHERE = {
     "test_amp_is_a_module_of_torch_or_none": 1,
     "test_triton_is_there_if_it_is_promised": 1,
     "test_constructors_of_old_scripts": 1,
+    "test_the_same_seed_gives_the_same_bits": 2,
 }
 #: level -> tests without which it is not reached: a case of each has to pass, and none may be skipped as a whole
 NEEDED = {
     1: ("test_losses_are_those_of_plain_torch",),
-    2: ("test_a_seed_repeats_and_another_differs", "test_a_layer_computes_as_on_the_host"),
+    2: (
+        "test_a_seed_repeats_and_another_differs",
+        "test_operators_are_right_to_a_few_ulp",
+        "test_the_same_seed_gives_the_same_bits",
+    ),
+    3: (
+        "test_share_of_the_copy_bandwidth",
+        "test_share_of_the_matmul_rate",
+        "test_share_of_the_matmul_rate_in_training",
+    ),
 }
 _FIXTURES = ("accelerator", "device", "ds_expected_failure", "ds_undisturbed")
 

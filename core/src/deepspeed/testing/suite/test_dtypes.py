@@ -1,6 +1,13 @@
-"""Number formats: what the device says it computes in, it computes, forward and backward, as the host does."""
+"""Number formats: what the device says it computes in, it computes, forward and backward, as the host does.
+
+Operators are compared with fp64 on the host, in units in the last place (ULP) of the result: `eps` of the dtype times
+the magnitude of what was added up, which is the result's own where nothing is added. fp32 arithmetic is within the
+limits; products of fewer bits (TF32, or sums that are kept in half precision) are not.
+"""
 
 import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -41,6 +48,55 @@ def test_a_layer_computes_as_on_the_host(
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.float().cpu(), other, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+
+
+class _Operator(NamedTuple):
+    """One function of a matrix [64, 256], how many ULP it may be off in fp32, and the magnitude of what it adds up."""
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+    limit: float
+    magnitude: Callable[[torch.Tensor], torch.Tensor]
+
+
+_SIDE = 256  # terms of a sum
+_OPERATORS = {
+    "product": _Operator(lambda x: x @ x.t(), 16, lambda x: x.abs() @ x.abs().t()),
+    "sum": _Operator(lambda x: x.sum(1), 8, lambda x: x.abs().sum(1)),
+    "exp": _Operator(torch.exp, 4, torch.exp),
+    "tanh": _Operator(torch.tanh, 4, lambda x: torch.tanh(x).abs()),
+    "gelu": _Operator(torch.nn.functional.gelu, 4, torch.abs),
+    "softmax": _Operator(lambda x: x.softmax(1), 8, lambda x: x.softmax(1)),
+    "log softmax": _Operator(lambda x: x.log_softmax(1), 4, lambda x: x.log_softmax(1).abs()),
+    "layer norm": _Operator(lambda x: torch.nn.functional.layer_norm(x, (_SIDE,)), 8, lambda x: x.abs() + 1),
+    "rsqrt": _Operator(lambda x: x.square().add(1).rsqrt(), 4, lambda x: x.square().add(1).rsqrt()),
+}
+_LIMIT_OF_HALF = 2.0  # the result is rounded once, from fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _OPERATORS)
+def test_operators_are_right_to_a_few_ulp(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    requirements.dtype(dtype).check()
+    operator = _OPERATORS[name]
+    x = torch.randn(64, _SIDE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, again = (operator.call(x.to(device)).cpu() for _ in range(2))
+    assert torch.equal(found, again), f"{name} in {dtype} gives other bits when it is called again"
+    off = ulps_off(found, operator.call(x.double()), operator.magnitude(x.double()))
+    limit = operator.limit if dtype is torch.float32 else _LIMIT_OF_HALF
+    assert off <= limit, f"{name} in {dtype} is {off:.1f} ULP off, and at most {limit:g} are right"
+
+
+def ulps_off(found: torch.Tensor, wanted: torch.Tensor, magnitude: torch.Tensor) -> float:
+    """Return by how many ULP of its dtype `found` is off at most; inf where it is not a number.
+
+    Args:
+        found: the device's result, on the host.
+        wanted: the same in fp64.
+        magnitude: of what was added up, for each element; not below the smallest normal number.
+    """
+    limits = torch.finfo(found.dtype)
+    off = (found.double() - wanted).abs() / (magnitude.clamp(min=limits.tiny) * limits.eps)
+    return float(off.nan_to_num(nan=float("inf")).max())
 
 
 def _gradients(layer: torch.nn.Linear, x: torch.Tensor) -> list[torch.Tensor]:
