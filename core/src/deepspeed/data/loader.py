@@ -164,6 +164,8 @@ class DeepSpeedDataLoader:
         """
         self._require_place("resume")
         size, step = len(self.dataset), self.batch_size * self._num_replicas  # type: ignore[arg-type]
+        if isinstance(self.data_sampler, _DealingSampler):  # whose epochs are whole steps
+            size, step = self.data_sampler.total_size, self.data_sampler.step_size
         if size % step or num_samples % step:
             raise ConfigError(
                 f"resume: asked for {num_samples} of {size} samples, which are not whole batches of "
@@ -270,7 +272,7 @@ class _DealingSampler(DistributedSampler[Any]):
     def __init__(self, like: DistributedSampler[Any], batch_size: int, step_size: int, *, drop_last: bool) -> None:
         super().__init__(like.dataset, like.num_replicas, like.rank, shuffle=like.shuffle, seed=like.seed)
         assert step_size % (batch_size * self.num_replicas) == 0
-        self._batch_size, self._step_size, self._drops = batch_size, step_size, drop_last
+        self._batch_size, self.step_size, self._drops = batch_size, step_size, drop_last
         size = len(like.dataset)  # type: ignore[arg-type]
         self.total_size = (size // step_size if drop_last else -(-size // step_size)) * step_size
         self.num_samples = self.total_size // self.num_replicas
@@ -281,8 +283,8 @@ class _DealingSampler(DistributedSampler[Any]):
     def share(self, rest: list[Any], order: list[Any]) -> list[Any]:
         """This rank's micro-batches of `rest`, the end of an epoch whose samples are `order`."""
         if self._drops:
-            rest = rest[: len(rest) // self._step_size * self._step_size]
-        rest = rest + list(islice(cycle(order), -len(rest) % self._step_size))
+            rest = rest[: len(rest) // self.step_size * self.step_size]
+        rest = rest + list(islice(cycle(order), -len(rest) % self.step_size))
         turn = self._batch_size * self.num_replicas
         first = self._batch_size * self.rank
         return [each for start in range(first, len(rest), turn) for each in rest[start : start + self._batch_size]]
