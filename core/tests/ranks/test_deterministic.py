@@ -1,6 +1,7 @@
 """`deterministic`: losses that are bitwise the same for every number of ranks, stage, placement and accumulation."""
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -290,6 +291,133 @@ def test_forwards_have_random_numbers_of_their_own():
     assert both[0][2:] != alone[2:]
 
 
+def noisy(engine, x):
+    """A hook of the script draws in every backward."""
+    if engine.global_steps == 0 and not engine.module.embedding.weight._backward_hooks:
+        engine.module.embedding.weight.register_hook(lambda grad: grad + 1e-3 * torch.rand_like(grad))
+    return engine(x)
+
+
+def twin(engine, x):
+    """A forward without gradients precedes the first one of a step on this rank."""
+    if engine.is_first:
+        with torch.no_grad():
+            engine(x)
+    return engine(x)
+
+
+def partly_training(engine, x):
+    engine.eval()
+    engine.module.blocks[1].train()
+    return engine(x)
+
+
+def of_tracker(engine, x):
+    if engine.global_steps == 0 and engine.is_first:
+        deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
+        engine.module.blocks[0].dropout = Forked(0.3)
+    return engine(x)
+
+
+class Forked(torch.nn.Dropout):
+    def forward(self, x):
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            return super().forward(x)
+
+
+def again(engine, x, **how):
+    scale = torch.ones(1, requires_grad=True)  # a reentrant checkpoint asks for an input with a gradient
+    return torch.utils.checkpoint.checkpoint(lambda x, scale: engine(x) * scale[0], x, scale, **how)
+
+
+FORWARDS = {
+    "past the engine": (lambda engine, x: engine.module(x)),
+    "with a hook that draws": noisy,
+    "with another one without gradients": twin,
+    "with dropout in a part": partly_training,
+    "with named states": of_tracker,
+    "computed again": partial(again, use_reentrant=False),
+    "computed again in the backward's own way": partial(again, use_reentrant=True),
+    "computed again without their states": partial(again, use_reentrant=False, preserve_rng_state=False),
+}
+
+
+def forwards(stage):
+    """The losses and norms with each of `FORWARDS`."""
+    found = {}
+    for name, forward in FORWARDS.items():
+        torch.manual_seed(dist.get_rank())
+        engine = create(stage)
+        losses, norms = [], []
+        for batch in batches(steps=range(2)):
+            own = []
+            for number, each in enumerate(batch):
+                engine.is_first = number == 0
+                own.append(forward(engine, each))
+                by_engine(engine, own[-1:])
+            everyone = [None] * dist.get_world_size()
+            torch.distributed.all_gather_object(everyone, [loss.item().hex() for loss in own])
+            losses += [loss for turn in zip(*everyone, strict=True) for loss in turn]
+            norms.append(float(engine.get_global_grad_norm()).hex())
+        engine.destroy()
+        found[name] = losses, norms
+    deepspeed.checkpointing.get_cuda_rng_tracker().reset()
+    return found
+
+
+def test_every_way_to_call_the_model_has_the_same_random_numbers():
+    alone, both = run_ranks(1, forwards, 0)[0], run_ranks(2, forwards, 2)[0]
+    for name in FORWARDS:
+        assert both[name] == alone[name], name
+    assert alone["computed again"] == alone["past the engine"]  # and its gradients are those of the same numbers
+
+
+def divided(world_size):
+    """Train in fp16 on losses that the script itself divides, by which small gradients would vanish."""
+    engine = create(2, precision="fp16", fp16={"enabled": True, "loss_scale": 1})
+    found = []
+    for batch in batches(steps=range(2)):
+        for each in batch:
+            engine.backward(1e-3 * engine(each).float() / len(batch), scale_wrt_gas=False)
+            engine.step()
+        found.append(float(engine.get_global_grad_norm()).hex())
+    engine.destroy()
+    return found
+
+
+def test_a_loss_that_the_script_divides_has_the_same_gradients_in_fp16():
+    assert run_ranks(2, divided, 2)[0] == run_ranks(1, divided, 1)[0]
+
+
+def resumed(size, drops, num_steps):
+    """The samples of this rank after so many steps, by the same loader and by one that begins there."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // dist.get_world_size(),
+        "optimizer": {"type": "SGD"},
+        "deterministic": {"enabled": True},
+        "dataloader_drop_last": drops,
+    }
+    data = [torch.tensor([float(number)]) for number in range(size)]
+    engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, training_data=data)[0]
+    other = engine.deepspeed_io(data)
+    other.resume(8 * num_steps)
+    found = []
+    for loader, skipped in ((engine.training_dataloader, num_steps), (other, 0)):
+        repeated = deepspeed.utils.RepeatingLoader(loader)
+        batches = [next(repeated).flatten().tolist() for _ in range((skipped + 4) * 4 // dist.get_world_size())]
+        found.append(batches[skipped * 4 // dist.get_world_size() :])
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("size", "drops"), [(20, False), (20, True), (21, False)])
+def test_a_loader_resumes_where_an_epoch_is_no_whole_step(size, drops):
+    for world_size, num_steps in ((1, 3), (2, 2)):
+        expected, found = run_ranks(world_size, resumed, size, drops, num_steps)[0]
+        assert found == expected
+
+
 def samples(size, drops):
     """The micro-batches of an epoch and of the beginning of the next, of all ranks in the order of the global batch."""
     torch.manual_seed(0)
@@ -385,11 +513,11 @@ def refusals(cases):
     """What `create` with each case raises."""
     found = []
     for case in cases:
-        model = case.pop("model", None)
+        model, client = case.pop("model", None), case.pop("client", None)
         config = {"train_batch_size": 4 * dist.get_world_size(), "deterministic": {"enabled": True}, **case}
         config.setdefault("optimizer", {"type": "AdamW"})
         try:
-            deepspeed.initialize(model=model or torch.nn.Linear(4, 4), config=config)[0].destroy()
+            deepspeed.initialize(model=model or torch.nn.Linear(4, 4), optimizer=client, config=config)[0].destroy()
         except ConfigError as error:
             found.append(str(error))
         else:
@@ -400,6 +528,7 @@ def refusals(cases):
 
 NAMED = {
     "the optimizer FusedLamb": {"optimizer": {"type": "Lamb"}},
+    "the optimizer AdamW with fused=True": {"client": partial(torch.optim.AdamW, lr=0.1, fused=True)},
     "the optimizer OnebitAdam": {"optimizer": {"type": "OneBitAdam"}},
     "module 1, a BatchNorm1d": {"model": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))},
     "zero_optimization.zero_quantized_gradients": {
@@ -445,6 +574,13 @@ def misuse(name):
             safe_get_full_grad(engine.module.embedding.weight)
             engine.step()
             engine.backward(engine(batches()[0][1]))
+        elif name == "apart":
+            losses = [loss, engine(batches()[0][1])]
+            by_engine(engine, losses)
+        elif name == "apart, at boundaries":
+            by_boundary(engine, [loss, engine(batches()[0][1])])
+        elif name == "again and again":
+            by_engine(engine, [again(engine, batches()[0][1], use_reentrant=False)])
         elif name == "late":
             by_engine(engine, [loss])
             safe_get_full_grad(engine.module.embedding.weight)
@@ -460,6 +596,9 @@ def misuse(name):
     ("name", "expected"),
     [
         ("two backwards", "found 2 backwards in one micro-batch"),
+        ("apart", "found a backward with no forward since the one before it"),
+        ("apart, at boundaries", "found 2 backwards in one micro-batch"),
+        ("again and again", "found a checkpoint around the engine after 2 forwards"),
         ("no_sync", "no_sync: deterministic.enabled is true"),
         ("read", "found a backward after the sums of its step were read"),
         ("late", "found a gradient that came after its bucket was sent"),
@@ -468,6 +607,65 @@ def misuse(name):
 def test_a_micro_batch_that_is_no_summand_is_refused(name, expected):
     for message in run_ranks(2, misuse, name):
         assert expected in message
+
+
+def written():
+    """What a model says whose forward changes a buffer, and one that changes a cache."""
+    found = []
+    for persistent in (True, False):
+        engine = deepspeed.initialize(
+            model=Counting(persistent),
+            config={
+                "train_batch_size": 4 * dist.get_world_size(),
+                "optimizer": {"type": "AdamW"},
+                "deterministic": {"enabled": True},
+            },
+        )[0]
+        try:
+            by_engine(engine, [engine(torch.ones(4, 3)).mean()])
+        except ConfigError as error:
+            found.append(str(error))
+        engine.destroy()
+    return found
+
+
+class Counting(torch.nn.Linear):
+    def __init__(self, persistent):
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.full((), torch.nan), persistent=persistent)
+
+    def forward(self, x):
+        self.seen.data.nan_to_num_().add_(1)
+        return super().forward(x)
+
+
+def test_a_buffer_that_follows_the_micro_batches_of_a_rank_is_refused():
+    (message,) = run_ranks(2, written)[0]
+    assert "found the buffer seen of a Counting, which a forward has written" in message
+
+
+def modes(before, warns):
+    """Whether torch uses deterministic kernels, and whether others only warn, as engines come and go."""
+    torch.use_deterministic_algorithms(before, warn_only=warns)
+
+    def mode():
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    found, engines = [], [create(), create()]
+    for engine in engines:
+        found.append(mode())
+        engine.destroy()
+        engine.destroy()
+    found.append(mode())
+    with pytest.raises(ConfigError):
+        create(zero={"offload_param": {"device": "cpu"}, "stage": 1}, optimizer={"type": "Lamb"})
+    return [*found, mode()]
+
+
+@pytest.mark.parametrize(("before", "warns"), [(False, False), (True, True), (True, False)])
+def test_kernels_are_as_before_when_the_last_engine_ends(before, warns):
+    on, was = (True, False), (before, warns)
+    assert run_ranks(1, modes, before, warns)[0] == [on, on, was, was]
 
 
 def test_blocks_that_run_twice_have_one_order_without_overlap():

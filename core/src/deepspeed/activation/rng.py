@@ -8,6 +8,7 @@ Megatron-LM's interface on the accelerator in use, the CPU too; `checkpointing.p
 `checkpoint` restores the named states as well as the default one when it computes a block again.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,22 @@ class RNGStatesTracker:
         accelerator.set_rng_state(current)
 
     @contextmanager
+    def restarted(self, text: str) -> Iterator[None]:
+        """Inside, each named state is one that follows from `text` and its name; afterwards what it was before."""
+        former, accelerator = self.states_, get_accelerator()
+        if former:
+            current = accelerator.get_rng_state()
+            self.states_ = {}
+            for name in former:
+                accelerator.manual_seed(seed_from(f"{text} {name}"))
+                self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(current)
+        try:
+            yield
+        finally:
+            self.states_ = {**self.states_, **former}
+
+    @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Inside, random numbers come from the named state, which goes on from there; afterwards from the former state.
 
@@ -82,6 +99,11 @@ class RNGStatesTracker:
 
 _tracker = RNGStatesTracker()
 _own_rank: Callable[[], int] | None = None  # None: as the engine's mesh has it
+
+
+def seed_from(text: str) -> int:
+    """Return a seed that follows from `text`, another one for any other."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def get_rng_tracker() -> RNGStatesTracker:

@@ -3,24 +3,26 @@ placement and number of accumulation steps that share the global batch in micro-
 
     sums of gradients     one binary tree over the micro-batches of a step       `FixedOrder`
     their norm            a sum that no order changes                            `ExactSquares`
-    random numbers        of a forward: from (seed, step, micro-batch)           `OneOrder`
+    random numbers        of a forward, backward: from (seed, step, micro-batch) `OneOrder`
     samples               of `training_data`: whole micro-batches by turns       `DeepSpeedDataLoader`
-    kernels               those that torch calls deterministic; others raise     `torch.use_deterministic_algorithms`
+    kernels               those that torch calls deterministic; others raise     `DeterministicKernels`
 
 What cannot be bitwise the same is refused by its name: keys in `sharding.py`, all else here. Called by `build.py`, once
 per engine.
 """
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation.rng import get_rng_tracker, seed_from
 from deepspeed.comm.values import check_same
 from deepspeed.config.training import DeterministicConfig
 from deepspeed.errors import ConfigError, StateError
@@ -28,6 +30,7 @@ from deepspeed.optim import is_elementwise
 from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.zero.backward_window import is_in_backward
 
 if TYPE_CHECKING:
     from deepspeed.engine.training import Accumulation
@@ -35,75 +38,240 @@ if TYPE_CHECKING:
 
 _NOWHERE = (-1, -1)
 
+_APART = (
+    "deterministic.enabled: found a backward with no forward since the one before it, after forwards that have drawn "
+    "random numbers. They follow from the place of the micro-batch, which is known if its backward comes before the "
+    "next forward: call backward after each forward, or model.eval() where nothing is to be drawn"
+)
+
 
 class OneOrder:
-    """`OneOrder` knows the place of every micro-batch in the global batch, and gives its forward random numbers of its
-    own, whatever rank runs it.
+    """`OneOrder` knows the place of every micro-batch in the global batch, and gives its forward and its backward
+    random numbers of their own, whatever rank runs them.
 
-    They follow from the seed, the step, the place, and which forward of the micro-batch it is. The generators of this
-    process are as before when the forward is over: what the script draws is its own.
+    They follow from the seed, the step, the place, and which forward of the micro-batch it is, of those with gradients
+    or of the others. The generators of this process are as before when it is over: what the script draws is its own.
 
     Args:
         seed: the same on all ranks.
         world_size: ranks of data parallelism.
         rank: among them.
+        module: its forwards have these numbers too where a script calls it past the engine.
+        num_steps: returns how many steps the run has made.
     """
 
-    def __init__(self, seed: int, world_size: int, rank: int) -> None:
+    def __init__(self, seed: int, world_size: int, rank: int, module: nn.Module, num_steps: Callable[[], int]) -> None:
         self._seed = seed
         self._world_size, self._rank = world_size, rank
+        self._num_steps = num_steps
         self._num_reduced = 0  # backwards since the last step whose gradients are summed over the ranks
         self._num_of_micro_batch = 0  # the same of the current micro-batch
         self._last = _NOWHERE  # step and backwards before the last forward
-        self._num_forwards = 0  # of the same micro-batch before this one
+        self._num_forwards = {True: 0, False: 0}  # of the same micro-batch before now, by whether they have gradients
+        self._last_name = ""  # of the last forward
+        self._num_backwards = 0  # since then
+        self._num_since = 0  # forwards since the last of the backwards that are counted
+        self._has_drawn = False  # a forward since the last step
+        self._is_inside = False  # a forward
+        self._unchecked: list[tuple[str, nn.Module, str]] | None = _kept_buffers(module)  # by the first forward
+        self._watched = ExitStack()  # the forward of the module that runs
+        self._hooks = [] if module._compiled_call_impl is not None else self._watch(module)
+        self._give_back = weakref.finalize(self, DeterministicKernels.take())
+        self._give_back.atexit = False
 
-    def saw_reduction(self) -> None:
-        """One more backward ends in a sum over the ranks."""
+    def _watch(self, module: nn.Module) -> list[RemovableHandle]:
+        itself = weakref.ref(self)
+
+        def enter(module: nn.Module, _: Any) -> None:
+            owner = itself()
+            if owner is not None and not owner._is_inside and (module.training or torch.is_grad_enabled()):
+                owner._watched.enter_context(OneOrder.of_forward(owner, owner._num_steps()))
+
+        def leave(*_: Any) -> None:
+            if (owner := itself()) is not None:
+                owner._watched.close()
+
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def stop_watching(self) -> None:
+        """Only forwards through the engine have these numbers from now on: the module is about to be compiled."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def close(self) -> None:
+        """The engine ends."""
+        self.stop_watching()
+        self._give_back()
+
+    def saw_reduction(self) -> StateError | None:
+        """One more backward ends in a sum over the ranks. Returns what to raise if its forward has no place."""
         self._num_reduced += 1
         self._num_of_micro_batch += 1
+        has_forward, self._num_since = self._num_since > 0, 0
+        self._num_backwards = 0
+        if has_forward or not self._has_drawn:
+            return None
+        return StateError(_APART) if self._num_of_micro_batch == 1 else _too_many(self._num_of_micro_batch)
 
     def end_micro_batch(self, schedule: "Accumulation") -> StateError | None:
         """The micro-batch is over. Returns what to raise if it was not one summand: two would be those of two
         micro-batches on another number of ranks. Where a user sets boundaries, none ends before the step does."""
         found, self._num_of_micro_batch = self._num_of_micro_batch, 0
-        if found <= 1 or schedule.boundary is not None:
-            return None
-        return StateError(
-            f"deterministic.enabled: found {found} backwards in one micro-batch, which have no place in one order of "
-            "sums over micro-batches; add the losses up and call backward once, or enclose the backwards in "
-            "engine.coalesce_grad_reduction()"
-        )
+        return None if found <= 1 or schedule.boundary is not None else _too_many(found)
 
     def restart(self) -> None:
         """A step begins, or begins again."""
-        self._num_reduced = self._num_of_micro_batch = 0
+        self._num_reduced = self._num_of_micro_batch = self._num_since = 0
+        self._has_drawn = False
         self._last = _NOWHERE
 
     @contextmanager
     def of_forward(self, step: int) -> Iterator[None]:
         """Enclose one forward that trains, after so many steps."""
-        place = step, self._num_reduced
-        self._num_forwards = self._num_forwards + 1 if self._last == place else 0
-        self._last = place
+        is_again = is_in_backward()  # a checkpoint around the engine
+        name = self._same_name() if is_again else self._next_name(step)
+        before = self._buffers() if not is_again and torch.is_grad_enabled() else []
+        self._is_inside = True
+        try:
+            with self._drawing(name):
+                yield
+        finally:
+            self._is_inside = False
+        for path, former, part, key in before:
+            _refuse_written(path, former, part, key)
+
+    def of_backward(self, step: int) -> AbstractContextManager[None]:
+        """Enclose one backward, after so many steps; call it before `saw_reduction`. What draws there is a hook of the
+        script, or a checkpoint that does not preserve random numbers."""
         micro_batch = self._num_reduced * self._world_size + self._rank
-        name = f"{self._seed} {step} {micro_batch} {self._num_forwards}"
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        accelerator = get_accelerator()
+        self._num_backwards += 1
+        return self._drawing(f"{self._seed} {step} {micro_batch} backward {self._num_backwards}", is_forward=False)
+
+    def _next_name(self, step: int) -> str:
+        place, has_gradients = (step, self._num_reduced), torch.is_grad_enabled()
+        if self._last != place:
+            self._num_forwards = {True: 0, False: 0}
+        number = self._num_forwards[has_gradients]
+        self._last, self._num_forwards[has_gradients] = place, number + 1
+        self._num_since += 1
+        micro_batch = self._num_reduced * self._world_size + self._rank
+        self._last_name = f"{self._seed} {step} {micro_batch} {number}" + (
+            "" if has_gradients else " without gradients"
+        )
+        return self._last_name
+
+    def _same_name(self) -> str:
+        if (found := sum(self._num_forwards.values())) > 1:
+            raise StateError(
+                f"deterministic.enabled: found a checkpoint around the engine after {found} forwards of a micro-batch, "
+                "of which it does not say which one it computes again; put the checkpoint inside the model"
+            )
+        return self._last_name
+
+    @contextmanager
+    def _drawing(self, name: str, *, is_forward: bool = True) -> Iterator[None]:
+        """Inside, random numbers follow from `name`."""
+        accelerator, tracker = get_accelerator(), get_rng_tracker()
         on_host = accelerator.device_name() == "cpu"
         host, device = torch.get_rng_state(), None if on_host else accelerator.get_rng_state()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
         try:
-            yield
+            with tracker.restarted(name):
+                torch.manual_seed(seed_from(name))
+                seeded = torch.get_rng_state(), None if on_host else accelerator.get_rng_state()
+                yield
+                if is_forward and not self._has_drawn:
+                    self._has_drawn = bool(tracker.states_) or not torch.equal(seeded[0], torch.get_rng_state())
+                    if seeded[1] is not None:
+                        self._has_drawn |= not torch.equal(seeded[1], accelerator.get_rng_state())
         finally:
             torch.set_rng_state(host)
             if device is not None:
                 accelerator.set_rng_state(device)
 
+    def _buffers(self) -> list[tuple[str, Tensor, nn.Module, str]]:
+        """The buffers as they are, if this is the first forward with gradients."""
+        listed, self._unchecked = self._unchecked or [], None
+        found = [(path, part._buffers.get(key), part, key) for path, part, key in listed]
+        return [(path, buffer.clone(), part, key) for path, buffer, part, key in found if buffer is not None]
+
+
+class DeterministicKernels:
+    """The kernels that torch calls deterministic are used while an engine needs them; then as before."""
+
+    _num_users = 0
+    _before = False, False  # whether they were used, and whether others only warned
+
+    @classmethod
+    def take(cls) -> Callable[[], None]:
+        """One more engine needs them, until what is returned is called."""
+        if cls._num_users == 0:
+            enabled, warns = (
+                torch.are_deterministic_algorithms_enabled,
+                torch.is_deterministic_algorithms_warn_only_enabled,
+            )
+            cls._before = enabled(), warns()
+        cls._num_users += 1
+        torch.use_deterministic_algorithms(True)
+        return cls._give_back
+
+    @classmethod
+    def _give_back(cls) -> None:
+        cls._num_users -= 1
+        if cls._num_users == 0:
+            was_enabled, warned = cls._before
+            torch.use_deterministic_algorithms(was_enabled, warn_only=warned)
+
+
+def _too_many(found: int) -> StateError:
+    return StateError(
+        f"deterministic.enabled: found {found} backwards in one micro-batch, which have no place in one order of "
+        "sums over micro-batches; call backward after each forward and step after it, add the losses up and call "
+        "backward once, or enclose the backwards in engine.coalesce_grad_reduction()"
+    )
+
+
+def _kept_buffers(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers that a checkpoint has, each with its module and its name there; others are caches."""
+    return [
+        (f"{path}.{name}".lstrip("."), part, name)
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
+
+
+def _refuse_written(path: str, former: Tensor, part: nn.Module, key: str) -> None:
+    found = part._buffers.get(key)
+    if found is None or found.shape != former.shape or not _is_same(found.detach(), former):
+        refuse_undetermined(
+            f"the buffer {path} of a {type(part).__name__}",
+            "which a forward has written, so that it follows the micro-batches of one rank",
+            "use a module whose forward changes nothing",
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, of which nan is one."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
 
 def create_order(
-    section: DeterministicConfig, module: nn.Module, mesh: Mesh, optimizer: Optimizer | None
+    section: DeterministicConfig,
+    module: nn.Module,
+    mesh: Mesh,
+    optimizer: Optimizer | None,
+    *,
+    on_host: bool,
+    num_steps: Callable[[], int],
 ) -> OneOrder | None:
     """Turn determinism on, where the section asks for it; None: it does not. A collective.
+
+    Args:
+        on_host: whether the optimizer updates in host memory.
+        num_steps: see `OneOrder`.
 
     Raises:
         ConfigError: losses depend on the number of ranks with this model, mesh or optimizer.
@@ -111,19 +279,24 @@ def create_order(
     if not section.enabled:
         return None
     _refuse_mesh(mesh, module)
-    _refuse_parts(module, optimizer)
+    _refuse_parts(module, optimizer, on_host=on_host)
     threads = "torch.get_num_threads(), which changes the order of sums in kernels of the host"
     check_same({threads: str(torch.get_num_threads())}, mesh.norm_group)
-    torch.use_deterministic_algorithms(True)
-    return OneOrder(section.seed, mesh.size("dp"), mesh.rank("dp"))
+    return OneOrder(section.seed, mesh.size("dp"), mesh.rank("dp"), module, num_steps)
 
 
-def _refuse_parts(module: nn.Module, optimizer: Optimizer | None) -> None:
+def _refuse_parts(module: nn.Module, optimizer: Optimizer | None, *, on_host: bool) -> None:
     if optimizer is not None and not is_elementwise(optimizer):
         refuse_undetermined(
             f"the optimizer {type(optimizer).__name__}",
             "whose update of an element is not known to depend on that element alone, and shards differ",
             "use AdamW, SGD, Adagrad or Lion",
+        )
+    if optimizer is not None and on_host and any(group.get("fused") for group in optimizer.param_groups):
+        refuse_undetermined(
+            f"the optimizer {type(optimizer).__name__} with fused=True",
+            "whose kernel of the host rounds the last elements of a tensor in another way, and shards end elsewhere",
+            "give fused=False, or name the optimizer in the configuration",
         )
     for name, size in expert_sizes(module).items():
         if size > 1:

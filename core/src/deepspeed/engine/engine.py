@@ -142,7 +142,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         module: Any = self._modules["module"]  # `self.module` comes by `__getattr__`, after a failed lookup
         if self._step_schedules is not None:
             kwargs = {**kwargs, **self._step_schedules.arguments(trains=module.training)}
-        order = self._training.order if module.training else None
+        order = self._training.order if module.training or torch.is_grad_enabled() else None
         stream = nullcontext() if order is None else order.of_forward(self.global_steps)
         with self._observers.forward(), self.precision.forward_context(), stream, running(self._running):
             try:
@@ -393,6 +393,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(FEATURES["DeepCompile"].explain("compile: schedule and compiled_autograd_enabled"))
         self.sharding.before_compile()
+        if self._training.order is not None:
+            self._training.order.stop_watching()
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
         self._is_compiled = True
 
@@ -748,6 +750,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             for ranks in reversed(self.sharding.backends):
                 parts.callback(ranks.release)
             parts.callback(self.sharding.destroy)
+            if self._training.order is not None:
+                parts.callback(self._training.order.close)
             if self._saving.sigterm is not None:
                 parts.callback(self._saving.sigterm.close)
             parts.callback(self._observers.close)

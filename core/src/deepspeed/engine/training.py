@@ -176,8 +176,11 @@ class Training:
         self._begin_again_if_dropped()
         tensors, gradients = backward_roots(loss, gradient)
         undivided, num_steps = tensors, self.schedule.num_steps
-        tensors = [tensor / num_steps for tensor in tensors] if num_steps > 1 and not is_divided else tensors
-        self._divides_gradients = self.order is not None and not is_divided
+        if num_steps > 1 and not is_divided:
+            tensors = [tensor / num_steps for tensor in tensors]
+        elif num_steps > 1 and self.order is not None:
+            undivided = [tensor * num_steps for tensor in tensors]
+        self._divides_gradients = self.order is not None
         self._num_divided += not is_divided
         if num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.gradients.collect_unseen_grads()  # they have another factor
@@ -229,8 +232,9 @@ class Training:
     def reduce_postponed(self) -> None:
         """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
         if self.sharding.options.stage.reduces_every_backward or self.schedule.ends_step:
-            if self.order is not None:
-                self.order.saw_reduction()
+            if self.order is not None and (refusal := self.order.saw_reduction()) is not None:
+                self.zero_grad()
+                raise refusal
             with self.observers.phase("backward_allreduce"):
                 self.sharding.gradients.window.abort_if_left()
                 self.sharding.gradients.reduce_postponed()
@@ -270,9 +274,10 @@ class Training:
         """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
         self._begin_again_if_dropped()
         self._had_backward = True
-        if self.order is not None and self.schedule.syncs:
-            self.order.saw_reduction()
         refusal = self.refuse_backward("backward")
+        drawing = None if self.order is None else self.order.of_backward(self.progress.global_steps)
+        if self.order is not None and self.schedule.syncs:
+            refusal = self.order.saw_reduction() or refusal
         if by_user:
             refusal = self._refuse_scale(self._begun_by) or self._refuse_unseen() or refusal
             self._num_divided += 1
@@ -281,6 +286,7 @@ class Training:
             postpones=not self.schedule.syncs,
             factor=1.0 / self.schedule.num_steps if by_user or self._divides_gradients else 1.0,  # else of the loss
             refusal=refusal,
+            enclosing=drawing,
         )
 
     def _refuse_unseen(self) -> StateError | None:

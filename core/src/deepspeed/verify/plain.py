@@ -234,7 +234,7 @@ class PlainEngine(VerifiedEngine):
             return super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._take_gradients()
-        order = self._training.order if self.module.training else None
+        order = self._training.order if self.module.training or torch.is_grad_enabled() else None
         stream = nullcontext() if order is None else order.of_forward(self.global_steps)
         with self._forwards.watched(inputs, kwargs), stream:
             if torch.is_grad_enabled():

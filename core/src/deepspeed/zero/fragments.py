@@ -252,7 +252,7 @@ def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pi
 
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool,
+    torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,6 +62,7 @@ class BackwardPlan:
     postpones: bool  # whether it leaves them to `reduce_postponed`, at a stage too that reduces after every backward
     factor: float  # by which its gradients are multiplied, besides the averaging over ranks
     refusal: Exception | None = None  # raised if a parameter gets a gradient in it
+    enclosing: AbstractContextManager[None] | None = None  # from its beginning to its end
 
 
 def abandons_on_error(method: _F) -> _F:
@@ -109,6 +111,7 @@ class Gradients:
         self.average_factor = self._average / backend.world_size
         self._plan: Callable[[bool], BackwardPlan]  # these two are given to `attach`
         self._dropped: Callable[[], None]
+        self._enclosing = ExitStack()  # the backward that runs
         self._others: list[tuple[str, Parameter]] = []  # parameters of the module that are not attached
         self._ranks_by_param: list[UnitRanks] = []
         self._adds_up = False  # there are gradients of a backward of this step that is over
@@ -137,7 +140,7 @@ class Gradients:
             param.grad = None  # of a backward before the engine knew it
         if len(units):
             self._ranks_by_param = [unit.ranks for unit in units for _ in unit.params]
-            numel = sum(unit.layout.numel for unit in units)
+            numel = sum(unit.layout.numel * (1 + unit.dtype.is_complex) for unit in units)  # of real numbers
             self._facts.attach(self._ranks_by_param, units[0].device, numel)
         see_calls(self.window)
         self.reduction = self._create_reduction()
@@ -172,6 +175,8 @@ class Gradients:
     def _begin_backward(self, by_user: bool) -> None:
         self._states.require("backward")
         plan = self._plan(by_user)
+        if plan.enclosing is not None:
+            self._enclosing.enter_context(plan.enclosing)
         if self._stage.fixes_order and self.memory.is_final:
             raise StateError(_FINAL)
         self._take_shown()
@@ -237,6 +242,7 @@ class Gradients:
         self.window.open_from_autograd()
 
     def _end_backward(self) -> None:
+        self._enclosing.close()
         self._end_reduction()
         self._adds_up = any(self.reduction.used)
         if self.reduction.is_launched:
@@ -378,6 +384,7 @@ class Gradients:
 
     def _abort_backward(self) -> None:
         """A backward that failed leaves unknown gradients: the step starts again, without them."""
+        self._enclosing.close()
         self._warn_of_dropped("backward")
         self.abandon()
 
