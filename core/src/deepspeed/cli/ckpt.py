@@ -1,4 +1,4 @@
-"""`ds_ckpt`: look at the checkpoints in a directory, verify them, remove old ones, and convert them.
+"""`ds_ckpt`: look at the checkpoints in a directory, verify and compare them, remove old ones, and convert them.
 
     ds_ckpt verify DIR [TAG ...]              read every file and compare it with its checksums
     ds_ckpt show DIR                          the tags: step, stage, ranks, size, date, whether complete
@@ -6,13 +6,15 @@
     ds_ckpt show DIR TAG --tensors            where in the files the values of each parameter are
     ds_ckpt prune DIR --keep-last N           remove all but the last N tags; --dry-run only lists them
     ds_ckpt convert DIR OUT --to FORMAT       write a tag for another program into the folder OUT
+    ds_ckpt compare DIR OTHER                 say which weights and states of two tags differ, and by how much
 
 DIR is what `save_checkpoint` was given. With `--json` the result is one JSON object on stdout. Exit code 0; 1 when a
-file is missing or damaged, or a tag could not be removed; 2 when the command could not be run.
+file is missing or damaged, a tag could not be removed, or two tags differ; 2 when the command could not be run.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    meaning = "Look at checkpoints, verify them, remove old ones, and convert them."
+    meaning = "Look at checkpoints, verify and compare them, remove old ones, and convert them."
     parser = make_parser("ds_ckpt", meaning)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Intermixed)
     verify = _command(commands, "verify", "read every file and compare it with its checksums")
@@ -70,6 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--no-verify", action="store_true", help="compare sizes of files only, and no checksums")
     convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")
+    compare = _command(commands, "compare", "compare the weights and states of two tags", where="the directory")
+    compare.add_argument("other", metavar="OTHER", help="the directory of the second tag; it may be the same")
+    compare.add_argument("-t", "--tag", metavar="TAG", help="of DIR; default: what `latest` names")
+    compare.add_argument("--other-tag", metavar="TAG", help="of OTHER; default: what `latest` names")
+    compare.add_argument(
+        "--within",
+        metavar="SHARE",
+        type=_share,
+        default=0.0,
+        help="how far apart values may lie, as a share of a tensor's largest number (default 0: the same bits)",
+    )
+    compare.add_argument("--top", metavar="N", type=_positive, default=10, help="how many tensors to show (default 10)")
     return parser
 
 
@@ -107,6 +121,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number >= 0, such as 1e-6")
+    return share
+
+
 def _run(options: argparse.Namespace) -> "Result":
     # here, because these import torch, which --help and a wrong argument need not wait for
     from deepspeed.cli import ckpt_commands, ckpt_show
@@ -118,6 +142,11 @@ def _run(options: argparse.Namespace) -> "Result":
     if options.command == "convert":
         arguments = (options.directory, options.output, options.to, options.tag, options.max_shard_size)
         return ckpt_commands.convert(*arguments, verify=not options.no_verify)
+    if options.command == "compare":
+        other = location(options.other)
+        _check_directory(other)
+        tags = (options.tag, options.other_tag)
+        return ckpt_commands.compare(options.directory, other, *tags, within=options.within, top=options.top)
     if options.tag is None:
         if options.tensors:
             raise ConfigError("--tensors: found no TAG, whose tensors to list; add it after DIR")

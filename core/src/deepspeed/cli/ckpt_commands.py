@@ -1,21 +1,27 @@
-"""The commands `verify`, `prune` and `convert` of `ds_ckpt`; each returns a `Result`. `show` is in `ckpt_show.py`."""
+"""The commands `verify`, `prune`, `convert` and `compare` of `ds_ckpt`; each returns a `Result`. `show` is in
+`ckpt_show.py`.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
 
 from deepspeed.checkpoint import TorchStore, consolidate, layout
 from deepspeed.checkpoint import convert as formats
 from deepspeed.checkpoint.commit import plan_prune
 from deepspeed.checkpoint.layout import local_folder
+from deepspeed.checkpoint.saved_run import SavedRun, open_run
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
 from deepspeed.cli.console import make_table
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 
 
 @dataclass(frozen=True)
@@ -198,3 +204,126 @@ def convert(source: Path, target: str, to: str, tag: str | None, max_shard_size:
 def _show_converted(record: dict[str, Any], console: Console) -> None:
     rows = [(each["name"], as_size(each["bytes"])) for each in record["files"]]
     console.print(make_table(f"{record['tag']} as {record['to']} in {record['output']}", ("file", "size"), rows))
+
+
+# ---- compare ------------------------------------------------------------------------------------------------------
+
+_COMPARED = ("tensor", "what", "differ", "largest difference", "of the largest number")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs between two checkpoints, and how far."""
+
+    tensor: str
+    what: str
+    """"weight", the name of a state of the optimizer, or "step": how often it was updated."""
+    differ: int
+    """Elements whose values differ; nan equals nan."""
+    largest: float
+    """The largest |a - b|; nan where one side alone has a nan."""
+    size: float
+    """The largest |b|."""
+
+    @property
+    def share(self) -> float:
+        """Return the largest difference as a share of the largest number."""
+        return self.largest / self.size if self.size else self.largest and float("inf")
+
+
+def compare(
+    directory: Path, other: Path, tag: str | None, other_tag: str | None, *, within: float = 0.0, top: int = 10
+) -> Result:
+    """Compare the weights and the optimizer's states of two tags by name, whatever ranks, stage or model division.
+
+    The record: `first` and `second` (folders), `verdict` ("the same bits", "within", "differs"), `within`, `tensors`
+    (how many were compared), `apart` (those that differ at all, by falling share: `tensor`, `what`, `differ`,
+    `largest`, `size`, `share`), `only_in_first`, `only_in_second` (names), `other_shapes` (name -> both shapes).
+
+    Args:
+        within: the share of the largest number of a tensor, up to which its values may lie apart.
+        top: how many tensors are shown to people.
+    """
+    runs = [open_run(local_folder(each, "compare"), its) for each, its in ((directory, tag), (other, other_tag))]
+    first, second = (_parts_of(run) for run in runs)
+    common = [key for key in first if key in second]
+    apart: list[Difference] = []
+    shapes: dict[str, Any] = {}
+    with make_progress() as bar:
+        for name, what in bar.track(common, description="comparing"):
+            a, b = first[name, what](), second[name, what]()
+            if a.shape != b.shape:
+                shapes[f"{name}, {what}"] = [list(a.shape), list(b.shape)]
+            elif (found := _difference(name, what, a, b)).differ:
+                apart.append(found)
+    apart.sort(key=lambda each: (each.share == each.share, -each.share))  # nan first
+    lonely = [
+        [f"{name}, {what}" for name, what in own if (name, what) not in its]
+        for own, its in ((first, second), (second, first))
+    ]
+    is_within = not shapes and not any(lonely) and all(each.share <= within for each in apart)
+    record = {
+        "first": str(runs[0].folder),
+        "second": str(runs[1].folder),
+        "verdict": "differs" if not is_within else "within" if apart else "the same bits",
+        "within": within,
+        "tensors": len(common),
+        "apart": [{**asdict(each), "share": each.share} for each in apart],
+        "only_in_first": lonely[0],
+        "only_in_second": lonely[1],
+        "other_shapes": shapes,
+    }
+    return Result(record, lambda console: _show_compared(record, top, console), not is_within)
+
+
+def _parts_of(run: SavedRun) -> dict[tuple[str, str], Callable[[], Tensor]]:
+    """Return what reads each tensor of a checkpoint, by the parameter's name and what it is of it."""
+    parts: dict[tuple[str, str], Callable[[], Tensor]] = {
+        (name, "weight"): weight.contiguous for name, weight in run.weights.items()
+    }
+    if run.states is None:
+        return parts
+    for name in sorted(run.states.trained):
+        parts[name, "step"] = partial(_step, run, name)
+        for state in run.state_names(name):
+            parts[name, state] = partial(run.optimizer_state, name, state)
+    return parts
+
+
+def _step(run: SavedRun, name: str) -> Tensor:
+    return torch.tensor(run.step(name))
+
+
+def _difference(name: str, what: str, a: Tensor, b: Tensor) -> Difference:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.reshape(-1).to(wide), b.reshape(-1).to(wide)
+    are_apart = ~((a == b) | (a.isnan() & b.isnan()))
+    apart = (a[are_apart] - b[are_apart]).abs()
+    numbers = b[~b.isnan()].abs()
+    size = numbers.amax().item() if numbers.numel() else 0.0
+    return Difference(name, what, int(are_apart.sum()), apart.amax().item() if apart.numel() else 0.0, size)
+
+
+def _show_compared(record: dict[str, Any], top: int, console: Console) -> None:
+    apart = record["apart"]
+    if apart:
+        rows = [
+            (each["tensor"], each["what"], f"{each['differ']:,}", f"{each['largest']:.3g}", f"{each['share']:.3g}")
+            for each in apart[:top]
+        ]
+        console.print(make_table(f"{record['first']} and {record['second']}", _COMPARED, rows))
+    if len(apart) > top:
+        console.print(f"and {counted(len(apart) - top, 'tensor')} more (--top, --json)", markup=False, highlight=False)
+    for key, where in (("only_in_first", record["first"]), ("only_in_second", record["second"])):
+        if names := record[key]:
+            shown = "; ".join(names[:top]) + (f" and {len(names) - top} more" if len(names) > top else "")
+            warn(console, f"only in {where}: {shown}")
+    for name, (one, other) in record["other_shapes"].items():
+        warn(console, f"{name} has the shape {tuple(one)}, and {tuple(other)} in the second")
+    number = counted(record["tensors"], "tensor")
+    says = {
+        "the same bits": f"The same bits: {number}.",
+        "within": f"Within {record['within']:g} of a tensor's largest number: {number}, {len(apart)} not the same.",
+        "differs": f"Differs: {len(apart)} of {number} are not the same bits.",
+    }
+    console.print(says[record["verdict"]], markup=False, highlight=False)

@@ -318,19 +318,21 @@ _shtab_ds_build() {
   return 0
 }
 complete -o bashdefault -F _shtab_ds_build ds_build
-_shtab_ds_ckpt_subparsers=(verify show prune convert)
+_shtab_ds_ckpt_subparsers=(verify show prune convert compare)
 _shtab_ds_ckpt_verify_option_strings=(-h --help --json)
 _shtab_ds_ckpt_show_option_strings=(-h --help --json --tensors)
 _shtab_ds_ckpt_prune_option_strings=(-h --help --json --keep-last --dry-run)
 _shtab_ds_ckpt_convert_option_strings=(-h --help --json --to --no-verify -t --tag --max-shard-size)
+_shtab_ds_ckpt_compare_option_strings=(-h --help --json -t --tag --other-tag --within --top)
 _shtab_ds_ckpt_option_strings=(-h --help --version)
 _shtab_ds_ckpt_verify_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_ds_ckpt_show_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_ds_ckpt_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_ds_ckpt_convert_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_ds_ckpt_convert_pos_1_COMPGEN=_shtab_compgen_files
+_shtab_ds_ckpt_compare_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_ds_ckpt_convert___to_choices=(safetensors torch dcp torchtitan universal)
-_shtab_ds_ckpt_pos_0_choices=(verify show prune convert)
+_shtab_ds_ckpt_pos_0_choices=(verify show prune convert compare)
 _shtab_ds_ckpt_verify_pos_1_nargs='*'
 _shtab_ds_ckpt_verify__h_nargs=0
 _shtab_ds_ckpt_verify___help_nargs=0
@@ -347,6 +349,9 @@ _shtab_ds_ckpt_convert__h_nargs=0
 _shtab_ds_ckpt_convert___help_nargs=0
 _shtab_ds_ckpt_convert___json_nargs=0
 _shtab_ds_ckpt_convert___no_verify_nargs=0
+_shtab_ds_ckpt_compare__h_nargs=0
+_shtab_ds_ckpt_compare___help_nargs=0
+_shtab_ds_ckpt_compare___json_nargs=0
 _shtab_ds_ckpt_pos_0_nargs=A...
 _shtab_ds_ckpt__h_nargs=0
 _shtab_ds_ckpt___help_nargs=0
@@ -541,7 +546,7 @@ _shtab_ds_conformance___json_COMPGEN=_shtab_compgen_files
 _shtab_ds_conformance___report_COMPGEN=_shtab_compgen_files
 _shtab_ds_conformance___badge_COMPGEN=_shtab_compgen_files
 _shtab_ds_conformance___expected_failures_COMPGEN=_shtab_compgen_files
-_shtab_ds_conformance___level_choices=(1 2)
+_shtab_ds_conformance___level_choices=(1 2 3)
 _shtab_ds_conformance__h_nargs=0
 _shtab_ds_conformance___help_nargs=0
 _shtab_ds_conformance___version_nargs=0

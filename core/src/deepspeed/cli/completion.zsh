@@ -171,6 +171,7 @@ fi
 
 _shtab_ds_ckpt_commands() {
   local _commands=(
+    compare:'Compare the weights and states of two tags.'
     convert:'Write a tag for another program.'
     prune:'Remove old tags.'
     show:'List the tags, or what is in one.'
@@ -183,6 +184,17 @@ _shtab_ds_ckpt_options=(
   "(- : *)--version[print the version]"
 )
 _shtab_ds_ckpt_defaults_added=0
+_shtab_ds_ckpt_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print the result as JSON]"
+  {-t,--tag}"[of DIR\; default\: what \`latest\` names]:TAG:"
+  "--other-tag[of OTHER\; default\: what \`latest\` names]:TAG:"
+  "--within[how far apart values may lie, as a share of a tensor\'s largest number (default 0\: the same bits)]:SHARE:"
+  "--top[how many tensors to show (default 10)]:N:"
+  ":the directory that holds the tags:_files -/"
+  ":the directory of the second tag\; it may be the same:"
+)
+_shtab_ds_ckpt_compare_defaults_added=0
 _shtab_ds_ckpt_convert_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print the result as JSON]"
@@ -233,6 +245,7 @@ _shtab_ds_ckpt() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_ds_ckpt-$line[1]:"
       case $line[1] in
+        compare) _arguments -C -s $_shtab_ds_ckpt_compare_options ;;
         convert) _arguments -C -s $_shtab_ds_ckpt_convert_options ;;
         prune) _arguments -C -s $_shtab_ds_ckpt_prune_options ;;
         show) _arguments -C -s $_shtab_ds_ckpt_show_options ;;
@@ -330,7 +343,7 @@ _shtab_ds_conformance_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "(- : *)--version[print the version]"
   "--accelerator[an installed one, instead of the one that is chosen]:NAME:"
-  "--level[ask for the levels up to this one\: 1 trains, 2 numerics (the default)]:N:(1 2)"
+  "--level[ask for the levels up to this one\: 1 trains, 2 numerics (the default), 3 speed]:N:(1 2 3)"
   "--json[write the record of the run as JSON]:F:_files"
   "--report[write the report as Markdown]:F.md:_files"
   "--badge[write the level that was reached as a picture]:F.svg:_files"

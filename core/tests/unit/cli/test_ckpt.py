@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, layout
@@ -236,3 +237,68 @@ def test_tables_are_for_people(saved):
         assert not done.stderr
         for word in words:
             assert word in done.stdout
+
+
+def train(folder, stage, lr=1e-2, hidden=8):
+    """Three steps of one rank, saved as tag `last`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    for batch in torch.randn(3, 2, 4, device=engine.device):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    engine.save_checkpoint(folder, tag="last")
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_compare_reads_other_stages_and_names_what_differs(tmp_path, ask, capsys):
+    for name, options in {"0": {}, "3": {"stage": 3}, "faster": {"lr": 2e-2}, "wide": {"hidden": 9}}.items():
+        train(tmp_path / name, **{"stage": 0, **options})
+    first = tmp_path / "0"
+    code, record = ask("compare", first, tmp_path / "3")
+    assert (code, record["verdict"], record["apart"]) == (0, "the same bits", [])
+    assert record["tensors"] == 4 * 4  # weight, step, exp_avg and exp_avg_sq of four parameters
+
+    code, record = ask("compare", first, tmp_path / "faster")
+    assert (code, record["verdict"]) == (1, "differs")
+    weights = {each["tensor"]: each for each in record["apart"] if each["what"] == "weight"}
+    assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert weights["2.bias"]["differ"] == 2
+    worst = max(each["share"] for each in record["apart"])
+    assert [each["share"] for each in record["apart"]] == sorted((e["share"] for e in record["apart"]), reverse=True)
+    assert ask("compare", first, tmp_path / "faster", "--within", worst)[1]["verdict"] == "within"
+
+    code, record = ask("compare", first, tmp_path / "wide")
+    assert code == 1
+    assert record["other_shapes"]["0.weight, weight"] == [[8, 4], [9, 4]]
+    assert main(["compare", str(first), str(tmp_path / "faster"), "--top", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "tensors more" in said
+    assert "are not the same bits" in said
+
+
+def test_compare_knows_nan_and_what_one_side_lacks(tmp_path, ask):
+    nan = float("nan")
+    values = {"a": {"w": torch.tensor([1.0, nan]), "old": torch.ones(1)}, "b": {"w": torch.tensor([1.0, nan])}}
+    values["c"] = {"w": torch.tensor([nan, nan])}
+    for tag, module in values.items():
+        model_state = {"module": module, "global_steps": 1, "dp_world_size": 1, "mp_world_size": 1}
+        Checkpointer().save(tmp_path, tag, model_state=model_state, shard_state=None)
+    code, record = ask("compare", tmp_path, tmp_path, "-t", "a", "--other-tag", "b")
+    assert (code, record["apart"], record["only_in_first"]) == (1, [], ["old, weight"])
+    code, record = ask("compare", tmp_path, tmp_path, "-t", "b", "--other-tag", "c", "--within", "1e9")
+    assert (code, record["verdict"], record["apart"][0]["differ"]) == (1, "differs", 1)
+    assert ask("compare", tmp_path, tmp_path, "-t", "b", "--other-tag", "b")[0] == 0
+
+
+def test_compare_refuses_what_it_cannot_read(saved, ask, capsys, tmp_path):
+    assert "there is no directory" in ask("compare", saved, tmp_path / "nowhere")[1]
+    with pytest.raises(SystemExit):
+        main(["compare", str(saved), str(saved), "--within", "-1"])
+    assert "expected a number >= 0" in capsys.readouterr().err

@@ -36,14 +36,14 @@ def test_the_files_are_fresh(shell, generator, capsys):
     ("words", "found"),
     [
         (["ds_plan", "--stag"], "--stages"),
-        (["ds_ckpt", ""], "verify show prune convert"),
+        (["ds_ckpt", ""], "verify show prune convert compare"),
         (["ds_ckpt", "verify", "--j"], "--json"),
         (["deepspeed", "--autotuning", ""], "tune run"),
         (["deepspeed", "--num_accelerators", "2", "trai"], "train.py"),
         (["ds_verify", "--against", "trai"], "train.py"),
         (["ds_config", "ch"], "check"),
     ],
-    ids=" ".join,
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else " ".join(value),
 )
 def test_tab_in_bash(words, found, capsys, tmp_path):
     (tmp_path / "train.py").touch()
