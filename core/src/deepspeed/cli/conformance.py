@@ -276,7 +276,7 @@ _PASSED, _FAILED, _NOT_RUN = 0, 1, 2
 # What pytest itself exits with when tests failed; more than that is not about tests.
 _PYTEST_FAILED = 1
 _TEST_FILE = "from deepspeed.testing import suite\n\nglobals().update(suite.chosen({level}))\n"
-_MOST, _DEFAULT = 3, 2  # of `deepspeed.testing.suite`, which imports torch
+_MOST, _DEFAULT = 4, 2  # of `deepspeed.testing.suite`, which imports torch
 
 
 class _CannotRun(Exception):
@@ -313,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=range(1, _MOST + 1),
         default=_DEFAULT,
-        help="ask for the levels up to this one: 1 trains, 2 numerics (the default), 3 speed",
+        help="ask for the levels up to this one: 1 trains, 2 numerics (the default), 3 speed, 4 survives faults",
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the record of the run as JSON")
     parser.add_argument("--report", metavar="F.md", type=Path, help="write the report as Markdown")

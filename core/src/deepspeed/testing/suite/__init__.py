@@ -23,14 +23,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the conformance suite needs pytest: pip install pytest") from error
 
 #: level -> what an accelerator that reached it has shown
-LEVELS = {1: "trains", 2: "numerics", 3: "speed"}
+LEVELS = {1: "trains", 2: "numerics", 3: "speed", 4: "survives faults"}
 #: the one that is asked for where nobody says which
 DEFAULT_LEVEL = 2
 #: theme -> level of its tests, in the order in which themes are run: what others stand on comes first
 THEMES = {
     **{"identity": 1, "memory": 1, "rng": 2, "streams": 1, "graphs": 1, "dtypes": 2, "environment": 1},
     **{"op_builders": 1, "optimizer_kernels": 2, "tensor_kernels": 2, "generation_kernels": 2},
-    **{"communication": 1, "training": 1, "hygiene": 1, "speed": 3},
+    **{"communication": 1, "training": 1, "hygiene": 1, "speed": 3, "survival": 4},
 }
 #: tests of another level than their theme
 _ELSEWHERE = {
@@ -53,6 +53,11 @@ NEEDED = {
         "test_share_of_the_copy_bandwidth",
         "test_share_of_the_matmul_rate",
         "test_share_of_the_matmul_rate_in_training",
+    ),
+    4: (
+        "test_a_killed_rank_is_named_and_the_checkpoint_of_before_loads",
+        "test_training_goes_on_after_a_step_ran_out_of_memory",
+        "test_a_kernel_that_does_not_compile_is_replaced_by_its_reference",
     ),
 }
 _FIXTURES = ("accelerator", "device", "ds_expected_failure", "ds_undisturbed")
