@@ -21,6 +21,7 @@ from typing import Any
 import rank_processes
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe.timeline import Pass
 from torch import Tensor, nn
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
@@ -66,7 +67,7 @@ class Waiting(nn.Module):
         return _Wait.apply(hidden, self.weight, self.seconds)
 
 
-class _Clock:
+class PassClock:
     """When each pass of an engine begins and ends."""
 
     def __init__(self, engine: Any, num_micros: int) -> None:
@@ -80,13 +81,19 @@ class _Clock:
         """A step begins."""
         self._times.clear()
 
-    def idle(self) -> dict[str, float]:
-        """Idle shares of the step by kind. A collective; the clock is that of the machine."""
+    def passes(self) -> list[Pass]:
+        """What all stages did in the step, and when. A collective; the clock is that of the machine."""
         from deepspeed.comm.values import all_gather_values
-        from pipeline_idle import idle_by_kind, measured
+        from pipeline_idle import measured
 
         everyone = [[tuple(each) for each in theirs] for theirs in all_gather_values(self._times)]
-        return idle_by_kind(self._schedules, measured(self._schedules, everyone))
+        return measured(self._schedules, everyone)
+
+    def idle(self) -> dict[str, float]:
+        """Idle shares of the step by kind. A collective."""
+        from pipeline_idle import idle_by_kind
+
+        return idle_by_kind(self._schedules, self.passes())
 
     def _time(self, compute: Any, method: str, *, belongs_to_last: bool = False) -> None:
         inner = getattr(compute, method)
@@ -111,7 +118,7 @@ def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[dict[st
     shape = (args.rows, args.width)
     batch = [(torch.randn(shape), torch.randn(shape)) for _ in range(num_micros)]
     steps: dict[str, Callable[[], Any]] = {}
-    clocks: dict[str, _Clock] = {}
+    clocks: dict[str, PassClock] = {}
     for name in args.schedules:
         interleave = 2 if name == "interleaved" else 1
         layers = [deepspeed.pipe.LayerSpec(*spec) for _ in range(args.layers)]
@@ -126,7 +133,7 @@ def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[dict[st
         }
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        clocks[name] = _Clock(engine, num_micros)
+        clocks[name] = PassClock(engine, num_micros)
         steps[name] = lambda engine=engine: engine.train_batch(iter(batch))
     if PEER in args.peers:
         steps[PEER] = _peer(args, num_micros, build, batch)

@@ -117,6 +117,15 @@ def test_what_it_says_of_a_script(script, how, code, said, capfd):
     assert said in captured.out + captured.err
 
 
+@pytest.mark.sweep
+def test_the_broken_example_is_found(monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    example = Path(__file__).parents[3] / "examples" / "broken_decay.py"
+    assert main(["--steps", "2", str(example)]) == DIFFERS
+    assert "first in step 2: weight, 2.weight" in capfd.readouterr().out
+
+
 OTHER = {
     "train_micro_batch_size_per_gpu": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

@@ -1,0 +1,39 @@
+"""A run that is wrong in a way that its loss does not show: `ds_verify examples/broken_decay.py` finds the tensor.
+
+The weights of the second layer are to shrink a little after each step. They are in bf16, rounded from the fp32 master
+weights that the optimizer keeps, and the next step rounds those again: what is written here is lost, and plain torch
+keeps it. Write to the master weights instead (`deepspeed.utils.safe_set_full_fp32_param`), or set `weight_decay` of the
+optimizer.
+"""
+
+import argparse
+
+import deepspeed
+import torch
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    parser.parse_args()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    batches = torch.randn(16, 4, 16, dtype=torch.bfloat16)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    for batch in batches:
+        loss = engine(batch * (1 + engine.global_rank)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            model[2].weight.mul_(0.99)  # lost: the next step rounds the master weights again
+
+
+if __name__ == "__main__":
+    main()
