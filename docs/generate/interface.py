@@ -1,10 +1,10 @@
-"""Record what a release may not move: `python docs/generate/interface.py [--check]` writes core/tests/compat/interface.json.
+"""Record what a release may not move: `python docs/generate/interface.py [--check]`.
 
-It has the keys of the configuration, the flags of the commands, both with their defaults, the names that our packages
-offer, and the methods and hooks by which extensions are asked. CONTRIBUTING.md says when an entry may change or go.
-DeepSpeed's own names and defaults are held by `deepspeed_names.json` and its tests.
+core/tests/compat/interface.json has the keys of the configuration, the flags of the commands, both with their defaults,
+the names that our packages offer, and the methods and hooks by which extensions are asked. CONTRIBUTING.md says when an
+entry may change or go. DeepSpeed's own names and defaults are held by `deepspeed_names.json` and its tests.
 
-`core/tests/compat/test_interface.py` fails when the file and the code differ.
+`core/tests/house/test_interface_fresh.py` fails when the file and the code differ.
 """
 
 import argparse

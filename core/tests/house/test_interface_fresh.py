@@ -12,7 +12,9 @@ POLICY = "\nCONTRIBUTING.md (Releases) says when an entry may change or go; then
 
 @pytest.fixture
 def generator(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
+    folder = ROOT / "docs" / "generate"
+    assert (folder / "interface.py").exists()
+    monkeypatch.syspath_prepend(str(folder))
     import interface
 
     yield interface
