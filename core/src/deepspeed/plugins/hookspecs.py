@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from deepspeed.engine.engine import DeepSpeedEngine
 
 PROJECT = "deepspeed"
-# Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break.
+# Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break. The
+# tests keep a plugin of each version, which has to train (`unit/plugins/test_installed.py`).
 PLUGIN_API = "1.2"
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -1,11 +1,15 @@
 """Real packages on the path: what a pip install leaves behind is what the core finds, also in forked children."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+from deepspeed.plugins import PLUGIN_API, hookspecs
+from deepspeed.testing.tiers import swept
 
 GOOD = """
 from deepspeed.plugins import Offer, hookimpl
@@ -177,3 +181,171 @@ def test_entry_points_are_read_through_importlib_metadata(site):
     done = site.run(without + PRINT_OFFERS, DS_PLUGINS_BLOCK="cpu")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["good"] == [True, "found"]
+
+
+# ----- plugins of former versions of the API -------------------------------------------------------------------------
+
+# Each is written for one version of the plugin API, with every hook of it and all arguments that the hook had then.
+# The texts are frozen: such a plugin is installed somewhere, and goes on working until the first number grows. No
+# release had one of these versions yet: 1.1 gave `ds_comm_backend` the group, 1.2 gave `Offer` its `impersonates`.
+# When `PLUGIN_API` grows, add a plugin of the new version and keep the former ones.
+PLUGIN_1_1 = """
+from deepspeed.plugins import Offer, hookimpl
+
+DS_PLUGIN_API = ">=1.1,<2"
+HEARD = []
+
+@hookimpl
+def ds_probe():
+    HEARD.append("ds_probe")
+    return Offer("kept", 100, available=True, reason="it is always here")
+
+@hookimpl
+def ds_accelerator():
+    HEARD.append("ds_accelerator")
+    from deepspeed.accelerator import DeepSpeedAccelerator
+
+    class Kept_Accelerator(DeepSpeedAccelerator):
+        _name = "cpu"
+        _communication_backend_name = "gloo"
+
+        def is_synchronized_device(self):
+            return True
+
+        def device_count(self):
+            return 1
+
+    return Kept_Accelerator()
+
+@hookimpl
+def ds_op_builders():
+    HEARD.append("ds_op_builders")
+    return {}
+
+@hookimpl
+def ds_check_config(config):
+    HEARD.append("ds_check_config")
+
+@hookimpl
+def ds_comm_backend(name, group):
+    HEARD.append("ds_comm_backend")
+
+@hookimpl
+def ds_optimizer(name, params, arguments):
+    HEARD.append("ds_optimizer")
+    if name == "Kept":
+        import torch
+
+        return torch.optim.SGD(params, lr=arguments["rate"])
+
+@hookimpl
+def ds_sharding(name):
+    HEARD.append("ds_sharding")
+
+@hookimpl
+def ds_checkpoint_store(name, arguments):
+    HEARD.append("ds_checkpoint_store")
+
+class Monitor:
+    def write_events(self, events):
+        HEARD.append("write_events")
+
+@hookimpl
+def ds_monitor(name, arguments):
+    HEARD.append("ds_monitor")
+    return Monitor() if name == "kept" else None
+
+@hookimpl
+def ds_launcher(name):
+    HEARD.append("ds_launcher")
+
+@hookimpl
+def ds_engine_ready(engine):
+    HEARD.append("ds_engine_ready")
+
+@hookimpl
+def ds_step_end(stats):
+    assert stats.applied and stats.global_step >= 0
+    HEARD.append("ds_step_end")
+
+@hookimpl
+def ds_checkpoint_saved(directory, tag):
+    HEARD.append("ds_checkpoint_saved")
+"""
+PLUGIN_1_0 = PLUGIN_1_1.replace(">=1.1,", ">=1.0,").replace(
+    "def ds_comm_backend(name, group)", "def ds_comm_backend(name)"
+)
+PLUGIN_1_2 = PLUGIN_1_1.replace(">=1.1,", ">=1.2,").replace('always here")', 'always here", impersonates="cpu")')
+FROZEN = {"1.0": PLUGIN_1_0, "1.1": PLUGIN_1_1, "1.2": PLUGIN_1_2}
+
+TRAIN = """
+import json
+import deepspeed, torch
+import vendor_kept
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import registry
+
+registry.resolve("fused_adam")
+torch.manual_seed(0)
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Kept", "params": {"rate": 0.1}},
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0,
+    "monitor_plugins": {"kept": {}},
+}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 1), config=config)
+losses = []
+for step in range(3):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(engine.device)
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+engine.save_checkpoint("saved")
+print(json.dumps([type(get_accelerator()).__name__, losses, sorted(set(vendor_kept.HEARD))]))
+"""
+
+
+def losses_of_plain_torch():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("version", swept(FROZEN, lambda version: version in list(FROZEN)[-2:]))
+def test_a_plugin_of_this_or_a_former_version_trains(site, tmp_path, monkeypatch, version):
+    monkeypatch.chdir(tmp_path)
+    site.install("kept", FROZEN[version])
+    done = site.run(TRAIN, DS_ACCELERATOR="kept", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    kind, losses, heard = json.loads(done.stdout.splitlines()[-1])
+    assert kind == "Kept_Accelerator"
+    assert losses == pytest.approx(losses_of_plain_torch(), rel=1e-5)
+    hooks = {hook.__name__ for _, hooks in hookspecs.GROUPS.values() for hook in hooks}
+    assert set(heard) >= hooks - {"ds_launcher"} | {"write_events"}  # no job of many hosts
+
+
+def test_the_version_of_today_and_the_one_before_are_kept():
+    *_, before, today = FROZEN
+    assert today == PLUGIN_API, f"the plugin API is {PLUGIN_API}: add a plugin of that version to FROZEN"
+    major, minor = map(int, today.split("."))
+    assert before == f"{major}.{minor - 1}" or minor == 0
+
+
+def test_the_plugin_of_today_has_every_hook_with_all_arguments():
+    scope = {}
+    exec(FROZEN[PLUGIN_API], scope)  # noqa: S102 - text of this file
+    for _, hooks in hookspecs.GROUPS.values():
+        for hook in hooks:
+            assert (
+                inspect.signature(scope[hook.__name__]).parameters.keys() == inspect.signature(hook).parameters.keys()
+            )
