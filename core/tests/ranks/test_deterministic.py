@@ -184,12 +184,12 @@ def test_without_it_losses_depend_on_the_number_of_ranks():
     assert run_ranks(1, runs, off)[0] != run_ranks(2, runs, off)[0]
 
 
-def double(stage):
-    """The gradients of a model in fp64, whole, and one that plain torch has of all samples."""
+def of_dtype(stage, dtype):
+    """The gradients of a model of `dtype`, whole, and their norm; beside those that plain torch has of all samples."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(7, 5, dtype=torch.float64)
-    data = torch.randn(4, 2, 7, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(model(data).square().mean(), model.weight)
+    model = torch.nn.Linear(7, 5, dtype=dtype)
+    data = torch.randn(4, 2, 7, dtype=dtype)
+    (expected,) = torch.autograd.grad(model(data).abs().square().mean(), model.weight)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4 // dist.get_world_size(),
@@ -199,20 +199,23 @@ def double(stage):
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     for batch in data[dist.get_rank() :: dist.get_world_size()]:
-        loss = engine(batch).square().mean()
+        loss = engine(batch).abs().square().mean()
         engine.backward(loss)
         found = safe_get_full_grad(model.weight) if engine.is_gradient_accumulation_boundary() else None
         engine.step()
+    norm = engine.get_global_grad_norm()
     engine.destroy()
     torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    return found
+    torch.testing.assert_close(found, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+    return found, norm
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_sums_of_fp64_stay_in_fp64(stage):
-    found = [run_ranks(world_size, double, stage)[0] for world_size in (1, 2)]
-    assert torch.equal(*found)
+def test_sums_of_fp64_and_of_complex_numbers_stay_in_them(stage, dtype):
+    (one, norm), (other, other_norm) = (run_ranks(world_size, of_dtype, stage, dtype)[0] for world_size in (1, 2))
+    assert torch.equal(one, other)
+    assert norm == other_norm
 
 
 def test_losses_are_those_of_plain_torch():

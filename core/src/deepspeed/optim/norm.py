@@ -3,12 +3,16 @@
     norm = sqrt(sum over tensors of |t|^2)         inf and nan anywhere make it inf or nan: an overflow shows here
     coefficient = min(1, max_norm / (norm + 1e-6))
 
-[Note: a sum that no order changes] `ExactSquares` adds squares up so that every order gives the same bits. Let N
-numbers be at most 2^e, and s = 2^(e + M) with 2^M >= N + 2. Then q = (s + x) - s is x rounded to a multiple of 2^-53 s,
-sums of N such q are exact in fp64, and the rest x - q is exact and at most 2^-53 s, so that the next fold begins with
-it, at 2^(M - 53) s. What is left after the last fold is dropped, element by element. Source: S. Rump, T. Ogita,
-S. Oishi, Accurate Floating-Point Summation Part I, SIAM J. Sci. Comput. 31 (2008), lemma 3.3; J. Demmel, H. D. Nguyen,
-Fast Reproducible Floating-Point Summation, ARITH 21 (2013), section IV.
+[Note: a sum that no order changes] `ExactSquares` adds squares up so that every order gives the same bits. Let N of
+them be at most 2^e, and s = 1.5 * 2^(e + h) with h >= 2. Then s + x lies between 2^(e + h) and twice that, where fp64
+has the multiples of u = 2^(e + h - 52). So fl(s + x) is s + q, where q is x rounded to a multiple of u, and its bits,
+read as an integer, are those of s and q / u more. Integers add up exactly in every order. They wrap at 2^64 on the way,
+but not the sum of q / u, which is at most 2^(52 - h) N: below 2^62 with h >= M - 10 and 2^M > N. The rest x - q is
+exact and at most u / 2, so that the next fold begins with it, at e + h - 53. What is left after the last fold is
+dropped, element by element. The square of a number in fp32 or less is exact in fp64, so that s + x is rounded once, in
+one operation or in two. Source of the folds: S. Rump, T. Ogita, S. Oishi, Accurate Floating-Point Summation Part I,
+SIAM J. Sci. Comput. 31 (2008), lemma 3.3; J. Demmel, H. D. Nguyen, Fast Reproducible Floating-Point Summation, ARITH 21
+(2013), section IV.
 
 Called by `zero` once per step. The names at the end are those that DeepSpeed has in `runtime.utils`.
 """
@@ -31,11 +35,12 @@ _ROW_NUMEL = 4096
 _PART_NUMEL = 2**19
 _EPS = 1e-6
 _FP64_DIGITS = 53
+_INT64_DIGITS = 63
 _MAX_EXPONENT = 1000
 #: of a sum of squares, in relation to the largest one, that `ExactSquares` has
 _EXACT_DIGITS = 30
-#: numbers that `ExactSquares` squares at once: 1 MiB in fp64, twice. For 25 M on a core: 104 ms at 2**15, 88 here
-_PIECE_NUMEL = 2**17
+#: numbers that `ExactSquares` squares at once: 2 MiB in fp64, twice. For 25 M on a core: 57 ms at 2**16, 42 here
+_PIECE_NUMEL = 2**18
 _DEVICE_PIECE_NUMEL = 2**24
 
 
@@ -88,9 +93,11 @@ class ExactSquares:
     """
 
     def __init__(self, numel: int) -> None:
-        self._digits = (numel + 2).bit_length()
+        digits = (numel + 2).bit_length()
+        self._room = max(2, digits - _INT64_DIGITS + _FP64_DIGITS)
+        self._gain = _FP64_DIGITS - self._room
         #: partial sums; more where there are more numbers, each of which then has fewer digits in each
-        self.num_folds = -(-(_EXACT_DIGITS + self._digits) // (_FP64_DIGITS - self._digits))
+        self.num_folds = -(-(_EXACT_DIGITS + 1 + digits) // self._gain)
 
     @staticmethod
     def largest(parts: Sequence[Tensor]) -> Tensor:
@@ -101,43 +108,66 @@ class ExactSquares:
         return torch.stack([each.to(found[0].device, torch.float64) for each in found]).amax()
 
     def folds(self, parts: Sequence[Tensor], largest: Tensor) -> Tensor:
-        """Partial sums of the squares, (F,) fp64, each exact; those of all ranks are added up, and then by `total`.
+        """Partial sums of the squares, (2F,) fp64: the high and the low halves of integers. Those of all ranks are
+        added up, which is exact, and then by `total`.
 
         Args:
             parts: this rank's numbers, on one device.
             largest: of all ranks, 0-D fp64.
         """
-        is_finite = largest.isfinite()
-        steps = torch.arange(self.num_folds, device=largest.device) * (self._digits - _FP64_DIGITS)
-        exponents = torch.frexp(largest.square())[1] + self._digits + steps
-        # s of each fold, written as bits; 0 for an infinity, with which the first fold is a plain sum
-        powers_F = ((exponents.clamp(-_MAX_EXPONENT, _MAX_EXPONENT) + 1023) << 52).view(torch.float64)
-        offsets_F = torch.where(is_finite, powers_F, 0.0)
-        folds_F = torch.zeros_like(offsets_F)
-        offsets = list(offsets_F) if largest.device.type != "cpu" else offsets_F.tolist()
-        piece_numel = _PIECE_NUMEL if largest.device.type == "cpu" else _DEVICE_PIECE_NUMEL
-        pieces = [piece for part in map(_as_real, parts) for piece in part.reshape(-1).split(piece_numel)]
+        on_host = largest.device.type == "cpu"
+        bits_F = ((self._exponents(largest) + 1023) << 52) + (1 << 51)  # of s in each fold
+        offsets_F = bits_F.view(torch.float64)
+        offsets = offsets_F.tolist() if on_host else list(offsets_F)
+        pieces = [
+            piece
+            for part in map(_as_real, parts)
+            for piece in part.reshape(-1).split(_PIECE_NUMEL if on_host else _DEVICE_PIECE_NUMEL)
+        ]
         longest = max((piece.numel() for piece in pieces), default=0)
         room_2N = torch.empty(2, longest, dtype=torch.float64, device=largest.device)
+        first, one = offsets_F[0], torch.ones_like(largest)
+        counts: list[list[Tensor]] = [[torch.zeros_like(bits_F[0])] for _ in offsets]
         for piece in pieces:
-            rest, rounded = room_2N[:, : piece.numel()]
-            rest.copy_(piece).square_()
-            for fold, offset in enumerate(offsets):
-                torch.add(rest, offset, out=rounded)
-                rounded.sub_(offset)
-                folds_F[fold] += rounded.sum()
-                if fold + 1 < len(offsets):
-                    rest.sub_(rounded)
-        folds_F[1:] = torch.where(is_finite, folds_F[1:], 0.0)
-        return folds_F
+            numbers, rounded = room_2N[:, : piece.numel()]
+            numbers.copy_(piece)
+            if is_square := piece.dtype == torch.float64:
+                numbers.square_()
+            factor = one if is_square else numbers
+            torch.addcmul(first, numbers, factor, out=rounded)
+            counts[0].append(rounded.view(torch.int64).sum())
+            if self.num_folds > 1:
+                rest = torch.addcmul(rounded.sub_(offsets[0]), numbers, factor, value=-1, out=numbers)  # times -1
+            for fold in range(1, self.num_folds):
+                is_last = fold + 1 == self.num_folds
+                torch.add(rest, offsets[fold], out=rest if is_last else rounded)
+                counts[fold].append((rest if is_last else rounded).view(torch.int64).sum())
+                if not is_last:
+                    rest.sub_(rounded.sub_(offsets[fold]))
+        counts_F = torch.stack([torch.stack(each).sum() for each in counts])
+        counts_F -= bits_F * sum(piece.numel() for piece in pieces)
+        return torch.cat([counts_F >> 32, counts_F & 0xFFFFFFFF]).to(torch.float64)
 
-    @staticmethod
-    def total(folds: Sequence[float] | Tensor) -> float | Tensor:
-        """Return the sum of the squares: of the sums of `folds` over all ranks, added in their order."""
-        total = folds[0]
-        for fold in folds[1:]:
-            total = total + fold
-        return total
+    def total(self, sums: Tensor, largest: Tensor) -> Tensor:
+        """Return the sum of the squares, 0-D fp64, on the device of both.
+
+        Args:
+            sums: of `folds` over all ranks.
+            largest: as `folds` had it.
+        """
+        high_F, low_F = sums.view(2, -1)
+        units_F = ((self._exponents(largest) - 52 + 1023) << 52).view(torch.float64)
+        total, *rests = (high_F * 2.0**32 + low_F) * units_F  # rounded once for each fold
+        for rest in rests:
+            total = total - rest
+        is_known = torch.frexp(largest.square())[1] + self._room <= _MAX_EXPONENT
+        return torch.where(largest.square().isfinite() & is_known, total, largest.square() * math.inf)
+
+    def _exponents(self, largest: Tensor) -> Tensor:
+        """e + h of each fold."""
+        steps_F = torch.arange(self.num_folds, device=largest.device) * -self._gain
+        exponents_F = torch.frexp(largest.square())[1] + self._room + steps_F
+        return exponents_F.clamp(-_MAX_EXPONENT + 52, _MAX_EXPONENT)
 
 
 def _as_real(numbers: Tensor) -> Tensor:

@@ -235,39 +235,43 @@ class ExactAgreement(StepAgreement):
         self._squares_of = ExactSquares(numel)
 
     def sum_squares(self, norms: Sequence[Tensor]) -> Scalar:
-        folds_F = self._folds(norms, self._largest(norms))
+        largest = self._largest(norms)
+        folds_F = self._squares_of.folds(norms, largest)
         if self._on_host:
-            return self._squares_of.total(self._sum_values(folds_F.tolist()))
+            return self._total(self._sum_values(folds_F.tolist()), largest)
         sums_F = self._backend.allocate(folds_F.numel(), folds_F.dtype, self._device).copy_(folds_F)
         self._backend.all_reduce(sums_F).wait()
-        return self._as_scalar(sums_F)
+        return self._squares_of.total(sums_F, largest).to(torch.float32)
 
     def own_squares(self, norms: Sequence[Tensor]) -> Scalar:
-        folds_F = self._folds(norms, ExactSquares.largest(norms))
-        return self._squares_of.total(folds_F.tolist()) if self._on_host else self._as_scalar(folds_F)
+        largest = self._own_largest(norms)
+        total = self._squares_of.total(self._squares_of.folds(norms, largest), largest)
+        return total.item() if self._on_host else total.to(torch.float32)
 
     def _sum(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[Scalar, list[float]]:
         if not self._on_host:
             return self.sum_squares(norms), self._sum_values(flags)
-        folds = self._folds(norms, self._largest(norms)).tolist()
+        largest = self._largest(norms)
+        folds = self._squares_of.folds(norms, largest).tolist()
         sums = self._sum_values([*folds, *flags])
-        return self._squares_of.total(sums[: len(folds)]), sums[len(folds) :]
+        return self._total(sums[: len(folds)], largest), sums[len(folds) :]
 
-    def _folds(self, norms: Sequence[Tensor], largest: Tensor) -> Tensor:
-        return self._squares_of.folds(norms, largest.to(norms[0].device if norms else self._device))
+    def _total(self, sums: list[float], largest: Tensor) -> float:
+        return self._squares_of.total(torch.tensor(sums, dtype=torch.float64), largest.cpu()).item()
 
-    def _as_scalar(self, sums_F: Tensor) -> Tensor:
-        return torch.as_tensor(self._squares_of.total(sums_F)).to(torch.float32)
+    def _own_largest(self, norms: Sequence[Tensor]) -> Tensor:
+        """The largest magnitude of this rank, on the device of its gradients."""
+        return ExactSquares.largest(norms).to(norms[0].device if norms else self._device)
 
     def _largest(self, norms: Sequence[Tensor]) -> Tensor:
         """The largest magnitude on all ranks, 0-D fp64. Each adds its own to a place where the others have 0."""
-        largest, world_size = ExactSquares.largest(norms), self._backend.world_size
+        largest, world_size = self._own_largest(norms), self._backend.world_size
         if world_size == 1:
             return largest
         if self._on_host:
             places = [0.0] * world_size
             places[self._backend.rank] = largest.item()
-            return torch.tensor(self._sum_values(places), dtype=torch.float64).amax()
+            return torch.tensor(self._sum_values(places), dtype=torch.float64).amax().to(largest.device)
         places_W = self._backend.allocate(world_size, torch.float64, self._device).zero_()
         places_W[self._backend.rank] = largest
         self._backend.all_reduce(places_W).wait()

@@ -1,6 +1,7 @@
 """Norms against fp64, clipping against torch's own."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -43,21 +44,49 @@ def test_exact_squares_are_the_same_in_every_order(numel, dtype):
     shuffled = numbers[torch.randperm(numel, generator=torch.Generator().manual_seed(2))]
     for parts in (shuffled.split(numel // 7 + 1), shuffled.split(numel // 2 + 1)):
         sums = torch.stack([squares.folds([part], largest) for part in parts])
-        assert torch.equal(sums.sum(0), whole)
-        assert torch.equal(sums.flip(0).cumsum(0)[-1], whole)
-    assert float(squares.total(whole)) == pytest.approx(numbers.double().square().sum().item(), rel=2**-30)
-    assert squares.total(whole.tolist()) == squares.total(whole)
+        for added in (sums.sum(0), sums.flip(0).cumsum(0)[-1]):
+            assert _integers(added) == _integers(whole)
+            assert torch.equal(squares.total(added, largest), squares.total(whole, largest))
+    expected = math.fsum(numbers.double().square().tolist())
+    assert squares.total(whole, largest).item() == pytest.approx(expected, rel=2**-30, abs=0)
+
+
+def _integers(folds):
+    """The integers whose halves `folds` has."""
+    high, low = folds.view(2, -1).tolist()
+    return [int(each) * 2**32 + int(rest) for each, rest in zip(high, low, strict=True)]
+
+
+def test_exact_squares_are_what_rational_numbers_give():
+    numbers = torch.cat([_random(3000), _random(20, seed=1) * 2.0**-21, torch.tensor([2.0**14, -(2.0**-60)])])
+    for numel, num_folds in ((len(numbers), 1), (2**25 - 3, 2), (2**33, 3)):
+        squares = ExactSquares(numel)
+        assert squares.num_folds == num_folds
+        largest = squares.largest([numbers])
+        found = Fraction(squares.total(squares.folds(numbers.split(1000), largest), largest).item())
+        expected = sum(Fraction(number) ** 2 for number in numbers.tolist())
+        assert abs(found / expected - 1) < Fraction(1, 2**30)
+
+
+@pytest.mark.parametrize("numel", [2**16 - 3, 2**25 - 3])
+def test_exact_squares_of_many_equal_numbers_keep_to_an_integer(numel):
+    number = torch.tensor(1 - 2**-24).expand(numel)  # whose square is the largest below a power of two
+    squares = ExactSquares(numel)
+    largest = squares.largest([number[:1]])
+    assert squares.total(squares.folds([number], largest), largest).item() == pytest.approx(
+        numel * float(number[0]) ** 2, rel=2**-30, abs=0
+    )
 
 
 def test_exact_squares_of_very_large_and_very_small_numbers():
     numbers = torch.cat([torch.full((1000,), 3e38), torch.full((1000,), 1e-38), torch.zeros(5)])
     for part in (numbers, numbers[1000:], numbers[2000:]):
         squares = ExactSquares(len(numbers))
-        found = squares.total(squares.folds([part], squares.largest([part])))
+        found = squares.total(squares.folds([part], squares.largest([part])), squares.largest([part])).item()
         assert found == pytest.approx(part.double().square().sum().item(), rel=2**-30)
     many = ExactSquares(2**33)
-    assert many.num_folds == 4
-    assert many.total(many.folds([numbers], many.largest([numbers]))) == pytest.approx(
+    assert many.num_folds == 3
+    assert many.total(many.folds([numbers], many.largest([numbers])), many.largest([numbers])).item() == pytest.approx(
         numbers.double().square().sum().item(), rel=2**-30
     )
 
@@ -68,14 +97,14 @@ def test_exact_squares_show_an_overflow(value):
     numbers[7] = value
     squares = ExactSquares(100)
     parts = [squares.folds([part], squares.largest([numbers])) for part in (numbers[:50], numbers[50:])]
-    total = squares.total(sum(parts))
+    total = squares.total(sum(parts), squares.largest([numbers])).item()
     assert math.isnan(total) if math.isnan(value) else total == math.inf
 
 
 def test_exact_squares_of_nothing_are_zero():
     squares = ExactSquares(0)
-    assert squares.total(squares.folds([], squares.largest([]))) == 0
-    assert squares.total(squares.folds([torch.zeros(0)], squares.largest([torch.zeros(0)]))) == 0
+    for parts in ([], [torch.zeros(0)], [torch.zeros(7)]):
+        assert squares.total(squares.folds(parts, squares.largest(parts)), squares.largest(parts)) == 0
 
 
 def test_the_norm_does_not_depend_on_how_gradients_are_cut():
