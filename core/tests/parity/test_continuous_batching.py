@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -442,6 +443,49 @@ def test_rotary_types_are_read_wherever_a_version_of_transformers_has_them(keys:
     model.config = SimpleNamespace(**keys)
     with pytest.raises(ConfigError, match="rotary embeddings of type '(longrope|dynamic)'"):
         InferenceEngineV2(model, settings())
+
+
+class LlamaOfAnotherVersion(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """The cache by the other name that versions of transformers have for it, in the model and in its layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.renames = 0
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self._rename, with_kwargs=True)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, cache: Any = None
+    ) -> Any:
+        own = "cache" if "cache" in signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+        return super().forward(input_ids, attention_mask, position_ids, **{own: cache})
+
+    def _rename(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        names = {"past_key_values": "cache", "cache": "past_key_values"}
+        self.renames += 1
+        return args, {names.get(name, name): value for name, value in kwargs.items()}
+
+
+def test_a_cache_is_found_whatever_a_version_of_transformers_calls_it() -> None:
+    plain = make_model()
+    model = LlamaOfAnotherVersion(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    (prompt,) = prompts(7)
+    engine = InferenceEngineV2(model, settings())
+    tokens = [int(engine.put([0], [prompt]).argmax())]
+    for _ in range(5):
+        tokens.append(int(engine.put([0], [torch.tensor(tokens[-1:])]).argmax()))
+    assert tokens == greedy(plain, prompt, 6)
+    assert model.renames == 2 * 6
+
+
+def test_a_model_that_names_its_cache_otherwise_is_refused() -> None:
+    class Renamed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, memory: Any = None, **_: Any) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="the forward of Renamed takes a cache neither as"):
+        InferenceEngineV2(Renamed(make_model().config).eval(), settings())
 
 
 def test_a_key_that_is_not_there_names_the_nearest() -> None:

@@ -5,7 +5,8 @@ that process logits and stop, pads, and repeats prompts. Then it calls this loop
 processors, random numbers and ends are used in the same order, so the tokens are the same.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
     from deepspeed.inference.injection.decoder import Decoder, DecodeStep
 
 # What the model's forward may be given besides tokens. Others (types of tokens, images) are for its own forward.
-_FORWARD_KWARGS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_FORWARD_KWARGS = {"attention_mask", "position_ids", "past_key_values", "cache", "logits_to_keep", "use_cache"}
+
+
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a forward, or None.
+
+    It is known by what it can, not by its name: transformers renamed `past_key_values` to `cache` in 5.24, and a block
+    that overlooks its cache gives wrong tokens without an error.
+    """
+    return next((each for each in given.values() if hasattr(each, "get_seq_length")), None)
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name by which the forward of a model takes its cache; None where it has none that is known."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
 
 
 class DecodeLoop:
@@ -83,8 +99,8 @@ class DecodeLoop:
 
     def _start(self, model_kwargs: dict[str, Any]) -> "DecodeStep":
         positions = model_kwargs["position_ids"][:, -1]
-        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-        return self._decoder.start(cache, mask, positions, self._max_tokens)
+        mask = model_kwargs.get("attention_mask")
+        return self._decoder.start(cache_of(model_kwargs), mask, positions, self._max_tokens)
 
 
 class _Ends:
@@ -145,8 +161,8 @@ def _serves(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> boo
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         return False
-    cache = model_kwargs["past_key_values"]
-    return cache.get_seq_length() == 0 and _mode(config) in ("greedy_search", "sample")
+    cache = cache_of(model_kwargs)
+    return cache is not None and cache.get_seq_length() == 0 and _mode(config) in ("greedy_search", "sample")
 
 
 def _mode(config: Any) -> str:

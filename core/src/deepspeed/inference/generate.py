@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError, counted
-from deepspeed.inference.decode_loop import DecodeLoop
+from deepspeed.inference.decode_loop import DecodeLoop, cache_argument
 
 if TYPE_CHECKING:
     from deepspeed.inference.injection.decoder import Decoder
@@ -37,7 +37,7 @@ def can_generate(model: nn.Module) -> bool:
 class StaticGeneration:
     """Takes the place of `model.generate`: passes an empty cache of `max_tokens` where the caller passes none.
 
-    A caller's `past_key_values`, `use_cache=False` and `cache_implementation` are honored, also in the model's own
+    A caller's own cache, `use_cache=False` and `cache_implementation` are honored, also in the model's own
     `generation_config`, and ways of generation that transformers loads from the hub are left to it. Greedy and sampled
     generation of a model in the table of decoders runs in a loop of our own, all else in transformers' loops; tokens
     and random numbers are those of the plain model.
@@ -49,6 +49,7 @@ class StaticGeneration:
     def __init__(self, model: nn.Module, max_tokens: int, decoder: "Decoder | None" = None) -> None:
         self.model, self.max_tokens, self.decoder = model, max_tokens, decoder
         self.around_token: Callable[[], AbstractContextManager[None]] = nullcontext  # but for the first one's
+        self._cache_argument = cache_argument(type(model).forward) or "past_key_values"
         self.original: Any = model.generate
         model.generate = self  # type: ignore[assignment]
 
@@ -61,7 +62,7 @@ class StaticGeneration:
         config = args[0] if args else kwargs.get("generation_config")
         if not self._is_theirs(config, kwargs):
             self._check_length(inputs, config, kwargs)
-            kwargs["past_key_values"] = static_cache(self.max_tokens)
+            kwargs[self._cache_argument] = static_cache(self.max_tokens)
             if (loop := self._loop(args, config, kwargs)) is not None:
                 kwargs["custom_generate"] = loop
         return self.original(inputs, *args, **kwargs)
@@ -90,7 +91,7 @@ class StaticGeneration:
 
     def _is_theirs(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether the caller or the model asks for caches or loops of transformers."""
-        if kwargs.get("past_key_values") is not None or kwargs.get("assistant_model") is not None:
+        if any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "assistant_model")):
             return True
         if any(self._setting(name, config, kwargs) is not None for name in _OF_THEIR_OWN):
             return True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
+from deepspeed.inference.decode_loop import cache_of
 from deepspeed.inference.injection.attention import (
     AttendingCache,
     attend,
@@ -26,7 +27,6 @@ from deepspeed.inference.injection.weights import FusedExperts, FusedLinear, out
 from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
-_CACHES = ("past_key_values", "layer_past")
 # modules of hooks that need not be called for each token
 _OBSERVERS = (
     *("transformers.utils.output_capturing", "deepspeed.inference.engine"),
@@ -202,7 +202,7 @@ class FusedBlock:
             query, key = self.norm_query(query), self.norm_key(key)
         if policy.rotary and alibi is None:
             query, key = self._rotated(query, key, given)
-        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        cache = cache_of(given)
         if isinstance(cache, AttendingCache):
             slopes = (
                 (alibi[:, 0, 1] - alibi[:, 0, 0]).float() if policy.alibi == "added" and alibi is not None else None

@@ -26,6 +26,7 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuanti
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
 from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
+from deepspeed.inference.decode_loop import cache_argument
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
@@ -90,6 +91,14 @@ class InferenceEngineV2:
             limits.max_context, getattr(module.config, "max_position_embeddings", limits.max_context)
         )
         self._forward_keys = set(signature(type(module).forward).parameters)
+        cache_name = cache_argument(type(module).forward)
+        if cache_name is None:
+            raise ConfigError(
+                f"policy: the forward of {type(module).__name__} takes a cache neither as 'past_key_values' nor as "
+                "'cache', so its tokens would be computed without those before them; install a version of transformers "
+                "that has one of both"
+            )
+        self._cache_argument = cache_name
         self._has_alibi = any(block.policy.alibi for block in blocks)
         shapes = [LayerShape(block.num_kv_heads, block.head_dim) for block in blocks]
         device = module.get_input_embeddings().weight.device
@@ -216,7 +225,11 @@ class InferenceEngineV2:
         return logits
 
     def _forward(self, batch: RaggedBatch) -> Tensor:
-        keys: dict[str, Any] = {"input_ids": batch.tokens, "attention_mask": self._mask, "past_key_values": self._cache}
+        keys: dict[str, Any] = {
+            "input_ids": batch.tokens,
+            "attention_mask": self._mask,
+            self._cache_argument: self._cache,
+        }
         keys |= {"position_ids": batch.positions, "logits_to_keep": batch.last, "use_cache": True}
         self._cache.begin(batch)
         try:

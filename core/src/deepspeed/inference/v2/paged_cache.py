@@ -97,7 +97,7 @@ class LayerShape:
 
 
 class PagedCache:
-    """The cache that models get as `past_key_values`. Fused blocks call `attend`; `begin` comes before each forward.
+    """The cache that models are given. Fused blocks call `attend`; `begin` comes before each forward.
 
     Args:
         layers: by their index in the model.
