@@ -1,4 +1,4 @@
-"""A run that is wrong in a way that its loss does not show: `ds_verify examples/broken_decay.py` finds the tensor.
+"""A run that is wrong and raises no error: `ds_verify examples/broken_decay.py` finds the tensor.
 
 The weights of the second layer are to shrink a little after each step. They are in bf16, rounded from the fp32 master
 weights that the optimizer keeps, and the next step rounds those again: what is written here is lost, and plain torch
