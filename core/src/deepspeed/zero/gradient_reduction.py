@@ -77,7 +77,8 @@ class GradientReduction:
         self._name_of = units.name_of
         self._overlaps = options.overlap  # a bucket is launched when it is full, not when the backward is over
         #: launched buckets from which on sums are taken out during the backward; None: not before its end
-        self._max_in_flight = MAX_IN_FLIGHT if self._stage.divides_gradients else options.placement.max_in_flight
+        lends = self._stage.divides_gradients or self._stage.fixes_order  # buffers for one reduction
+        self._max_in_flight = MAX_IN_FLIGHT if lends else options.placement.max_in_flight
         self._waits_on_device = waits_on_device
         self._rows = rows
         self._places = [(self._by_unit[unit.index], place) for unit in units for place in range(len(unit.params))]
