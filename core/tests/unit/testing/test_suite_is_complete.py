@@ -93,7 +93,7 @@ def test_a_product_of_fewer_bits_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize(("rate", "enough"), [(30e9, True), (20e9, False), (140e9, True)])
 def test_a_share_is_judged_by_its_threshold(rate, enough):
-    found = speed.figure("sum of two tensors", rate, 40e9, "GB/s")
+    found = speed.figure("sum of two tensors", [rate] * 3, [40e9] * 3, "GB/s")
     share = rate / 40e9
     assert found == {
         **{"what": "sum of two tensors", "share": share, "at_least": 0.7, "enough": enough},
@@ -108,10 +108,18 @@ def test_a_share_is_judged_by_its_threshold(rate, enough):
             speed.judge(found)
 
 
+def test_a_round_in_which_the_machine_was_busy_or_free_changes_no_share():
+    own, copies = [30e9, 30e9, 3e9, 30e9, 60e9], [40e9, 80e9, 40e9, 40e9, 80e9]
+    found = speed.figure("sum of two tensors", own, copies, "GB/s")
+    assert (found["share"], found["enough"], found["rate"], found["device_rate"]) == (0.75, True, 30, 40)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.95])
 def test_a_test_of_speed_notes_its_figure_and_judges_it(monkeypatch, share):
     monkeypatch.setattr(speed, "_BYTES", 1 << 10)
-    monkeypatch.setattr(speed, "rates", lambda works: {name: 1e9 if name == "copy" else share * 1e9 for name in works})
+    monkeypatch.setattr(
+        speed, "rates", lambda works: {name: [1e9 if name == "copy" else share * 1e9] for name in works}
+    )
     noted = {}
     for what in speed._BOUND_BY_MEMORY:
         run = (torch.device("cpu"), what, noted.__setitem__)
@@ -136,7 +144,7 @@ def test_rates_are_amounts_by_time_and_all_take_turns(monkeypatch):
 
     monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
     found = speed.rates({"slow": work("slow", 2.0), "fast": work("fast", 0.01)})
-    assert found == pytest.approx({"slow": 3.0, "fast": 600.0})
+    assert found == {"slow": pytest.approx([3.0] * speed._ROUNDS), "fast": pytest.approx([600.0] * speed._ROUNDS)}
     rounds = calls[calls.index("fast") + 2 :]
     assert rounds == (["slow"] + ["fast"] * 5) * speed._ROUNDS
 

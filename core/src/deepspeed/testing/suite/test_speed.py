@@ -5,14 +5,15 @@ writes in a second, and the operations of a product of two large square matrices
 are compared with the copy, by the bytes that they have to move; a linear layer and a whole training step with the
 product, by the operations of their matrix products. A share needs no data sheet, and holds on a slow device as well.
 
-Every rate is the best of some rounds in which the measure and what is compared with it take turns, so that a machine
-which is busy for a moment lowers no share. A run beside other work says little all the same: let it be the only one.
-What was measured stands in the record (`figures` of the level), whether the share was enough or not.
+The measure and what is compared with it take turns, and the share is the median of those of some rounds, so that a
+machine which is busy, or free, for a moment changes little. A run beside other work says little all the same: let it be
+the only one. What was measured stands in the record (`figures` of the level), whether the share was enough or not.
 """
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,7 +36,7 @@ AT_LEAST = {
 }
 #: bytes of the tensors that one call works on, the same for all: more than caches hold
 _BYTES = 256 << 20
-_ROUNDS, _ROUND_S = 4, 0.05
+_ROUNDS, _ROUND_S = 5, 0.05
 #: a product is measured that takes so long, with at most so many rows
 _PRODUCT_S, _MOST_ROWS = 0.01, 8192
 
@@ -47,18 +48,18 @@ class TimedCall(NamedTuple):
     amount: float
 
 
-def rates(works: Mapping[str, TimedCall]) -> dict[str, float]:
-    """Name -> amount per second in the best of some rounds, in which all take turns."""
-    calls = {name: _calls(work) for name, work in works.items()}
-    best = dict.fromkeys(works, float("inf"))
+def rates(calls: Mapping[str, TimedCall]) -> dict[str, list[float]]:
+    """Name -> amount per second in each of some rounds, in which all take turns."""
+    times = {name: _times(call) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
-        for name, work in works.items():
-            best[name] = min(best[name], _seconds(work, calls[name]) / calls[name])
-    return {name: work.amount / best[name] for name, work in works.items()}
+        for name, call in calls.items():
+            found[name].append(times[name] * call.amount / _seconds(call, times[name]))
+    return found
 
 
-def _calls(work: TimedCall) -> int:
-    """Number of calls that take a round; after one that warms up."""
+def _times(work: TimedCall) -> int:
+    """Return how many calls take a round; after one that warms up."""
     _seconds(work, 1)
     return max(1, round(_ROUND_S / max(_seconds(work, 1), 1e-6)))
 
@@ -73,19 +74,20 @@ def _seconds(work: TimedCall, calls: int) -> float:
     return time.perf_counter() - begin
 
 
-def figure(what: str, rate: float, device_rate: float, unit: str) -> dict[str, Any]:
-    """Return what the record notes of one measurement.
+def figure(what: str, rates: Sequence[float], device_rates: Sequence[float], unit: str) -> dict[str, Any]:
+    """Return what the record notes of one measurement: medians, of the rates and of the share in each round.
 
     Args:
         what: a name of `AT_LEAST`.
-        rate: bytes or operations per second.
-        device_rate: that of the copy or of the product.
+        rates: bytes or operations per second, by round.
+        device_rates: those of the copy or of the product, in the same rounds.
         unit: "GB/s" or "TFLOP/s", in which both are noted.
     """
     scale = {"GB/s": 1e9, "TFLOP/s": 1e12}[unit]
-    share = rate / device_rate
+    share = statistics.median(own / device for own, device in zip(rates, device_rates, strict=True))
     noted = {"what": what, "share": round(share, 3), "at_least": AT_LEAST[what], "enough": share >= AT_LEAST[what]}
-    return {**noted, "rate": rate / scale, "device_rate": device_rate / scale, "unit": unit}
+    medians = [statistics.median(each) / scale for each in (rates, device_rates)]
+    return {**noted, "rate": medians[0], "device_rate": medians[1], "unit": unit}
 
 
 def judge(found: Mapping[str, Any]) -> None:
@@ -214,7 +216,7 @@ def step_operations(config: GPTConfig, batch: int) -> float:
     return 3.0 * 2 * (weights + attention) * batch * config.sequence_length
 
 
-def measure_step() -> dict[str, float]:
+def measure_step() -> dict[str, list[float]]:
     """Return operations per second of the product and of training steps, measured on one rank."""
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
