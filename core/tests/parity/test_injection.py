@@ -365,6 +365,16 @@ def test_unknown_models_are_left_whole() -> None:
     assert injected.replaced == ()
 
 
+def test_a_rotary_table_that_is_elsewhere_leaves_the_layers_their_own() -> None:
+    model = make_model(FAMILIES["gpt-j"])
+    for layer in model.transformer.h:
+        if hasattr(layer.attn, "embed_positions"):  # since 5.24 the model has it
+            del layer.attn.embed_positions
+    injected = inject(model)
+    assert injected.replaced == ()
+    assert "embed_positions" in injected.left["transformer.h.0"]
+
+
 def test_what_does_not_fit_is_left_and_named() -> None:
     model = make_model(FAMILIES["llama"])
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)

@@ -219,7 +219,11 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def set_device(self, device_index: int) -> None:
         """Remember `device_index` for `current_device`."""
         if device_index < 0:
-            raise ConfigError(f"set_device: {device_index} is no device index; 0 or more is expected")
+            raise ConfigError(
+                f"set_device: {device_index} is no device index; 0 or more is expected. -1 is often the default of "
+                "--local_rank, where no launcher gives it: start the script by deepspeed, or leave set_device out, as "
+                "initialize chooses the device"
+            )
         self._index = int(device_index)
 
     def current_device(self) -> int:

@@ -48,6 +48,17 @@ def asked_tags(directory: Path, names: list[str]) -> list[SavedTag]:
     return found
 
 
+def no_tags(directory: Path, verb: str) -> str:
+    """A sentence for a directory without tags, with where there are some if a Trainer saved one level deeper."""
+    text = f"{directory} holds no tag that save_checkpoint saved, so there is nothing to {verb}; give"
+    folders = sorted(child for child in directory.iterdir() if child.is_dir())
+    times = {folder: tags[-1].saved_at for folder in folders if (tags := saved_tags(folder))}
+    if not times:
+        return f"{text} the directory that save_checkpoint was given"
+    newest = sorted(times, key=times.__getitem__)[-1]
+    return f"{text} one of the {counted(len(times), 'folder')} in it that hold tags; the newest is {newest}"
+
+
 def as_size(num_bytes: int) -> str:
     """1536 -> "1.5 KiB"."""
     value = float(num_bytes)
@@ -82,10 +93,7 @@ def verify(directory: Path, names: list[str]) -> Result:
     """
     tags = asked_tags(directory, names)
     if not tags:
-        raise CheckpointError(
-            f"{directory} holds no tag that save_checkpoint saved, so there is nothing to verify; give the directory "
-            "that save_checkpoint was given"
-        )
+        raise CheckpointError(no_tags(directory, "verify"))
     with make_progress() as bar:
         task = bar.add_task("", total=sum(tag.num_bytes for tag in tags))
         rows = []
@@ -156,10 +164,14 @@ def prune(directory: Path, keep_last: int, *, dry_run: bool) -> Result:
         except CheckpointError as error:
             failed[tag.name] = str(error)
     record = {"directory": str(directory), "dry_run": dry_run, "removed": removed, "failed": failed, "kept": plan.kept}
-    return Result(record, lambda console: _show_pruned(record, console), bool(failed))
+    hint = "" if removed or failed or plan.kept else no_tags(directory, "remove")
+    return Result(record, lambda console: _show_pruned(record, console, hint), bool(failed))
 
 
-def _show_pruned(record: dict[str, Any], console: Console) -> None:
+def _show_pruned(record: dict[str, Any], console: Console, hint: str) -> None:
+    if hint:
+        warn(console, hint)
+        return
     done = "would be removed" if record["dry_run"] else "removed"
     rows = [(tag, done, "older than the tags that stay") for tag in record["removed"]]
     rows += [(tag, "failed", why) for tag, why in record["failed"].items()]

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
 from deepspeed.checkpoint.tensor_index import TensorEntry, TensorTable
 from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
-from deepspeed.cli.ckpt_commands import Result, as_size, asked_tags, warn
+from deepspeed.cli.ckpt_commands import Result, as_size, asked_tags, no_tags, warn
 from deepspeed.cli.console import make_table
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError
@@ -34,6 +34,9 @@ def run(directory: Path) -> Result:
     latest = read_latest(directory)
     rows = [_about(tag) for tag in saved_tags(directory)]
     record = {"directory": str(directory), "latest": latest, "tags": rows}
+    if not rows:
+        hint = no_tags(directory, "show")
+        return Result(record, lambda console: warn(console, hint))
     return Result(record, lambda console: _show_tags(record, console), any(row["faults"] for row in rows))
 
 

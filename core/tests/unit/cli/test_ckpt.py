@@ -214,6 +214,22 @@ def test_what_cannot_be_run_is_one_line(saved, ask, tmp_path):
         assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "verb"), [(["show"], "show"), (["verify"], "verify"), (["prune", "--keep-last", "1"], "remove")]
+)
+def test_a_folder_of_folders_with_tags_names_the_newest(saved, capsys, command, verb):
+    """A Trainer saves to `checkpoint-<step>` below the directory that it was given."""
+    name, *flags = command
+    for step in (3, 6):
+        shutil.copytree(saved / "s2", saved / "out" / f"checkpoint-{step}" / f"s{step}")
+    main([name, str(saved / "out"), *flags])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert (
+        f"nothing to {verb}; give one of the 2 folders in it that hold tags; the newest is {saved}/out/checkpoint-6"
+        in said
+    )
+
+
 @pytest.mark.parametrize("keep", ["0", "-1", "two"])
 def test_how_many_to_keep_must_be_positive(saved, keep, capsys):
     with pytest.raises(SystemExit) as raised:

@@ -70,6 +70,8 @@ class FusedBlock:
         )
         softcap = found(self.attention, policy.softcap) if policy.softcap else None
         self.softcap = None if softcap is None else float(softcap)
+        if policy.rotary_table:
+            found(layer, policy.rotary_table)
         self.window = self._window()
         self.sliding_window = self._sliding_window()
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
