@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import codecs
 import json
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -240,6 +241,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
     arguments = parser.parse_args()
+    if arguments.model is None and not os.path.isdir(arguments.checkpoint):
+        parser.error(
+            f"--checkpoint: there is no folder {arguments.checkpoint}; make it by `make demo`, or give --model, a "
+            "folder of transformers with its tokenizer"
+        )
     blocks = {"state_manager": {"memory_config": {"mode": "allocate", "size": arguments.blocks}}}
     config = arguments.engine_config or blocks
     text: ByteText | TokenizerText = ByteText()

@@ -149,6 +149,13 @@ def test_a_client_that_goes_away_ends_its_request(demo: tuple[str, GPT]) -> None
     assert len(answer(address, prompt="a", max_new_tokens=5)) == 5
 
 
+def test_without_the_demos_checkpoint_it_says_how_to_make_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/serve.py")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "there is no folder runs/gpt/checkpoint; make it by `make demo`, or give --model" in ended.stderr
+
+
 def test_a_folder_of_transformers_is_served_with_its_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
