@@ -47,6 +47,8 @@ def main() -> None:
         config["deterministic"] = {"enabled": args.deterministic}
     common = common_arguments(args, config)
     common["gradient_accumulation_steps"] = args.accumulation
+    if args.deterministic:
+        common["optim"] = "adamw_torch"  # the default is torch's fused one, which deterministic training refuses
     if args.tensor_parallel > 1:
         common["per_device_train_batch_size"] *= args.tensor_parallel  # they get the same samples
     arguments = TrainingArguments(**common)

@@ -266,14 +266,7 @@ def _initialize(
     units = unit_groups(mesh, module, copies_of_weights(zero))
     connect_moe_layers(module, mesh, divide_expert)
     progress = Progress()
-    order = create_order(
-        settings.deterministic,
-        module,
-        mesh,
-        basic_optimizer,
-        on_host=device.type == "cpu" or placement.is_offloaded,
-        num_steps=lambda: progress.global_steps,
-    )
+    order = create_order(settings.deterministic, module, mesh, basic_optimizer, progress, placement, device)
     sharding = create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}

@@ -31,8 +31,10 @@ from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.zero.backward_window import is_in_backward
+from deepspeed.zero.placement import Placement
 
 if TYPE_CHECKING:
+    from deepspeed.engine.observers import Progress
     from deepspeed.engine.training import Accumulation
 
 
@@ -57,13 +59,13 @@ class OneOrder:
         world_size: ranks of data parallelism.
         rank: among them.
         module: its forwards have these numbers too where a script calls it past the engine.
-        num_steps: returns how many steps the run has made.
+        progress: of the run.
     """
 
-    def __init__(self, seed: int, world_size: int, rank: int, module: nn.Module, num_steps: Callable[[], int]) -> None:
+    def __init__(self, seed: int, world_size: int, rank: int, module: nn.Module, progress: "Progress") -> None:
         self._seed = seed
         self._world_size, self._rank = world_size, rank
-        self._num_steps = num_steps
+        self._progress = progress
         self._num_reduced = 0  # backwards since the last step whose gradients are summed over the ranks
         self._num_of_micro_batch = 0  # the same of the current micro-batch
         self._last = _NOWHERE  # step and backwards before the last forward
@@ -85,7 +87,7 @@ class OneOrder:
         def enter(module: nn.Module, _: Any) -> None:
             owner = itself()
             if owner is not None and not owner._is_inside and (module.training or torch.is_grad_enabled()):
-                owner._watched.enter_context(OneOrder.of_forward(owner, owner._num_steps()))
+                owner._watched.enter_context(OneOrder.of_forward(owner, owner._progress.global_steps))
 
         def leave(*_: Any) -> None:
             if (owner := itself()) is not None:
@@ -263,15 +265,11 @@ def create_order(
     module: nn.Module,
     mesh: Mesh,
     optimizer: Optimizer | None,
-    *,
-    on_host: bool,
-    num_steps: Callable[[], int],
+    progress: "Progress",
+    placement: Placement,
+    device: torch.device,
 ) -> OneOrder | None:
     """Turn determinism on, where the section asks for it; None: it does not. A collective.
-
-    Args:
-        on_host: whether the optimizer updates in host memory.
-        num_steps: see `OneOrder`.
 
     Raises:
         ConfigError: losses depend on the number of ranks with this model, mesh or optimizer.
@@ -279,10 +277,10 @@ def create_order(
     if not section.enabled:
         return None
     _refuse_mesh(mesh, module)
-    _refuse_parts(module, optimizer, on_host=on_host)
+    _refuse_parts(module, optimizer, on_host=device.type == "cpu" or placement.is_offloaded)
     threads = "torch.get_num_threads(), which changes the order of sums in kernels of the host"
     check_same({threads: str(torch.get_num_threads())}, mesh.norm_group)
-    return OneOrder(section.seed, mesh.size("dp"), mesh.rank("dp"), module, num_steps)
+    return OneOrder(section.seed, mesh.size("dp"), mesh.rank("dp"), module, progress)
 
 
 def _refuse_parts(module: nn.Module, optimizer: Optimizer | None, *, on_host: bool) -> None:
@@ -296,7 +294,7 @@ def _refuse_parts(module: nn.Module, optimizer: Optimizer | None, *, on_host: bo
         refuse_undetermined(
             f"the optimizer {type(optimizer).__name__} with fused=True",
             "whose kernel of the host rounds the last elements of a tensor in another way, and shards end elsewhere",
-            "give fused=False, or name the optimizer in the configuration",
+            "give fused=False (TrainingArguments: optim='adamw_torch'), or name the optimizer in the configuration",
         )
     for name, size in expert_sizes(module).items():
         if size > 1:

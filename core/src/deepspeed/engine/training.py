@@ -157,7 +157,6 @@ class Training:
         self.has_applied = False  # whether the last call of `step` changed the weights
         self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning
         self._had_backward = False  # since the last step
-        self._divides_gradients = False  # of the backward that runs, and not its loss, by the accumulation steps
         self._num_divided = 0  # backwards since the last step whose loss is divided by the accumulation steps
         self._was_part = False  # the last step was one of `optimizer_step`, after fewer of them than it takes
         self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
@@ -180,12 +179,11 @@ class Training:
             tensors = [tensor / num_steps for tensor in tensors]
         elif num_steps > 1 and self.order is not None:
             undivided = [tensor * num_steps for tensor in tensors]
-        self._divides_gradients = self.order is not None
         self._num_divided += not is_divided
         if num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.gradients.collect_unseen_grads()  # they have another factor
         with self.observers.phase("backward"):
-            scaled = [self.precision.scale(each) for each in (undivided if self._divides_gradients else tensors)]
+            scaled = [self.precision.scale(each) for each in (undivided if self.order is not None else tensors)]
             if self.moq is not None and self.schedule.ends_step:
                 step, scale = self.progress.global_steps + 1, self.precision.loss_scaler.loss_scale
                 with self.sharding.gradients.window.unseen():
@@ -275,16 +273,17 @@ class Training:
         self._begin_again_if_dropped()
         self._had_backward = True
         refusal = self.refuse_backward("backward")
-        drawing = None if self.order is None else self.order.of_backward(self.progress.global_steps)
-        if self.order is not None and self.schedule.syncs:
-            refusal = self.order.saw_reduction() or refusal
+        drawing = None
+        if self.order is not None:
+            drawing = self.order.of_backward(self.progress.global_steps)
+            refusal = (self.order.saw_reduction() if self.schedule.syncs else None) or refusal
         if by_user:
             refusal = self._refuse_scale(self._begun_by) or self._refuse_unseen() or refusal
             self._num_divided += 1
         return BackwardPlan(
             reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
-            factor=1.0 / self.schedule.num_steps if by_user or self._divides_gradients else 1.0,  # else of the loss
+            factor=1.0 / self.schedule.num_steps if by_user or self.order is not None else 1.0,  # else of the loss
             refusal=refusal,
             enclosing=drawing,
         )
