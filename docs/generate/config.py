@@ -24,7 +24,8 @@ estimates of [`ds_plan`](../howto/plan-a-run.md), and says why each key is as it
 the Trainer or Accelerate what they fill.
 
 `ds_config check ds.json --ranks 8` lists all problems and warnings of a file's keys at once, without a device; its exit
-code is 1 if there are problems. What depends on the model or the mesh only `initialize` can say.
+code is 1 if there are problems. What depends on the model or the mesh, and ranges of an
+optimizer's arguments, only `initialize` can say.
 
 `ds_config schema > ds.schema.json` writes a JSON Schema of all keys; with `"$schema": "./ds.schema.json"` in a
 configuration, editors complete its keys, show their meaning and mark wrong ones.

@@ -382,6 +382,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_with_its_numbers():
         "other model": "has the parameter mlp.up.weight (20, 12) where rank 1 has mlp.up.weight (21, 12)",
     }.items():
         assert text in first[name], (name, first[name])
+    assert "Describe its layers in tensor_parallel.partition_config" in first["structure"]
 
 
 def inputs_job():

@@ -51,7 +51,16 @@ if how == "falls back":
         deepspeed.initialize(model=model, config=refused)
     except deepspeed.errors.ConfigError:
         pass
-engine, *_ = deepspeed.initialize(model=model, config=config)
+optimizer = None
+if how == "brings":
+    class Descent(torch.optim.SGD):
+        pass
+
+    del config["optimizer"]
+    config["zero_allow_untested_optimizer"] = True
+    optimizer = Descent(model.parameters(), lr=0.1)
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 if how == "loads":
     engine.load_checkpoint("checkpoints")
 is_plain = type(engine).__name__ == "PlainEngine"
@@ -212,6 +221,19 @@ def test_what_says_nothing_is_said(tmp_path):
     assert "every step was skipped" in verdict.first.name
     assert not verdict.is_comparable
     assert verdict.notes[0].startswith("1 of 1 updates are smaller than the rounding of their weights")
+
+
+def test_what_of_the_script_both_runs_ran_is_said(script, capfd):
+    assert main(["--steps", "1", str(script), "--how", "brings"]) == EQUAL
+    said = " ".join(capfd.readouterr().out.split())  # wrapped by the width of the console
+    assert "Note: hooks of the script on gradients ran in both runs, and what they do is not judged: 0.weight" in said
+    assert "Note: the script's optimizer Descent ran in both runs, and was compared with itself" in said
+
+
+def test_many_hooks_are_counted(tmp_path):
+    (tmp_path / "engine0").mkdir()
+    (tmp_path / "engine0" / "setting.json").write_text(json.dumps({"hooks": [str(each) for each in range(9)]}))
+    assert read_verdict(tmp_path).notes[-1].endswith("is not judged: 0, 1, 2 and 6 more")
 
 
 def test_bounds_follow_from_the_arithmetic():

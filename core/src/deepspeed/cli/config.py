@@ -6,7 +6,7 @@
     ds_config schema > ds.schema.json       then "$schema": "./ds.schema.json" in ds.json
 
 `write` asks on a terminal for what it was not given, and chooses by the estimates of `ds_plan`. What depends on the
-model, the optimizer or the mesh `check` cannot know: `initialize` says it.
+model or the mesh, and ranges of an optimizer's arguments, `check` cannot know: `initialize` says it.
 
 Exit code: 0; 1 if a file has problems, or nothing fits; 2 if a file cannot be read or written, or an answer is missing.
 """
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 FINE, WRONG, UNREADABLE = 0, 1, 2
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_DEFAULTS: dict[str, Any] = {"micro_batch": 1, "precision": "bf16", "optimizer": "AdamW", "lr": 1e-4}  # of `write`
 _LONGEST_LIST = 50  # problems of one file
 #: what a `LaxSection` takes in quotes, by the type of the key
 _IN_QUOTES = {
@@ -240,8 +242,12 @@ def _explained(
         first = next(place for place, (_, changes, axes) in enumerate(_REMEDIES) if change in changes or change in axes)
         return f"else a rank would need {failed[first - 1]}" if failed[first - 1 : first] else ""
 
+    def said(name: str) -> str:
+        """Say whether an option has its default."""
+        return "the default" if getattr(options, name) == _DEFAULTS[name] else "as asked"
+
     reasons = {
-        "train_micro_batch_size_per_gpu": "sequences in a forward, as asked",
+        "train_micro_batch_size_per_gpu": f"sequences in a forward, {said('micro_batch')}",
         "gradient_accumulation_steps": f"{counted(batch, 'sequence')} a step on dp {choice.mesh.dp}",
         "zero_optimization.stage": f"the fastest that fits: {memory}" + (f", with {words}" if words else ""),
         "zero_optimization.offload_optimizer.device": without("offloads_optimizer"),
@@ -249,11 +255,11 @@ def _explained(
         "mesh.dp": "copies of the model's layers",
         "mesh.tp": f"ranks that share each layer; {without('tp')}",
         "tensor_parallel.autotp_size": "as mesh.tp",
-        "optimizer.type": "as asked",
-        "optimizer.params.lr": "as asked",
+        "optimizer.type": said("optimizer"),
+        "optimizer.params.lr": said("lr"),
         "gradient_clipping": "the default, written so that it is seen",
-        "bf16.enabled": "as asked; needs no loss scale",
-        "fp16.enabled": "as asked; the loss is scaled",
+        "bf16.enabled": f"{said('precision')}; needs no loss scale",
+        "fp16.enabled": f"{said('precision')}; the loss is scaled",
     }
     config["gradient_clipping"] = 1.0
     if options.hugging_face:
@@ -303,7 +309,33 @@ def check(file: str, ranks: int | None = None) -> Findings:
                     return found
         if found.config is not None:
             _look_further(found, found.config, ranks)
+            _look_at_classes(found.problems, found.config)
     return found
+
+
+def _look_at_classes(problems: list[str], config: DeepSpeedConfig) -> None:
+    """Add what optimizer and schedule refuse: their names, and names and types of their arguments."""
+    if config.optimizer is None and config.scheduler is None:
+        return
+    from deepspeed.optim.factory import check_optimizer, check_scheduler  # late: they load torch
+
+    offloaded = config.zero_optimization.offload_optimizer
+    is_offloaded = offloaded is not None and offloaded.device != "none"
+    checks: tuple[tuple[Any, Callable[..., None]], ...] = (
+        (config.optimizer, partial(check_optimizer, offload=is_offloaded)),
+        (config.scheduler, check_scheduler),
+    )
+    for section, ask in checks:
+        params = dict(section.params) if section is not None else {}
+        while section is not None:
+            try:
+                ask(section.type, params)
+                break
+            except ConfigError as error:
+                problems.append(str(error))
+                key = str(error).partition(":")[0].rpartition(".")[2]
+                if params.pop(key, None) is None:
+                    break
 
 
 def _look_further(found: Findings, config: DeepSpeedConfig, ranks: int | None) -> None:

@@ -79,6 +79,23 @@ def construct(
     chosen for. Lists for tuples become tuples. `documented`: keys which chose `cls` and are no longer in `arguments`,
     to name beside those of `cls`.
     """
+    label, checked = checked_arguments(cls, arguments, path, name, documented)
+    try:
+        return cls(first, **checked)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path}: {label} refused {checked!r}: {error}") from error
+
+
+def checked_arguments(
+    cls: type, arguments: Mapping[str, Any], path: str, name: str, documented: Collection[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """The label of `cls` for messages, and the arguments that `construct` calls it with.
+
+    Raises:
+        ConfigError: as `construct`, for what the signature of `cls` tells.
+    """
     label = cls.__name__ if cls.__name__.lower() == name.lower() else f"{name} ({cls.__name__})"
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer's params
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -95,12 +112,7 @@ def construct(
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ConfigError(f"{path}.{missing[0]}: found nothing, but {label} needs it; give it a value")
-    try:
-        return cls(first, **checked)
-    except ConfigError as error:
-        raise ConfigError(f"{path}.{error}") from error
-    except (TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path}: {label} refused {checked!r}: {error}") from error
+    return label, checked
 
 
 def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:

@@ -4,6 +4,7 @@ Called by `engine.build`. Optimizers are first asked of the plugins (hook `ds_op
 without regard to case, among DeepSpeed's, and among the classes of `torch.optim` and `torch.optim.lr_scheduler`.
 """
 
+import builtins
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from deepspeed.compatibility import differences
 from deepspeed.config.base import AUTO
 from deepspeed.config.training import OptimizerConfig
 from deepspeed.errors import ConfigError
-from deepspeed.optim.arguments import construct, suggestion, without_auto
+from deepspeed.optim.arguments import checked_arguments, construct, suggestion, without_auto
 from deepspeed.plugins.manager import plugin_manager
 
 _OPTIMIZER_PATH = "optimizer.params"
@@ -51,6 +52,14 @@ def create_optimizer(
     given = _from_plugin(str(type), without_auto(params, _OPTIMIZER_PATH), param_groups)
     if given is not None:
         return given
+    cls, arguments, documented = _chosen_optimizer(type, params, offload)
+    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH, str(type), documented)
+
+
+def _chosen_optimizer(
+    type: str, params: Mapping[str, Any], offload: bool
+) -> tuple[builtins.type[Any], dict[str, Any], Sequence[str]]:
+    """The class of an optimizer of the config, its arguments, and the names of those that chose it."""
     arguments = dict(params)
     _check_not_engine_keys(arguments)
     key = str(type).lower()
@@ -58,8 +67,30 @@ def create_optimizer(
         cls = _NATIVE[key](arguments, offload)
     else:
         cls = _class_of_torch(type, torch.optim, torch.optim.Optimizer, "optimizer.type", _NATIVE_NAMES)
-    documented = _ADAM_KEYS if key in ("adam", "adamw") else ()
-    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH, str(type), documented)
+    return cls, arguments, _ADAM_KEYS if key in ("adam", "adamw") else ()
+
+
+def check_optimizer(type: str, params: Mapping[str, Any], *, offload: bool = False) -> None:
+    """Check what `create_optimizer` would be given, without parameters; "auto" is fine. `ds_config check` calls it.
+
+    Raises:
+        ConfigError: names the key; ranges of values are not checked.
+    """
+    given = {key: value for key, value in params.items() if value != AUTO}
+    if _from_plugin(str(type), given, [torch.nn.Parameter(torch.zeros(1))]) is None:
+        cls, arguments, documented = _chosen_optimizer(type, given, offload)
+        checked_arguments(cls, arguments, _OPTIMIZER_PATH, str(type), documented)
+
+
+def check_scheduler(type: str, params: Mapping[str, Any]) -> None:
+    """Check what `create_scheduler` would be given; arguments, only where none of them is "auto".
+
+    Raises:
+        ConfigError: names the key; ranges of values are not checked.
+    """
+    cls = scheduler_class(type)
+    if AUTO not in params.values():
+        checked_arguments(cls, params, _SCHEDULER_PATH, str(type))
 
 
 def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:

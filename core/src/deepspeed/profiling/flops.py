@@ -17,6 +17,7 @@ one multiply-accumulate (MAC). An elementwise operation counts as none.
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -194,6 +195,13 @@ def get_module_duration(module: Module) -> float:
     return sum(get_module_duration(child) for child in module.children())
 
 
+@cache
+def _warm_up() -> None:
+    """Count nothing once: the first count of a process loads parts of torch, for seconds that are no module's."""
+    with create_counter():
+        torch.empty(0).neg()
+
+
 def _num_params(module: Module) -> int:
     """Elements of the parameters of a module, each once; a divided one counts whole."""
     return sum(getattr(param, "ds_numel", param.numel()) for param in module.parameters())
@@ -230,6 +238,7 @@ class FlopsProfiler:
             ignore_list: classes of modules that get no line of their own: what they do counts as their parent's.
         """
         self.end_profile()
+        _warm_up()
         ignored = tuple(ignore_list or ())
         for module in self.model.modules():
             if type(module) not in ignored:

@@ -71,7 +71,7 @@ def own_plan(model: nn.Module) -> TensorPlan | None:
             raise ConfigError(
                 f"tensor parallelism: the tp_plan of {type(model).__name__} divides {path} as {style!r}, and the "
                 f"styles that are known here are {', '.join(_STYLES)}; describe its layers in "
-                "tensor_parallel.derived_plans"
+                "tensor_parallel.partition_config"
             )
         placement, gathers = _STYLES[style]
         if isinstance(placement, Replicate):
@@ -80,7 +80,7 @@ def own_plan(model: nn.Module) -> TensorPlan | None:
         if role_of(path) == "fused" and not gathers:
             raise ConfigError(
                 f"tensor parallelism: the tp_plan of {type(model).__name__} divides the fused layer {path}, and does "
-                "not say how query, key and value lie in it; describe it in tensor_parallel.derived_plans"
+                "not say how query, key and value lie in it; describe it in tensor_parallel.partition_config"
             )
         if isinstance(module, nn.Linear):
             rules.append(Rule(path, placement, along_of(model, path, placement), gathers=gathers))
@@ -123,7 +123,7 @@ def plan_of_structure(model: nn.Module) -> TensorPlan:
             f"tensor parallelism: the structure of {type(model).__name__} does not show which of its layers can be "
             "divided: found no query, key, value and output layers in one module, and no module with two linear layers "
             f"of which the second undoes the shape of the first{hint}. Describe its layers in "
-            "tensor_parallel.derived_plans"
+            "tensor_parallel.partition_config"
         )
     return TensorPlan("by structure", tuple(rules), heads)
 
@@ -156,7 +156,7 @@ def _feed_forward(prefix: str, linears: dict[str, nn.Linear], others: list[nn.Mo
     yield Rule(prefix + last, Shard(1))
 
 
-_KEY = "tensor_parallel.derived_plans"
+_KEY = "tensor_parallel.partition_config"
 _TYPES = ("row", "column", "skip")
 _KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types")
 
@@ -280,7 +280,7 @@ def plan_of_policy(model: nn.Module, policy: Any, table: TensorPlan | None) -> T
         if not is_row and role_of(path) == "fused":
             raise ConfigError(
                 f"injection_policy: found the layer {path} beside the named ones, in which query, key and value are "
-                "fused, and names do not tell how; use deepspeed.tp_model_init with tensor_parallel.derived_plans"
+                "fused, and names do not tell how; use deepspeed.tp_model_init with tensor_parallel.partition_config"
             )
         rules.append(Rule(path, placement, along_of(model, path, placement)))
     return TensorPlan("injection_policy", tuple(rules), heads_of_model(model))

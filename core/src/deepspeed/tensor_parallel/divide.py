@@ -61,7 +61,7 @@ def inner_features(experts: Any, path: str) -> int:
     if len(found) != 2 or len(up) != 3 or down != (up[0], up[2], up[1] // 2):
         raise ConfigError(
             f"{path}: found experts with {found}, but those that are divided have gate_up_proj, [experts, 2 F, H], and "
-            "down_proj, [experts, H, F]; keep them whole by tensor_parallel.derived_plans"
+            "down_proj, [experts, H, F]; keep them whole by tensor_parallel.partition_config"
         )
     return down[2]
 
@@ -210,13 +210,13 @@ def _find(
         if not plan.rules:  # of patterns, for a pipeline
             names = [name for name, _ in model.named_parameters() if name.endswith("weight")][:3]
             raise ConfigError(
-                "tensor_parallel.derived_plans.layer_specs: no pattern matches a weight of any stage of the "
+                "tensor_parallel.partition_config.layer_specs: no pattern matches a weight of any stage of the "
                 f"pipeline; those of this one have names such as {', '.join(names)}"
             )
         raise ConfigError(
             f"tensor parallelism: no layer of {type(model).__name__} is named as the plan {plan.name!r} expects "
             f"({', '.join(rule.path for rule in plan.rules[:4])} ...); describe its layers in "
-            "tensor_parallel.derived_plans"
+            "tensor_parallel.partition_config"
         )
     num_ranks = ranks.world_size
     shares: list[HeadShare] = []

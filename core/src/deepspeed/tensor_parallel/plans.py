@@ -230,6 +230,6 @@ def preset_plan(name: str, config: Any) -> TensorPlan:
     if name not in PLANS:
         raise ConfigError(
             f"tensor_parallel.preset_model: found {name!r}; the presets are {', '.join(sorted(PLANS))}. Omit it to "
-            "have the plan chosen by the model, or describe the layers in tensor_parallel.derived_plans"
+            "have the plan chosen by the model, or describe the layers in tensor_parallel.partition_config"
         )
     return PLANS[name](config)

@@ -1,7 +1,7 @@
 """`RecordedEngine` trains as the script's configuration says, and leaves in a `Record` what a second run compares with.
 
     run.json                     how many steps there are, and by what arithmetic they were made
-    setting.json                 the accelerator, and the configuration without its secrets
+    setting.json                 the accelerator, the configuration without its secrets, what both runs run
     step0/rank0.safetensors      the weights at the start
     step3/rank0.json             of one rank and step: loss scale, norm, learning rates, and each forward
     step3/rank0.safetensors      gradients as the optimizer gets them, weights after the update, random states

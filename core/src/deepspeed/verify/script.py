@@ -49,6 +49,7 @@ _TAKEN_AWAY = {
     *("checkpoint", "nebula", "watch", "comms_logger", "flops_profiler", "autotuning", "wall_clock_breakdown"),
     *("memory_breakdown", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_plugins"),
 }
+_KNOWN_OPTIMIZERS = ("torch", "deepspeed")
 _ADAMS = ("adam", "adamw")
 _DEFAULTS_OF_ADAM = {"weight_decay": 0.0}  # the configuration's, where torch's AdamW has another
 _KEYS_OF_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
@@ -129,13 +130,23 @@ def compared(folder: str | Path, num_steps: int) -> Any:
 
 def _recorded(start: Callable[..., Any], **arguments: Any) -> Any:
     """Leave beside the record of an engine that trains by what accelerator and configuration it does."""
+    brings = _brought(arguments["model"], arguments["optimizer"])  # before the engine adds hooks of its own
     made = _verified(start, **arguments)
     engine: RecordedEngine = made[0]
     if engine.is_watched and engine.record.rank == 0:
         config = json.loads(json.dumps(redacted(engine.config), default=str))
-        setting = {"accelerator": get_accelerator().device_name(), "config": config}
+        setting = {"accelerator": get_accelerator().device_name(), "config": config, **brings}
         write_json(engine.record.folder / "setting.json", setting)
     return made
+
+
+def _brought(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Say what of the script both runs run, so that a fault in it is in both: hooks on gradients, its own optimizer."""
+    params = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    hooked = [name for name, param in params if param._backward_hooks or param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    kind = type(optimizer)
+    is_own = isinstance(optimizer, torch.optim.Optimizer) and kind.__module__.split(".")[0] not in _KNOWN_OPTIMIZERS
+    return {"hooks": hooked, "optimizer": kind.__qualname__ if is_own else None}
 
 
 def _verified(start: Callable[..., Any], **arguments: Any) -> Any:

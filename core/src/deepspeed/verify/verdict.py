@@ -53,6 +53,7 @@ _OF_OTHER_KERNELS = 16
 _NORM, _UPDATE = 2.0**-14, 2.0**-12
 _OF_ELEMENT, _OF_MEAN = 2.0**-6, 2.0**-10
 _SAME = 1e-9  # relative; of sums in fp64 over the same values
+_SHOWN = 3  # names in a note
 _ALIKE = 1e-3  # relative; of inputs, which may be computed from what rounds
 
 
@@ -478,9 +479,17 @@ def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) ->
 
 
 def _notes(folder: Path) -> list[str]:
-    """Say where all ranks had the same inputs in every step: they learn no more than one of them would."""
+    """Say what a verdict does not cover: parts of the script that run in both runs; all ranks with the same inputs in
+    every step, which learn no more than one of them would."""
     notes = []
     for engine in sorted(folder.glob("engine*")):
+        setting = engine / "setting.json"
+        brings = json.loads(setting.read_text()) if setting.exists() else {}
+        if hooked := brings.get("hooks"):
+            names = ", ".join(hooked[:_SHOWN]) + (f" and {len(hooked) - _SHOWN} more" if len(hooked) > _SHOWN else "")
+            notes.append(f"hooks of the script on gradients ran in both runs, and what they do is not judged: {names}")
+        if name := brings.get("optimizer"):
+            notes.append(f"the script's optimizer {name} ran in both runs, and was compared with itself")
         steps = [[json.loads(path.read_text()) for path in step.glob("rank*.json")] for step in engine.glob("step*")]
         inputs = [
             [[each["inputs"] for each in rank["forwards"]] for rank in ranks] for ranks in steps if ranks and ranks[0]

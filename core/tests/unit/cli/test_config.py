@@ -142,6 +142,42 @@ def test_what_hugging_face_fills_is_no_problem(write, capsys):
     assert "train_batch_size, optimizer.params.lr: filled by Hugging Face's Trainer" in capsys.readouterr().out
 
 
+def test_optimizer_and_schedule_are_looked_at_without_a_model(write, capsys):
+    params = {"lr": "1e-4", "beta": [0.9, 0.95], "eps": 1e-8}
+    path = write(
+        {
+            "optimizer": {"type": "AdamW", "params": params},
+            "scheduler": {"type": "WarmupCosine", "params": {"warmup_num_steps": 100}},
+        }
+    )
+    assert command.main(["check", path]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}: 3 problems")
+    assert "problem  optimizer.params.lr: found '1e-4'" in out
+    assert 'optimizer.params.beta: AdamW (FusedAdam) has no such parameter. Did you mean "betas"?' in out
+    assert "scheduler.type: found 'WarmupCosine', which is not known. Did you mean \"WarmupCosineLR\"?" in out
+
+
+@pytest.mark.parametrize("kind", ["AdamX", "LBFGS"])
+def test_an_optimizer_that_there_is_not(kind, write, capsys):
+    assert command.main(["check", write({"optimizer": {"type": kind}})]) == 1
+    assert "problem  optimizer.type: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"optimizer": {"type": kind, "params": {"lr": 1e-3}}} for kind in ("Muon", "OneBitAdam", "Lamb", "SGD")),
+        {"optimizer": {"type": "Adam", "params": {"lr": 1, "torch_adam": True}}},
+        {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"optimizer": None, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+    ],
+)
+def test_optimizers_and_schedules_that_are_fine(config, write):
+    assert command.main(["check", write(config)]) == 0
+
+
 def test_values_are_shown_and_secrets_are_not(write, capsys):
     assert command.main(["check", write({"wandb": {"team": "ours"}, "comet": {"api_key": "hush"}}), "--show"]) == 0
     shown = capsys.readouterr().out

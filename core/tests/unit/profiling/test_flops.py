@@ -105,6 +105,12 @@ def test_calls_add_up_until_reset():
         profiler.print_model_profile()
 
 
+def test_what_the_first_count_of_a_process_loads_is_loaded_before_a_module_runs():
+    flops._warm_up.cache_clear()
+    FlopsProfiler(Net()).start_profile()
+    assert flops._warm_up.cache_info().currsize == 1
+
+
 def test_modules_that_are_ignored_count_as_their_parents():
     model = Net()
     profiler = profiled(model, torch.randn(4, 8), ignore_list=[nn.Linear])
