@@ -158,6 +158,17 @@ def test_optimizer_and_schedule_are_looked_at_without_a_model(write, capsys):
     assert "scheduler.type: found 'WarmupCosine', which is not known. Did you mean \"WarmupCosineLR\"?" in out
 
 
+def test_what_was_not_asked_is_not_said_to_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 64, **sizes}))
+    machine = ["--model", str(tmp_path), "--ranks", "2", "--memory", "1GiB", "--sequence", "64"]
+    assert command.main(["write", str(tmp_path / "ds.json"), *machine, "--lr", "3e-4"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "optimizer." in line or "micro_batch" in line]
+    assert ["as asked" in row for row in rows] == [False, False, True]
+    assert ["the default" in row for row in rows] == [True, True, False]
+
+
 @pytest.mark.parametrize("kind", ["AdamX", "LBFGS"])
 def test_an_optimizer_that_there_is_not(kind, write, capsys):
     assert command.main(["check", write({"optimizer": {"type": kind}})]) == 1
