@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.inference.decode_loop import cache_of
 from deepspeed.inference.generate import StaticGeneration
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.decoder import DecodeStep
@@ -263,7 +264,7 @@ def test_loops_that_transformers_loads_from_the_hub_are_left_to_it(
     monkeypatch.setattr(GenerationMixin, "load_custom_generate", load)
     given = injected.generate(**keys, trust_remote_code=True)
     assert asked
-    assert given.get("past_key_values") is None
+    assert cache_of(given) is None
 
 
 def test_beams_of_a_configuration_run_in_transformers_loop(steps: list[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import ConfigError
+from deepspeed.inference.decode_loop import cache_of
 from deepspeed.inference.graphs import MAX_KINDS
 from deepspeed.log import logger
 from torch import nn
@@ -120,7 +121,8 @@ def test_a_forward_that_returns_a_cache_is_not_captured(recording):
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0))
     engine = deepspeed.init_inference(model.eval(), dtype=torch.float, enable_cuda_graph=True)
     ids = tokens(0)
-    caches = [engine(ids).past_key_values for _ in range(3)]
+    caches = [cache_of(engine(ids)) for _ in range(3)]
+    assert None not in caches
     assert num_replays(recording) == 0
     assert caches[0] is not caches[1]
     assert engine.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 11)

@@ -1,6 +1,7 @@
 """Fused blocks in the place of transformers' layers: equal logits and tokens, for every family of the table."""
 
 from dataclasses import dataclass, field, replace
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.decode_loop import cache_argument
 from deepspeed.inference.generate import static_cache
 from deepspeed.inference.injection import Injected, inject
 from deepspeed.inference.injection.policies import POLICIES
@@ -333,6 +335,12 @@ def test_what_is_replaced_or_hooked_after_injection_counts(change: Any) -> None:
     assert torch.equal(*tokens)
 
 
+def _cache_argument(model: Any) -> str:
+    name = cache_argument(type(model).forward)
+    assert name is not None
+    return name
+
+
 def test_a_cache_of_the_callers_is_used() -> None:
     from transformers import DynamicCache
 
@@ -340,7 +348,8 @@ def test_a_cache_of_the_callers_is_used() -> None:
     wanted = model.generate(**batch, max_new_tokens=4, do_sample=False)
     inject(model, max_out_tokens=1)
     cache = DynamicCache()
-    found = model.generate(**batch, max_new_tokens=4, do_sample=False, past_key_values=cache)
+    given: dict[str, Any] = {_cache_argument(model): cache}
+    found = model.generate(**batch, max_new_tokens=4, do_sample=False, **given)
     assert torch.equal(found, wanted)
     assert cache.get_seq_length() == wanted.shape[1] - 1
 
@@ -351,11 +360,11 @@ def test_too_many_tokens_name_both_numbers() -> None:
     assert model.generate(**batch, max_new_tokens=7, min_new_tokens=7).shape[1] == 16
     with pytest.raises(ConfigError, match="prompt of 9 tokens .* length of 17, but max_out_tokens is 16"):
         model.generate(**batch, max_new_tokens=8)
-    cache = static_cache(16)
+    given = {_cache_argument(model): static_cache(16)}
     with torch.no_grad():
-        model(**batch, past_key_values=cache)
+        model(**batch, **given)
         with pytest.raises(ConfigError, match="needs 18 tokens.* max_out_tokens = 16"):
-            model(batch["input_ids"], past_key_values=cache)
+            model(batch["input_ids"], **given)
 
 
 def test_unknown_models_are_left_whole() -> None:
@@ -367,12 +376,56 @@ def test_unknown_models_are_left_whole() -> None:
 
 def test_a_rotary_table_that_is_elsewhere_leaves_the_layers_their_own() -> None:
     model = make_model(FAMILIES["gpt-j"])
-    for layer in model.transformer.h:
-        if hasattr(layer.attn, "embed_positions"):  # since 5.24 the model has it
+    layers = model.transformer.h
+    if hasattr(layers[0].attn, "embed_positions"):  # since 5.24 the model has it
+        for layer in layers:
             del layer.attn.embed_positions
+    else:
+        replace_signatures(layers, "hidden_states", "attention_mask")
     injected = inject(model)
     assert injected.replaced == ()
-    assert "embed_positions" in injected.left["transformer.h.0"]
+    assert "'position_embeddings'" in injected.left["transformer.h.0"]
+
+
+def replace_signatures(layers: Any, *names: str) -> None:
+    """Give layers a class that differs by the names of its forward's arguments; policies know it by its own name."""
+    own = type(layers[0])
+
+    def forward(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    words = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    made = type(own.__name__, (own,), words)
+    for layer in layers:
+        layer.__class__ = made
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "attention_mask", "alibi"])
+def test_an_argument_that_a_layer_calls_otherwise_leaves_the_layer_its_own(name: str) -> None:
+    model = make_model(FAMILIES["bloom"])
+    names = ["hidden_states", "alibi", "attention_mask"]
+    names[names.index(name)] = "renamed"
+    replace_signatures(model.transformer.h, *names)
+    injected = inject(model)
+    assert injected.replaced == ()
+    assert injected.left["transformer.h.1"].startswith(f"its forward has no argument {name!r}, only")
+
+
+def test_a_tensor_of_an_unknown_name_is_for_the_layers_own_forward() -> None:
+    model, hidden = make_model(FAMILIES["llama"]), torch.zeros(1, 3, 32)
+    injected = inject(model)
+    block = model.model.layers[0].forward
+    assert injected.replaced
+    calls: list[dict[str, Any]] = []
+    block.original = lambda *_, **kwargs: calls.append(kwargs)
+    angles = model.model.rotary_emb(hidden, torch.arange(3).unsqueeze(0))
+    with torch.no_grad():
+        assert block(hidden, position_embeddings=angles).shape == hidden.shape
+        assert not calls
+        block(hidden, position_embeddings=angles, renamed_mask=torch.ones(3))
+    assert len(calls) == 1
 
 
 def test_what_does_not_fit_is_left_and_named() -> None:

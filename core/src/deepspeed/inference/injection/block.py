@@ -27,6 +27,8 @@ from deepspeed.inference.injection.weights import FusedExperts, FusedLinear, out
 from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
+# Arguments of a layer that are tensors and that a fused block computes with, or knows to change nothing.
+_UNDERSTOOD = ("hidden_states", "attention_mask", "alibi", "position_ids", "position_embeddings", "cache_position")
 # modules of hooks that need not be called for each token
 _OBSERVERS = (
     *("transformers.utils.output_capturing", "deepspeed.inference.engine"),
@@ -38,8 +40,8 @@ class FusedBlock:
     """Call it as the layer's `forward`.
 
     The layer's own forward runs where the fused one would not do the same: in training mode, where a gradient is
-    needed, for cross-attention, for attention weights, for masks that are no tensor of four dimensions, and where a
-    part of the layer was replaced or got hooks since, as adapters do.
+    needed, for attention weights, for masks that are no tensor of four dimensions, for a tensor whose name is not known
+    here (cross-attention's, say), and where a part of the layer was replaced or got hooks since, as adapters do.
 
     Args:
         layer: whose linears become views of fused weights.
@@ -70,15 +72,29 @@ class FusedBlock:
         )
         softcap = found(self.attention, policy.softcap) if policy.softcap else None
         self.softcap = None if softcap is None else float(softcap)
-        if policy.rotary_table:
-            found(layer, policy.rotary_table)
         self.window = self._window()
         self.sliding_window = self._sliding_window()
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         self._names = names[: names.index("kwargs")] if "kwargs" in names else names
+        self._check_names()
         self._params = list(layer.parameters())
         self._make_linears()
         self._parts = [Part(*each) for each in _modules_of(layer, policy)]
+
+    def _check_names(self) -> None:
+        """Refuse a layer that calls by another name what it needs: found absent, it would give wrong tokens."""
+        policy = self.policy
+        needed = ["hidden_states", "attention_mask"] if self._names[1:] else ["hidden_states"]
+        if policy.alibi:
+            needed.append("alibi")
+        if policy.rotary_table:
+            found(self.layer, policy.rotary_table)
+            needed.append("position_ids")
+        elif policy.rotary:
+            needed.append("position_embeddings")
+        for name in needed:
+            if name not in self._names:
+                raise ConfigError(f"its forward has no argument {name!r}, only {', '.join(self._names)}")
 
     def _make_linears(self) -> None:
         """Last, because it changes the layer: what does not fit is found before."""
@@ -148,7 +164,9 @@ class FusedBlock:
         mask = given.get("attention_mask")
         if not self.is_whole():
             return False
-        if given.get("output_attentions") or given.get("encoder_hidden_states") is not None:
+        if given.get("output_attentions"):
+            return False
+        if any(isinstance(value, Tensor) and name not in _UNDERSTOOD for name, value in given.items()):
             return False
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             return False
@@ -246,8 +264,11 @@ class FusedBlock:
         if self.policy.rotary == "halves":
             cos, sin = (part.unsqueeze(1) for part in given["position_embeddings"])
             return rotate_halves(query, cos, sin), rotate_halves(key, cos, sin)
-        table = found(self.layer, self.policy.rotary_table)
-        sin, cos = table[given["position_ids"]].to(query.dtype).unsqueeze(1).chunk(2, -1)
+        if self.policy.rotary_table:
+            table = found(self.layer, self.policy.rotary_table)
+            sin, cos = table[given["position_ids"]].to(query.dtype).unsqueeze(1).chunk(2, -1)
+        else:
+            sin, cos = (part.unsqueeze(1) for part in given["position_embeddings"])
         return rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)
 
     def release(self) -> None:

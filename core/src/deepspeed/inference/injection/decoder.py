@@ -48,17 +48,22 @@ class Decoder:
         self.layers: list[nn.Module] = list(found(model, policy.layers))
         self.embedding = found(model, policy.embedding)
         self.positions = found(model, policy.positions) if policy.positions else None
-        self.rotary = found(model, policy.rotary) if policy.rotary else None
+        self.blocks = self._found_blocks()
+        own_tables = bool(self.blocks[0].policy.rotary_table)
+        self.rotary = found(model, policy.rotary) if policy.rotary and not own_tables else None
         self.project_in, self.project_out = (
             found(model, path) if path else None for path in (policy.project_in, policy.project_out)
         )
         own_norm = found(model, policy.norm)
         self.norm = None if own_norm is None else norm_of(own_norm)
         self.softcap: float | None = found(model, policy.softcap) if policy.softcap else None
-        self._parts = [part_of(model, path) for path in (policy.norm, policy.rotary) if path and found(model, path)]
+        parts = ((policy.norm, own_norm), (policy.rotary, self.rotary))
+        self._parts = [part_of(model, path) for path, module in parts if module is not None]
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.blocks = self._found_blocks()
-        if self.rotary is not None and getattr(self.rotary, "rope_type", "") not in _FIXED_ROTARY:
+        self._in_pairs = self.blocks[0].policy.rotary == "pairs"
+        if self.rotary is not None and self._in_pairs:
+            found(self.rotary, "embed_positions")
+        elif self.rotary is not None and getattr(self.rotary, "rope_type", "") not in _FIXED_ROTARY:
             raise ConfigError("its rotary embedding depends on the length of the sequence")
 
     def _found_blocks(self) -> list[FusedBlock]:
@@ -106,10 +111,16 @@ class Decoder:
         return DecodeStep(self, cache, mask, positions, max_tokens)
 
     def table(self, max_tokens: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions below `max_tokens`, (positions, R), as the model's rotary module gives them."""
+        """cos and sin of positions below `max_tokens`, (positions, R), as the model's rotary module gives them.
+
+        In pairs they are sin and cos, (positions, R / 2).
+        """
         if self.rotary is None:
             return None
         like = self.embedding.weight
+        if self._in_pairs:
+            sin, cos = self.rotary.embed_positions.to(like.dtype).chunk(2, -1)
+            return sin, cos
         key = (max_tokens, like.device, like.dtype)
         if key not in self._tables:
             every = torch.arange(max_tokens, device=like.device).unsqueeze(0)

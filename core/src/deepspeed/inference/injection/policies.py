@@ -30,8 +30,9 @@ class InjectionPolicy:
             "grouped" [kv_heads, heads of a group + 2, D].
         head_dim, layer_index: attributes of the attention module.
         scale: attribute of the attention module or a number; "": D^-0.5.
-        rotary: "halves" over `position_embeddings` (arXiv 2104.09864, as Llama lays it out), "pairs" over the table of
-            sines and cosines at `rotary_table` (as GPT-J does); "": none. Partial where the table is narrower than D.
+        rotary: "halves" over `position_embeddings`, cosines and sines (arXiv 2104.09864, as Llama lays it out); "pairs"
+            over sines and cosines (as GPT-J does): a table at `rotary_table`, or, without one, `position_embeddings`;
+            "": none. Partial where the table is narrower than D.
         norm_attention_out, norm_mlp_out: norms of what a half gives, before it is added (placement "pre"); "": none.
         softcap: attribute of the attention module: scores s are c tanh(s / c), if it is not None; "": they are not.
         norm_query, norm_key: norms of every head before the rotary embedding; absent ones are omitted.
@@ -108,6 +109,8 @@ _GPT_J = InjectionPolicy(
     rotary_table="attn.embed_positions",
     returns="pair",
 )
+# since transformers 5.24, where the model has the table
+_GPT_J_NEW = replace(_GPT_J, rotary_table="", returns="tensor", when=(("attn.embed_positions", None),))
 _GPT_NEOX = InjectionPolicy(
     attention="attention",
     qkv=("attention.query_key_value",),
@@ -233,7 +236,7 @@ _FALCON_NEW = replace(
 POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": (_GPT2,),
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoBlock": (_GPT_NEO,),
-    "transformers.models.gptj.modeling_gptj.GPTJBlock": (_GPT_J,),
+    "transformers.models.gptj.modeling_gptj.GPTJBlock": (_GPT_J_NEW, _GPT_J),
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer": (
         _GPT_NEOX,
         replace(_GPT_NEOX, placement="parallel", when=(("use_parallel_residual", True),)),
@@ -290,7 +293,7 @@ class DecoderPolicy:
         norm: behind the last layer; where the model has None there, there is none.
         positions: an embedding that is added to that of the tokens; "": none.
         first_position: its row for position 0.
-        rotary: the module that gives `position_embeddings`; "": none.
+        rotary: the module that gives `position_embeddings`, unless the layers have tables; "": none.
         project_in, project_out: linears between the embedding and the layers, and behind the norm, where the model has
             them.
         softcap: logits x are c tanh(x / c) with the c at this path, if it is not None; "": they are not.
@@ -316,7 +319,9 @@ _OF_LLAMA = DecoderPolicy("model.layers", "model.embed_tokens", "model.norm", ro
 DECODERS: dict[str, DecoderPolicy] = {
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": _OF_GPT2,
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM": _OF_GPT2,
-    "transformers.models.gptj.modeling_gptj.GPTJForCausalLM": replace(_OF_GPT2, positions=""),
+    "transformers.models.gptj.modeling_gptj.GPTJForCausalLM": replace(
+        _OF_GPT2, positions="", rotary="transformer.rotary_emb"
+    ),
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": DecoderPolicy(
         "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", rotary="gpt_neox.rotary_emb"
     ),

@@ -46,7 +46,7 @@ class WholeLayers:
         Args:
             cache: holds the prompt.
             mask: (B, tokens of the prompt), 0 for hidden ones.
-            table: cos and sin, (positions, R); None: there are none, or the layers have their own.
+            table: of `Decoder.table`; None: there are none, or the layers have their own.
         """
         buffers = [cache.layers[block.layer_index].buffers for block in blocks]
         num_rows, dtype = buffers[0][0].shape[0], buffers[0][0].dtype
@@ -63,8 +63,8 @@ class WholeLayers:
             return None
         if not all(_fits(each.weight, dtype) for layer in layers for each in layer.linears):
             return None
-        shared = _half_table(table)
-        tables = [_table_of_layer(block, dtype) if block.policy.rotary == "pairs" else shared for block in blocks]
+        shared = _half_table(table, in_pairs=blocks[0].policy.rotary == "pairs")
+        tables = [_table_of_layer(block, dtype) if block.policy.rotary_table else shared for block in blocks]
         ranks = blocks[0].ranks
         return cls(kernel, [_parts_of(layer, ranks) for layer in layers], buffers, tables, starts, ranks)
 
@@ -98,10 +98,12 @@ def _fits(weight: Tensor | PackedWeight, dtype: torch.dtype) -> bool:
     return isinstance(weight, PackedWeight) or weight.dtype == dtype
 
 
-def _half_table(table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+def _half_table(table: tuple[Tensor, Tensor] | None, *, in_pairs: bool) -> tuple[Tensor, Tensor] | None:
     """cos and sin, fp32 (positions, R / 2), without the repetition."""
     if table is None:
         return None
+    if in_pairs:
+        return table[1].float().contiguous(), table[0].float().contiguous()
     width = table[0].shape[-1] // 2
     return table[0][:, :width].float().contiguous(), table[1][:, :width].float().contiguous()
 

@@ -499,7 +499,7 @@ def _fused_blocks(model: Any) -> list[FusedBlock]:
     for block in blocks:
         if not block.policy.is_causal:
             raise ConfigError(f"InferenceEngineV2: {name} is an encoder; call the engine of init_inference")
-        if block.policy.alibi == "in_mask" and getattr(model.config, "alibi", False):
+        if block.policy.alibi == "in_mask" and getattr(model.config, "alibi", True):
             raise ConfigError(
                 f"InferenceEngineV2: {name} has ALiBi in its masks, which are not made here; use init_inference and "
                 "generate"
