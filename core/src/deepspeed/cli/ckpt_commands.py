@@ -2,6 +2,7 @@
 `ckpt_show.py`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -249,8 +250,9 @@ def compare(
     """Compare the weights and the optimizer's states of two tags by name, whatever ranks, stage or model division.
 
     The record: `first` and `second` (folders), `verdict` ("the same bits", "within", "differs"), `within`, `tensors`
-    (how many were compared), `apart` (those that differ at all, by falling share: `tensor`, `what`, `differ`,
-    `largest`, `size`, `share`), `only_in_first`, `only_in_second` (names), `other_shapes` (name -> both shapes).
+    (how many were compared), `apart` (those that differ at all, weights first, then by falling share: `tensor`, `what`,
+    `differ`, `largest`, `size`, `share`), `only_in_first`, `only_in_second` (names), `other_shapes` (name -> both
+    shapes).
 
     Args:
         within: the share of the largest number of a tensor, up to which its values may lie apart.
@@ -268,7 +270,7 @@ def compare(
                 shapes[f"{name}, {what}"] = [list(a.shape), list(b.shape)]
             elif (found := _difference(name, what, a, b)).differ:
                 apart.append(found)
-    apart.sort(key=lambda each: (each.share == each.share, -each.share))  # nan first
+    apart.sort(key=lambda each: (each.what != "weight", not math.isnan(each.share), -each.share))
     lonely = [
         [f"{name}, {what}" for name, what in own if (name, what) not in its]
         for own, its in ((first, second), (second, first))

@@ -184,6 +184,8 @@ def _follow(process: subprocess.Popen[bytes], role: str, what: str, folder: Path
     """Show how far a run is until it ends."""
     pattern = "step*/rank0.json" if role == "record" else "step*/rows0.json"
     console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: it starts", markup=False, highlight=False)
     with console.status(f"{what}: it starts") as status:
         while True:
             try:

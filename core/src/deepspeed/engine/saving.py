@@ -39,7 +39,7 @@ from deepspeed.engine.export import changed_since, check_module_state, fill_modu
 from deepspeed.engine.observers import notify
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
-from deepspeed.log import warn_once
+from deepspeed.log import announce, warn_once
 from deepspeed.parallel.expert_params import expert_groups, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
@@ -210,6 +210,7 @@ class Saving:
             client_state=client_state,
             save_latest=save_latest,
         )
+        announce(f"checkpoint {os.path.join(save_dir, name)} is {'being written' if is_pending else 'saved'}")
         notify("ds_checkpoint_saved", directory=save_dir, tag=name)
 
     def wait(self) -> None:
@@ -361,6 +362,9 @@ class Saving:
             raise
         if with_states or not state.has_optimizer:
             sharding.states.restored()
+        parts = "weights and optimizer" if with_states else "weights"
+        after = "" if module_only else f", after step {state.training.progress.global_steps}"
+        announce(f"loaded {parts} from {os.path.dirname(loaded.path)}{after}")
         return loaded.path, loaded.client_state
 
 
