@@ -3,11 +3,11 @@
 #   make test        run what a pull request must pass: every behavior once
 #   make test-all    run the same with the sweeps: every world, kill, planted fault, template language, sanitizers
 #   make clean       remove the environment and everything that was built
-#   make <session>   run another session of noxfile.py: lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch sanitize sycl bench gpu build release
+#   make <session>   run another session of noxfile.py: lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch libraries sanitize sycl bench gpu build release
 PYTHON ?= python3
 NOX := .venv/bin/nox
 
-.PHONY: help test test-all demo lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch sanitize sycl bench gpu build release clean
+.PHONY: help test test-all demo lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch libraries sanitize sycl bench gpu build release clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -15,7 +15,7 @@ help:
 test: $(NOX)
 	@$(NOX)
 
-demo test-all lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch sanitize sycl bench gpu build release: $(NOX)
+demo test-all lint types unit extensions ext processes ranks simulated parity template examples docs site downstream deepspeed torch libraries sanitize sycl bench gpu build release: $(NOX)
 	@$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

@@ -24,13 +24,15 @@ PYTHON = str(BIN / "python")
 EXTENSIONS = sorted(path.parent.name.removeprefix("ds-ext-") for path in ROOT.glob("extensions/*/pyproject.toml"))
 DISTRIBUTIONS = ("core", *(f"extensions/ds-ext-{name}" for name in EXTENSIONS), "compat/deepspeed")
 EDITABLES = tuple(word for distribution in DISTRIBUTIONS for word in ("-e", f"./{distribution}"))
+# Their newest releases are tried too, as a renamed argument of a model is found by running it alone.
+LIBRARIES = ("accelerate", "lightning", "peft", "transformers", "trl")
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jedi"),
     *("matplotlib", "tensorboard"),
     *("fsspec", "universal-pathlib", "s3fs", "moto[s3,server]"),
-    *("accelerate", "lightning", "peft", "transformers", "trl"),
+    *LIBRARIES,
     *("fastapi", "uvicorn"),  # examples/serve.py
     "cookiecutter",
     "scikit-learn",  # real digits
@@ -64,6 +66,12 @@ OF_TORCH = (
     "extensions/ds-ext-cuda/tests",
 )
 OF_SOCKETS = ("group_backend", "comm_values", "pipeline", "pipeline_uses", "experts", "mesh")
+# What computes with models of transformers and knows their parts and arguments by name.
+OF_LIBRARIES = (
+    *("continuous_batching", "decode_loop", "flops", "hybrid_engine", "inference", "inference_checkpoint"),
+    *("inference_graphs", "injection", "packed_experts", "serve", "split_fuse", "tensor_parallel"),
+    "weight_quantization",
+)
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise. Ranks of several workers share
 # the cores: those that wait pause, and took a fifth of the time else.
@@ -134,6 +142,7 @@ def test_all(session: nox.Session) -> None:
     names += [f"template({language})" for language in KERNEL_LANGUAGES if language not in QUICK_LANGUAGE]
     for version in TORCH_RANGE:
         session.notify(f"torch({version})")
+    session.notify("libraries")
     for name in names:
         session.notify(name, posargs=(*EVERYTHING, *session.posargs))
 
@@ -283,6 +292,25 @@ def torch(session: nox.Session, version: str) -> None:
     session.run(*run, *OF_TORCH, *session.posargs, env=env, external=True)
     sockets = [f"core/tests/ranks/test_{name}.py" for name in OF_SOCKETS]
     session.run(*run, *sockets, *session.posargs, env={**env, "DS_COMM_DIRECT": "0"}, external=True)
+
+
+@nox.session
+def libraries(session: nox.Session) -> None:
+    """The recipes and inference with the newest releases of the libraries that build on us, whatever constraints.txt
+    says; in an environment of its own, which sees our torch and tools."""
+    _prepare(session)
+    python = _beside(session, "libraries")
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    # each has its commands here, also where ours is the newest; then what they need and ours is too old for
+    session.run(*pip, "--upgrade", "--force-reinstall", "--no-deps", *LIBRARIES, external=True)
+    session.run(*pip, *LIBRARIES, external=True)
+    session.run(*pip, "--no-deps", *EDITABLES, external=True)
+    session.run(str(python), "-m", "pip", "list", "--disable-pip-version-check", "--local", external=True)
+    run = (str(python), "-m", "pytest", "-q", "--timeout=600", *FILES_SIDE_BY_SIDE)
+    commands = os.pathsep.join((str(python.parent), str(BIN), os.environ["PATH"]))
+    tests = [f"core/tests/parity/test_{name}.py" for name in OF_LIBRARIES]
+    environment = {**TEST_ENV, "PATH": commands}
+    session.run(*run, str(RECIPES), *tests, *session.posargs, env=environment, external=True)
 
 
 def _compare_names(session: nox.Session) -> None:

@@ -7,7 +7,7 @@ import nox
 
 NOXFILE = Path(__file__).parents[3] / "noxfile.py"
 # no tests, or a covering set of them
-WITHOUT_SWEEPS = {"lint", "types", "examples", "sanitize", "torch(oldest)", "torch(newest)"}
+WITHOUT_SWEEPS = {"lint", "types", "examples", "sanitize", "torch(oldest)", "torch(newest)", "libraries"}
 
 
 class Session:

@@ -1,5 +1,7 @@
 """Models of transformers on divided sequences beside whole ones: kinds of heads, masks and attention, 2 and 3 ranks."""
 
+from types import SimpleNamespace
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -144,12 +146,14 @@ def refused_job():
     refused(ConfigError, lambda: register(seq_length=7))
     refused(ConfigError, lambda: register(seq_length_is_variable=False))
     refused(ConfigError, lambda: register(model=torch.nn.Linear(1, 1)))
+    refused(ConfigError, lambda: register(model=SimpleNamespace(num_attention_heads=4)))
     register(seq_length=8, seq_length_is_variable=False)
     tokens, positions = torch.ones(1, 6, dtype=torch.int64), torch.arange(6)[None]
     refused(ValueError, lambda: model(tokens, position_ids=positions, use_cache=False))
     register()
     packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
     refused(ValueError, lambda: model(tokens, position_ids=packed, use_cache=False))
+    refused(ValueError, lambda: model(tokens, use_cache=False, renamed_bias=torch.zeros(4)))
     longer = torch.ones(1, 4 + dist.get_rank(), dtype=torch.int64)
     refused(ValueError, lambda: model(longer, use_cache=False))
     refused(ValueError, lambda: model(longer, attention_mask=torch.ones_like(longer), use_cache=False))
@@ -166,8 +170,10 @@ def test_wrong_uses_name_the_numbers_and_none_hangs():
         "seq_length is 7, which 2 ranks cannot divide; pad to 8",
         "without a seq_length",
         "which does not say num_attention_heads",
+        "SimpleNamespace does not say which attention the model uses",
         "found 6 tokens on this rank, but seq_length 8 over 2 ranks is 4",
         "several documents packed into a sequence",
+        "adds a position bias or attention sinks (renamed_bias)",
         "brought different shapes",
         "attention_mask: the ranks of one sequence brought different shapes",
     ]

@@ -79,13 +79,14 @@ class FusedLora:
 
 
 def _is_lora(module: Module) -> bool:
-    is_peft = all(hasattr(module, name) for name in ("merge", "unmerge", "get_base_layer", "merged"))
+    names = ("merge", "unmerge", "get_base_layer", "merged", "disable_adapters")
+    is_peft = all(hasattr(module, name) for name in names)
     return is_peft or all(hasattr(module, name) for name in ("fuse_lora_weight", "unfuse_lora_weight", "weight"))
 
 
 def _is_fused(layer: Any) -> bool:
     if hasattr(layer, "merged"):
-        return bool(layer.merged) or bool(getattr(layer, "disable_adapters", False))
+        return bool(layer.merged) or bool(layer.disable_adapters)
     return bool(getattr(layer, "fuse_lora", False))
 
 

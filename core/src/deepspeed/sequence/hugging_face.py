@@ -223,13 +223,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         """The mask of the whole sequence, made by transformers' function `make` from the arguments for a part of it."""
         if not self._is_active() or arguments["q_length"] != arguments["kv_length"]:
             return make(**arguments)
-        if _reads_tensors(arguments.get("mask_function")):
+        if _reads_tensors(arguments["mask_function"]):
             raise ValueError(
                 "Ulysses attention: the model asks for a mask that depends on the tokens of this rank (several "
                 "documents packed into a sequence, or blocks of image tokens); give one document per sequence"
             )
         backend = channel(self.process_group)
-        padding = arguments.get("attention_mask")
+        padding = arguments["attention_mask"]
         if padding is not None:
             check_layout(backend, (padding,), "Ulysses attention, attention_mask")
             padding = padding.to(torch.uint8).t().contiguous()  # tokens first, so that parts follow each other
@@ -331,10 +331,11 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         kwargs: dict[str, Any],
     ) -> None:
         layer = type(module).__name__
-        if kwargs.get("position_bias") is not None or kwargs.get("s_aux") is not None or hasattr(module, "sinks"):
+        added = next((name for name, value in kwargs.items() if _is_values(value)), None)
+        if added is not None or hasattr(module, "sinks"):
             raise ValueError(
-                f"Ulysses attention: {layer} adds a position bias or attention sinks, which belong to heads and tokens "
-                "of the whole sequence; use another model, or leave its sequences whole"
+                f"Ulysses attention: {layer} adds a position bias or attention sinks ({added or 'sinks'}), which "
+                "belong to heads and tokens of the whole sequence; use another model, or leave its sequences whole"
             )
         length = query.shape[2]
         if key.shape[2] != length:
@@ -382,6 +383,11 @@ def _eager_of_model(module: Any, *args: Any, **kwargs: Any) -> Any:
     return eager(module, *args, **kwargs)
 
 
+def _is_values(value: Any) -> bool:
+    """Whether it is a tensor of real numbers, not of positions, lengths or a single count; names of such change."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+
+
 def _reads_tensors(function: Any) -> bool:
     """Whether a mask function closes over tensors."""
     values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -410,7 +416,12 @@ def _check_implementation(name: str, config: Any) -> None:
         raise ConfigError(
             f"register_with_transformers: core_attn_implementation is {name!r}; there are {', '.join(SUPPORTED)}"
         )
-    uses = getattr(config, "_attn_implementation", None)
+    if not hasattr(config, "_attn_implementation"):
+        raise ConfigError(
+            f"register_with_transformers: {type(config).__name__} does not say which attention the model uses "
+            f"(_attn_implementation), so it could be another than {name!r}; use the tested version of transformers"
+        )
+    uses = config._attn_implementation
     if uses is not None and uses != name:
         raise ConfigError(
             f"register_with_transformers: core_attn_implementation is {name!r}, but the model uses {uses!r}, and each "
