@@ -297,7 +297,7 @@ def test_it_accuses_no_healthy_run_of_what_scripts_do(what, stage, dtype, tmp_pa
     zero = {"stage": stage, **section.get("zero_optimization", {})}
     config = {**TYPES[dtype], **section, "zero_optimization": zero}
     verdict = verdict_of(tmp_path, config, (what,) if what in USES else ())
-    if what == "overflow":  # no step is made
+    if what == "overflow" or (what == "nan" and dtype != "fp32"):  # no step is made
         assert ["every step was skipped" in row.name for row in verdict.faults] == [True]
         return
     assert verdict.as_json()["verdict"] == "equal", verdict.as_json()["faults"][:8]
