@@ -98,6 +98,7 @@ OWN_PLAN = {
     "mlp.up": "colwise",
     "mlp.down": "rowwise",
     "inputs": "colwise_gather_output",
+    "norm": "embedding_rowwise",  # of which the vocabulary has its own rule
 }
 SPECS = {
     "layer_specs": [

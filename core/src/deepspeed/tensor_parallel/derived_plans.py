@@ -42,7 +42,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan, heads_of_model
 from deepspeed.tensor_parallel.ranges import along_of, role_of
 
-# transformers' names of styles; the output layer is divided with the embedding, see vocabulary.py
+# transformers' names of styles; embedding and output layer are divided by vocabulary.py, whatever the plan says
 _STYLES: Mapping[str, tuple[Placement, bool]] = {
     "colwise": (Shard(0), False),
     "colwise_gather_output": (Shard(0), True),
@@ -50,6 +50,7 @@ _STYLES: Mapping[str, tuple[Placement, bool]] = {
     "rowwise": (Shard(1), False),
     "replicated_with_grad_allreduce": (Replicate(), False),
 }
+_OF_EMBEDDINGS = frozenset({"embedding_rowwise"})
 
 
 def own_plan(model: nn.Module) -> TensorPlan | None:
@@ -65,7 +66,7 @@ def own_plan(model: nn.Module) -> TensorPlan | None:
     rules = []
     for path, module in model.named_modules():
         style = next((style for pattern, style in styles.items() if Rule(pattern, Replicate()).matches(path)), None)
-        if style is None:
+        if style is None or style in _OF_EMBEDDINGS:
             continue
         if style not in _STYLES:
             raise ConfigError(
