@@ -1,7 +1,7 @@
 """Render what shells complete from the commands' parsers: `python docs/generate/completion.py [--check]`.
 
-`docs/tests/test_pages.py` fails when a parser and the files differ, and `core/tests/unit/cli/test_completion.py` tries
-them in bash.
+`core/tests/house/test_interface_fresh.py` fails when a parser and the files differ, and
+`core/tests/unit/cli/test_completion.py` tries them in bash.
 """
 
 import argparse

@@ -13,7 +13,7 @@ POLICY = "\nCONTRIBUTING.md (Releases) says when an entry may change or go; then
 @pytest.fixture
 def generator(monkeypatch):
     folder = ROOT / "docs" / "generate"
-    assert (folder / "interface.py").exists()
+    assert all((folder / name).exists() for name in ("interface.py", "completion.py"))
     monkeypatch.syspath_prepend(str(folder))
     import interface
 
@@ -37,6 +37,13 @@ def test_nothing_moves_unseen(generator):
     recorded = json.loads(generator.FILE.read_text(encoding="utf-8"))
     found = json.loads(generator.text())
     assert not sorted(differences(recorded, found)), POLICY
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shells_complete_what_the_parsers_take(generator, shell):
+    completion = sys.modules["completion"]
+    file = completion.FOLDER / f"completion.{shell}"
+    assert file.read_text(encoding="utf-8") == completion.render(shell), "stale: run python docs/generate/completion.py"
 
 
 def test_a_moved_default_and_a_lost_flag_are_named(generator):

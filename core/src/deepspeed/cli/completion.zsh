@@ -343,7 +343,7 @@ _shtab_ds_conformance_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "(- : *)--version[print the version]"
   "--accelerator[an installed one, instead of the one that is chosen]:NAME:"
-  "--level[ask for the levels up to this one\: 1 trains, 2 numerics (the default), 3 speed]:N:(1 2 3)"
+  "--level[ask for the levels up to this one\: 1 trains, 2 numerics (the default), 3 speed, 4 survives faults]:N:(1 2 3 4)"
   "--json[write the record of the run as JSON]:F:_files"
   "--report[write the report as Markdown]:F.md:_files"
   "--badge[write the level that was reached as a picture]:F.svg:_files"
