@@ -10,7 +10,6 @@ tests run.
 import argparse
 import csv
 import http.client
-import itertools
 import json
 import os
 import re
@@ -194,7 +193,8 @@ def server(folder: Path) -> Any:
 
 def extension(folder: Path) -> Any:
     """Outcomes of the conformance suite on the extension that the page renders, by theme."""
-    session = _session(ROOT / "docs/howto/write-an-extension.md", folder)
+    as_session = runpy.run_path(str(ROOT / "docs/tests/test_pages.py"))["as_session"]
+    session = as_session(ROOT / "docs/howto/write-an-extension.md", folder)
     whole = re.sub(r'ds_conformance -k "[^"]*"', "ds_conformance", session)
     assert whole != session, "write-an-extension.md: found no ds_conformance -k to take the -k from"
     _run("bash", "-c", whole, folder=folder, CHECKOUT=str(ROOT))
@@ -436,19 +436,6 @@ def _defined(page: Path, number: int, until: str = "") -> dict[str, Any]:
         script = Path(folder) / "block.py"
         script.write_text(text)
         return runpy.run_path(str(script))
-
-
-def _session(page: Path, folder: Path) -> str:
-    """The blocks of a page as a session of a shell, as docs/tests runs them."""
-    found = re.findall(r"^```(python|sh run)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    lines = ["set -euo pipefail"]
-    for number, (mark, group) in enumerate(itertools.groupby(found, key=lambda block: block[0])):
-        text = "\n".join(each for _, each in group)
-        if mark == "python":
-            (folder / f"script{number}.py").write_text(text)
-            text = f"python script{number}.py"
-        lines.append(text)
-    return "\n".join(lines)
 
 
 @contextmanager

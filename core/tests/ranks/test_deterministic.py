@@ -392,8 +392,8 @@ def test_a_loss_that_the_script_divides_has_the_same_gradients_in_fp16():
     assert run_ranks(2, divided, 2)[0] == run_ranks(1, divided, 1)[0]
 
 
-def resumed(size, drops, num_steps):
-    """The samples of this rank after so many steps, by the same loader and by one that begins there."""
+def engine_with_data(size, drops):
+    """An engine of four micro-batches in a step, and its samples."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4 // dist.get_world_size(),
@@ -403,6 +403,12 @@ def resumed(size, drops, num_steps):
     }
     data = [torch.tensor([float(number)]) for number in range(size)]
     engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, training_data=data)[0]
+    return engine, data
+
+
+def resumed(size, drops, num_steps):
+    """The samples of this rank after so many steps, by the same loader and by one that begins there."""
+    engine, data = engine_with_data(size, drops)
     other = engine.deepspeed_io(data)
     other.resume(8 * num_steps)
     found = []
@@ -424,15 +430,7 @@ def test_a_loader_resumes_where_an_epoch_is_no_whole_step(size, drops):
 def samples(size, drops):
     """The micro-batches of an epoch and of the beginning of the next, of all ranks in the order of the global batch."""
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4 // dist.get_world_size(),
-        "optimizer": {"type": "SGD"},
-        "deterministic": {"enabled": True},
-        "dataloader_drop_last": drops,
-    }
-    data = [torch.tensor([float(number)]) for number in range(size)]
-    engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, training_data=data)[0]
+    engine, _ = engine_with_data(size, drops)
     torch.use_deterministic_algorithms(False)
     loader = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
     own = [next(loader).flatten().tolist() for _ in range(16 // dist.get_world_size())]

@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepspeed.cli.console import make_console, make_parser, make_table
+from deepspeed.errors import counted
 
 Event = dict[str, Any]
 
@@ -63,7 +64,7 @@ def _show_lines(sizes: dict[str, int], events: Iterator[Event], console: Console
         counts = outcomes[event["theme"]]
         counts[event["outcome"]] += 1
         if counts.total() == sizes[event["theme"]]:
-            console.print(f"{event['theme']}: {counted(counts)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{event['theme']}: {in_words(counts)}", markup=False, highlight=False, soft_wrap=True)
 
 
 Record = dict[str, Any]
@@ -124,7 +125,7 @@ def conclusion(record: Record) -> str:
     if counts["failed"] or counts["error"]:
         verdict = "does not conform"
     left_out = f"; {number} {'test was' if number == 1 else 'tests were'} left out" if number else ""
-    return f"{verdict}: {counted(counts) or 'no test was run'}{left_out}"
+    return f"{verdict}: {in_words(counts) or 'no test was run'}{left_out}"
 
 
 def standing(record: Record) -> str:
@@ -137,14 +138,10 @@ def standing(record: Record) -> str:
         return f"level {reached} is reached, as was asked for"
     stopped = level["levels"][str(reached + 1)]
     why = {
-        "failed": f"{_plural(stopped['failed'] + stopped['expected'], 'test')} of level {reached + 1} failed",
+        "failed": f"{counted(stopped['failed'] + stopped['expected'], 'test')} of level {reached + 1} failed",
         "lacking": f"level {reached + 1} needs a case that passes of {', '.join(stopped['lacking'])}",
     }
     return f"{f'level {reached}' if reached else 'no level'} is reached of {asked} asked for: {why[stopped['verdict']]}"
-
-
-def _plural(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def level_rows(record: Record) -> list[list[str]]:
@@ -203,7 +200,7 @@ def as_badge(record: Record) -> str:
     )
 
 
-def counted(counts: Counter[str]) -> str:
+def in_words(counts: Counter[str]) -> str:
     """Outcomes with their numbers, as "3 passed, 2 skipped"."""
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
 

@@ -245,8 +245,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, this package and the libraries beside it; None for one that is missing."""
+def versions(*others: str) -> dict[str, str | None]:
+    """Return the versions of Python, torch, this package, the libraries beside it and `others`; None: it is missing."""
     import torch
 
     versions: dict[str, str | None] = {
@@ -256,7 +256,7 @@ def versions() -> dict[str, str | None]:
         "DeepSpeed API": DEEPSPEED_API,
         "plugin API": PLUGIN_API,
     }
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *others):
         label = "distribution deepspeed" if name == "deepspeed" else name
         try:
             versions[label] = importlib_metadata.version(name)

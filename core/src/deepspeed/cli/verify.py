@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
-from importlib import metadata as importlib_metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -218,7 +217,6 @@ def _what_runs(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a verdict is about: the script, as it is before it runs, its arguments, and what runs it."""
     from deepspeed.cli.report import versions
 
-    found = {**versions(), **{name: _version(name) for name in _LIBRARIES_OF_SCRIPTS}}
     content = None if options.module else Path(options.script).read_bytes()
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -226,15 +224,8 @@ def _what_runs(options: argparse.Namespace) -> dict[str, Any]:
         "sha256": None if content is None else hashlib.sha256(content).hexdigest(),
         "arguments": options.arguments,
         "ranks": options.ranks,
-        "versions": {name: version for name, version in found.items() if version is not None},
+        "versions": {name: version for name, version in versions(*_LIBRARIES_OF_SCRIPTS).items() if version},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib_metadata.version(name)
-    except importlib_metadata.PackageNotFoundError:
-        return None
 
 
 def _write(verdict: RunVerdict, run: dict[str, Any], options: argparse.Namespace) -> None:
