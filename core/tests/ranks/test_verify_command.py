@@ -61,6 +61,10 @@ if how == "brings":
     optimizer = Descent(model.parameters(), lr=0.1)
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+if how == "brings":
+    engine.module[0].bias.register_hook(lambda gradient: 3 * gradient)
+    engine.module[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    engine.module[2].register_full_backward_hook(lambda module, inner, outer: (2 * inner[0],))
 if how == "loads":
     engine.load_checkpoint("checkpoints")
 is_plain = type(engine).__name__ == "PlainEngine"
@@ -212,21 +216,32 @@ def test_the_first_fault_is_the_one_nearest_to_the_cause():
     assert of_one.startswith("Equal to plain torch: 2 comparisons in 1 step (3 were asked for")
 
 
+def verdict_of(folder, *rows):
+    """The verdict on a run of one step, with these comparisons."""
+    for step, each in enumerate(([], rows)):
+        path = folder / "engine0" / f"step{step}"
+        path.mkdir(parents=True)
+        (path / "rows0.json").write_text(json.dumps([asdict(row) for row in each]))
+    return read_verdict(folder)
+
+
 def test_what_says_nothing_is_said(tmp_path):
-    folder = tmp_path / "engine0"
-    for step, rows in enumerate([[], [asdict(row(1, "weight", "first", 0.0, bound=2.0))]]):
-        (folder / f"step{step}").mkdir(parents=True)
-        (folder / f"step{step}" / "rows0.json").write_text(json.dumps(rows))
-    verdict = read_verdict(tmp_path)
-    assert "every step was skipped" in verdict.first.name
-    assert not verdict.is_comparable
-    assert verdict.notes[0].startswith("1 of 1 updates are smaller than the rounding of their weights")
+    weight = row(1, "weight", "first", 0.0, bound=2.0)
+    skipped = verdict_of(tmp_path / "skipped", weight)
+    assert "every step was skipped" in skipped.first.name
+    assert not skipped.is_comparable
+    assert skipped.notes == []
+    small = verdict_of(tmp_path / "small", weight, row(1, "gradient", "first", 0.0))
+    assert small.notes[0].startswith("1 of 1 updates are smaller than the rounding of their weights")
 
 
 def test_what_of_the_script_both_runs_ran_is_said(script, capfd):
-    assert main(["--steps", "1", str(script), "--how", "brings"]) == EQUAL
+    assert main(["--steps", "1", "--json", "verdict.json", str(script), "--how", "brings"]) == EQUAL
     said = " ".join(capfd.readouterr().out.split())  # wrapped by the width of the console
-    assert "Note: hooks of the script on gradients ran in both runs, and what they do is not judged: 0.weight" in said
+    names = "0.weight, 0.bias, forward of 1 and 1 more"
+    assert f"Note: hooks of the script ran in both runs, and what they do is not judged: {names}" in said
+    (engine,) = json.loads(Path("verdict.json").read_text())["run"]["engines"]
+    assert engine["hooks"][-1] == "backward of 2"  # those of the last three after `initialize`
     assert "Note: the script's optimizer Descent ran in both runs, and was compared with itself" in said
 
 

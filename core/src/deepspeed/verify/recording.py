@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -182,6 +182,33 @@ class WatchedForwards:
             name = self._names.get(id(param))
             if name is not None and name not in weights and param.numel():
                 weights[name] = digest(param)
+
+
+def hooks_of(module: Module) -> list[str]:
+    """Name what a script has registered hooks on, in the order of the model: parameters, and modules with which of
+    their passes. Hooks of torch, and of the engine, are none of the script's."""
+    found = []
+    for name, param in module.named_parameters():
+        if any(map(_is_of_script, (param._backward_hooks, param._post_accumulate_grad_hooks))):  # type: ignore[attr-defined]
+            found.append(name)
+    for name, each in module.named_modules():
+        of = name or "the model"
+        if _is_of_script(each._forward_pre_hooks) or _is_of_script(each._forward_hooks):
+            found.append(f"forward of {of}")
+        if _is_of_script(each._backward_pre_hooks) or _is_of_script(each._backward_hooks):
+            found.append(f"backward of {of}")
+    return found
+
+
+def _is_of_script(hooks: Mapping[int, Callable[..., Any]] | None) -> bool:
+    return any(_origin(hook) not in ("torch", "deepspeed") for hook in (hooks or {}).values())
+
+
+def _origin(hook: Callable[..., Any]) -> str:
+    """Return the package that defines a hook."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").split(".")[0]
 
 
 class Finished(SystemExit):
@@ -356,11 +383,27 @@ class RecordedEngine(VerifiedEngine):
         self._num_micros = -1  # at the end of the last step
         self._random: dict[str, Tensor] = {}
         self._forwards = WatchedForwards(self.module)
+        self._setting: dict[str, Any] = {"hooks": []}
         if (order := self._training.order) is not None:
             order.of_forward = partial(self._in_order, order.of_forward)  # type: ignore[method-assign]
         self._begin()
         self._training.before_update.append(self._before_update)
         self._observers.after_step.append(self._after_step)
+
+    def note_setting(self, setting: dict[str, Any]) -> None:
+        """Leave by what the engine trains, and what of the script both runs run: its "hooks", which later steps add to.
+
+        Rank 0 leaves it.
+        """
+        if comm.get_rank() == 0:
+            self._setting = setting
+            write_json(self.record.folder / "setting.json", setting)
+
+    def _note_new_hooks(self) -> None:
+        """Note hooks that the script has registered after `initialize`."""
+        noted = self._setting["hooks"]
+        if new := [name for name in hooks_of(self.module) if name not in noted]:
+            self.note_setting({**self._setting, "hooks": [*noted, *new]})
 
     def _begin(self) -> None:
         """Leave the weights of the start. A collective."""
@@ -486,6 +529,7 @@ class RecordedEngine(VerifiedEngine):
         self._losses, self._random, self._tensors, self._loss = [], {}, {}, 0.0
         self._num_micros = self.schedule.micro_steps
         self._forwards.facts.clear()
+        self._note_new_hooks()
         self._count_step()
 
     def _leave_step(self, facts: dict[str, Any]) -> None:

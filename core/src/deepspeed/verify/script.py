@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.autotuning.trial import write_json
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.base import AUTO
 from deepspeed.config.read import naming_file, redacted
@@ -35,7 +34,7 @@ from deepspeed.engine.build import config_source, initialize, initialize_as
 from deepspeed.errors import ConfigError
 from deepspeed.verify.other import OtherEngine
 from deepspeed.verify.plain import SAFE_CALLS, PlainEngine, of_plain
-from deepspeed.verify.recording import RecordedEngine, Runs, VerifiedEngine
+from deepspeed.verify.recording import RecordedEngine, Runs, VerifiedEngine, hooks_of
 from deepspeed.verify.verdict import OtherConfig, read_other
 from deepspeed.zero.construct import Init, MiCS_Init
 from deepspeed.zero.fetcher import ParamFetcher
@@ -133,17 +132,15 @@ def _recorded(start: Callable[..., Any], **arguments: Any) -> Any:
     brings = _brought(arguments["model"], arguments["optimizer"])  # before the engine adds hooks of its own
     made = _verified(start, **arguments)
     engine: RecordedEngine = made[0]
-    if engine.is_watched and engine.record.rank == 0:
+    if engine.is_watched:
         config = json.loads(json.dumps(redacted(engine.config), default=str))
-        setting = {"accelerator": get_accelerator().device_name(), "config": config, **brings}
-        write_json(engine.record.folder / "setting.json", setting)
+        engine.note_setting({"accelerator": get_accelerator().device_name(), "config": config, **brings})
     return made
 
 
 def _brought(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Say what of the script both runs run, so that a fault in it is in both: hooks on gradients, its own optimizer."""
-    params = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    hooked = [name for name, param in params if param._backward_hooks or param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    """Say what of the script both runs run, so that a fault in it is in both: hooks, its own optimizer."""
+    hooked = hooks_of(model) if isinstance(model, torch.nn.Module) else []
     kind = type(optimizer)
     is_own = isinstance(optimizer, torch.optim.Optimizer) and kind.__module__.split(".")[0] not in _KNOWN_OPTIMIZERS
     return {"hooks": hooked, "optimizer": kind.__qualname__ if is_own else None}

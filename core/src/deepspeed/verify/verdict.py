@@ -466,7 +466,8 @@ def _of_engine(row: Finding, engine: str) -> Finding:
 def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) -> list[str]:
     """Say which comparisons say nothing."""
     notes = []
-    weights = [row for row in rows if row.kind == "weight"]
+    updated = {row.step for row in rows if row.kind == "gradient"}  # without those that were skipped
+    weights = [row for row in rows if row.kind == "weight" and row.step in updated]
     hidden = [row for row in weights if row.size <= row.bound]
     if len(hidden) * 2 > len(weights):
         notes.append(
@@ -487,7 +488,7 @@ def _notes(folder: Path) -> list[str]:
         brings = json.loads(setting.read_text()) if setting.exists() else {}
         if hooked := brings.get("hooks"):
             names = ", ".join(hooked[:_SHOWN]) + (f" and {len(hooked) - _SHOWN} more" if len(hooked) > _SHOWN else "")
-            notes.append(f"hooks of the script on gradients ran in both runs, and what they do is not judged: {names}")
+            notes.append(f"hooks of the script ran in both runs, and what they do is not judged: {names}")
         if name := brings.get("optimizer"):
             notes.append(f"the script's optimizer {name} ran in both runs, and was compared with itself")
         steps = [[json.loads(path.read_text()) for path in step.glob("rank*.json")] for step in engine.glob("step*")]
