@@ -461,7 +461,22 @@ def _value(info: FieldInfo, written: Mapping[str, Any], *, is_lax: bool) -> dict
     if inner is not None and "normalize" in vars(inner):  # an older spelling of the section as a whole
         rules.append({"type": "boolean"})
     unique = [one for place, one in enumerate(rules) if one not in rules[:place]]
-    return {**result, "anyOf": unique}
+    if inner is None:
+        return {**result, **_any_of(unique)}
+    objects = [one for one in unique if "$ref" in one]
+    assert len(objects) == 1, objects
+    # not `anyOf` with the rest: a validator would name the section where a key in it is wrong
+    others = _any_of([one for one in unique if one not in objects])
+    return {**result, "if": {"type": "object"}, "then": objects[0], "else": others}
+
+
+def _any_of(rules: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one rule for what any of these allow. Single values are one list, which a validator's message shows."""
+    listed = [one for one in rules if {"enum", "const"} & one.keys() or one == {"type": "null"}]
+    if len(listed) < len(rules):
+        return {"anyOf": rules}
+    values = [value for one in listed for value in one.get("enum", [one.get("const")])]
+    return {"enum": list({json.dumps(value): value for value in values}.values())}
 
 
 def _bounded(rule: dict[str, Any], info: FieldInfo) -> dict[str, Any]:

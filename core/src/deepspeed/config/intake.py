@@ -173,10 +173,12 @@ def unknown_key(
         near = by_words(written, known)
     is_slip = near is not None or misplaced is not None or not written.isprintable()
     is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
+    owners = elsewhere.get(written, ())
+    inside = tuple(owner for owner in owners if path and owner.startswith(f"{path}."))
     if near is not None:
         hint = f"did you mean '{near}'?"
-    elif tolerated and written in elsewhere:
-        hint = _of_sections(elsewhere[written])
+    elif inside or (tolerated and owners):
+        hint = _of_sections(inside or owners)
     elif tolerated and written in _FOREIGN_NAMES:
         hint = f"here it is '{_FOREIGN_NAMES[written]}'"
     else:

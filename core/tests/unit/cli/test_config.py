@@ -99,6 +99,25 @@ def test_other_spellings_are_in_the_schema(config, schema):
     assert schema.is_valid(config)
 
 
+@pytest.mark.parametrize(
+    ("zero", "path", "said"),
+    [
+        (
+            {"offload_optimizer": {"device": "gpu"}},
+            "$.zero_optimization.offload_optimizer.device",
+            "'gpu' is not one of ['none', 'cpu', 'nvme', 'auto', None]",
+        ),
+        ({"offload_param": {"device": "cpu", "pin_memory": 7}}, "$.zero_optimization.offload_param.pin_memory", "7 is"),
+        ({"stages": 3}, "$.zero_optimization", "Additional properties are not allowed ('stages' was unexpected)"),
+        (3, "$.zero_optimization", "3 is not valid"),
+    ],
+)
+def test_the_schema_leads_to_the_key_that_is_wrong(zero, path, said, schema):
+    (error,) = schema.iter_errors({"train_batch_size": 8, "zero_optimization": zero})
+    assert error.json_path == path
+    assert error.message.startswith(said)
+
+
 def test_the_schema_says_what_a_key_means_and_what_is_not_supported(schema):
     properties = schema.schema["properties"]
     assert properties["train_batch_size"]["description"] == "Samples per update, over all ranks. In samples."

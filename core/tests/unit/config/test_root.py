@@ -307,6 +307,11 @@ UNKNOWN = [
         "zero_optimization.offload_optimizer.devise: found an unknown key; did you mean 'device'?",
     ),
     (
+        {"zero_optimization": {"device": "cpu"}},
+        "zero_optimization.device: found an unknown key; it is a key of zero_optimization.offload_optimizer or "
+        "zero_optimization.offload_param, write it there",
+    ),
+    (
         {"optimizer": {"type": "Adam", "lr": 1e-3}},
         "optimizer.lr: found an unknown key; allowed: legacy_fusion, params, type",
     ),
