@@ -82,6 +82,12 @@ for number, batch in enumerate(data[: 2 if how == "short" else None]):
 
 
 @pytest.fixture
+def warm(warm_python, monkeypatch):
+    """Launchers and ranks that `main` starts are forks; the last test has fresh interpreters, as pages' sweeps do."""
+    monkeypatch.setattr(sys, "executable", str(warm_python() / "python"))
+
+
+@pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -90,7 +96,7 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
+def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, warm, capfd):
     command = ["--steps", "3", "--json", "verdict.json", "--plot", "verdict.svg", "--keep", "kept", str(script)]
     assert main(command) == EQUAL
     assert "Equal to plain torch" in capfd.readouterr().out
@@ -124,14 +130,14 @@ def test_a_healthy_script_is_equal_and_leaves_no_checkpoint(script, capfd):
         lambda how, code, said: how == "wrongly",
     ),
 )
-def test_what_it_says_of_a_script(script, how, code, said, capfd):
+def test_what_it_says_of_a_script(script, warm, how, code, said, capfd):
     assert main(["--steps", "3", str(script), "--how", how]) == code
     captured = capfd.readouterr()
     assert said in captured.out + captured.err
 
 
 @pytest.mark.sweep
-def test_the_broken_example_is_found(monkeypatch, tmp_path, capfd):
+def test_the_broken_example_is_found(warm, monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     example = Path(__file__).parents[3] / "examples" / "broken_decay.py"
@@ -158,7 +164,7 @@ OTHER = {
         lambda how, code, said: how == "wrongly",
     ),
 )
-def test_a_script_is_compared_with_another_configuration(script, how, code, said, capfd):
+def test_a_script_is_compared_with_another_configuration(script, warm, how, code, said, capfd):
     Path("other.json").write_text(json.dumps(OTHER))
     command = ["--steps", "2", "--against", "other.json", "--json", "verdict.json", str(script), "--how", how]
     assert main(command) == code
@@ -235,7 +241,7 @@ def test_what_says_nothing_is_said(tmp_path):
     assert small.notes[0].startswith("1 of 1 updates are smaller than the rounding of their weights")
 
 
-def test_what_of_the_script_both_runs_ran_is_said(script, capfd):
+def test_what_of_the_script_both_runs_ran_is_said(script, warm, capfd):
     assert main(["--steps", "1", "--json", "verdict.json", str(script), "--how", "brings"]) == EQUAL
     said = " ".join(capfd.readouterr().out.split())  # wrapped by the width of the console
     names = "0.weight, 0.bias, forward of 1 and 1 more"
