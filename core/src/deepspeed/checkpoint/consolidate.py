@@ -146,23 +146,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     write = _write_safetensors if safe_serialization else _write_bin
     limit_bytes, folder = _parse_size_bytes(max_shard_size), tag_folder(checkpoint_dir, tag)
+    found = [file for file in folder.iterdir() if file.suffix != ".json" and file.is_file()]
+    size = _shown_size(sum(file.stat().st_size for file in found))
+    log.info(
+        "%s %s in %s, %s", "verifying and reading" if verify else "reading", counted(len(found), "file"), folder, size
+    )
     check_files(folder, verify)
     weights = lazy_state_dict(folder, exclude_frozen_parameters)
     files = _split(weights, limit_bytes, shares=not safe_serialization)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     output = _create_folder(Path(output_dir))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
         name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.{ending}"
-        log.info("writing %s (%d of %s)", output / name, index + 1, counted(len(files), "file"))
+        log.debug("writing %s (%d of %s)", output / name, index + 1, counted(len(files), "file"))
         with new_file(output / name) as file:
             write({key: weights[key] for key in names}, file)
         weight_map.update(dict.fromkeys(names, name))
+    total_bytes = sum({id(weight): _nbytes(weight) for weight in weights.values()}.values())
     if len(files) > 1:
-        sizes = {id(weight): _nbytes(weight) for weight in weights.values()}
-        index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
+        index_text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
         with new_file(output / f"{stem}.{ending}.index.json") as file:
             file.write(f"{index_text}\n".encode())
+    of = counted(len(weights), "weight or buffer", "weights and buffers")
+    first = f"{stem}.{ending}.index.json and {counted(len(files), 'file')}" if len(files) > 1 else name
+    log.info("wrote %s, %s, as %s in %s", of, _shown_size(total_bytes), first, output)
 
 
 def _create_folder(output: Path) -> Path:
@@ -249,6 +257,10 @@ def _split(weights: Mapping[str, Any], limit_bytes: int | None, shares: bool) ->
 
 def _nbytes(weight: Any) -> int:
     return int(weight.numel()) * weight.dtype.itemsize
+
+
+def _shown_size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _parse_size_bytes(size: str | int | None) -> int | None:

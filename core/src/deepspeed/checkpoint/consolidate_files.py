@@ -143,7 +143,7 @@ def _latest_names(root: Path) -> list[str]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    log.info("reading %s", path)
+    log.debug("reading %s", path)
     if Path(path).exists() and not Path(path).is_file():  # a FIFO would wait for its writer
         raise CheckpointError(f"{path} is no regular file. Copy the file again from where it came.")
     try:
@@ -326,7 +326,7 @@ def _check_file(
         raise DamagedCheckpoint(f"{file} {found}, and was saved with {entry['bytes']}. {ADVICE}")
     if not content or entry["crc32"] is None:
         return
-    log.info("verifying %s", file)
+    log.debug("verifying %s", file)
     for block, found in enumerate(_checksums(file, block_bytes, advance)):
         saved = entry["crc32"][block] if block < len(entry["crc32"]) else None
         if found != saved:

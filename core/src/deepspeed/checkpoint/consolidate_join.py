@@ -290,7 +290,7 @@ def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, 
         weights[name] = whole[0] if whole else JoinedTensor(its, name)
     weights.update({alias: weights[name] for alias, name in aliases.items()})
     num_shards = counted(sum(map(len, shards.values())), "shard")
-    log.info(
+    log.debug(
         "%s, ZeRO stage %d, %s", counted(len(weights), "weight or buffer", "weights and buffers"), stage, num_shards
     )
     return weights

@@ -428,13 +428,17 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     assert os.access(script, os.X_OK)
     done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "writing" in done.stderr
+    started, summary = done.stderr.splitlines()
+    assert re.fullmatch(r"verifying and reading \d files in .*/ckpt/global_step1, \d\.\d MiB", started)
+    end = f"MiB, as pytorch_model.bin in {tmp_path / 'out'}"
+    assert summary.startswith(f"wrote {len(saved.weights)} weights and buffers, ")
+    assert summary.endswith(end)
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
 
 
 def test_the_script_counts_shards_and_files(make_ranks, make_training, tmp_path):
     make_ranks(1).save(make_training(world_size=1), tmp_path / "ckpt", "global_step1")
-    done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "--debug")
     assert done.returncode == 0, done.stderr
     assert "ZeRO stage 2, 1 shard\n" in done.stderr
     assert "(1 of 1 file)" in done.stderr
