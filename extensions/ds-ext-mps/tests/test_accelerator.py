@@ -82,6 +82,7 @@ def test_a_second_rank_is_told_what_it_can_do(mps, monkeypatch):
     told = ": a Mac has mps:0 alone, and gloo .*; one rank, or DS_ACCELERATOR=cpu for several"
     with pytest.raises(ConfigError, match=f"device mps:1{told}"):
         mps.set_device(1)
+    mps.set_device(-1)  # as torch ignores it
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=f"WORLD_SIZE=2{told}"):
         mps.communication_backend_name()

@@ -136,9 +136,11 @@ class DeviceMixin(TorchModule):
     def set_device(self, device_index: int) -> None:
         """Make `device_index` current in this process. Called by `deepspeed.initialize`, and by scripts before it.
 
-        `initialize` gives the number that `LOCAL_RANK` says, or 0 where this process sees one device.
+        `initialize` gives the number that `LOCAL_RANK` says, or 0 where this process sees one device. A negative index
+        changes nothing, as in torch: it is often the default of `--local_rank`, where no launcher gives it.
         """
-        self._ask("set_device", device_index)
+        if not (isinstance(device_index, int) and device_index < 0):
+            self._ask("set_device", device_index)
 
     def current_device(self) -> int:
         """The index of the current device. Initializes the device when it was not yet used."""

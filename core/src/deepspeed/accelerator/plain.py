@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.device import TensorMaker
 from deepspeed.accelerator.memory import aligned_copy, is_aligned
-from deepspeed.errors import ConfigError, StateError, environment_int
+from deepspeed.errors import StateError, environment_int
 
 _PROC = Path("/proc/self")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -217,14 +217,9 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """Remember `device_index` for `current_device`."""
-        if device_index < 0:
-            raise ConfigError(
-                f"set_device: {device_index} is no device index; 0 or more is expected. -1 is often the default of "
-                "--local_rank, where no launcher gives it: start the script by deepspeed, or leave set_device out, as "
-                "initialize chooses the device"
-            )
-        self._index = int(device_index)
+        """Remember `device_index` for `current_device`; a negative one changes nothing, as in torch."""
+        if device_index >= 0:
+            self._index = int(device_index)
 
     def current_device(self) -> int:
         """The index from `set_device`, else `LOCAL_RANK`, else 0."""

@@ -57,7 +57,7 @@ class MPS_Accelerator(DeepSpeedAccelerator):
         return num_bytes
 
     def set_device(self, device_index: int) -> None:
-        if device_index != 0:
+        if device_index > 0:
             raise ConfigError(f"device mps:{device_index}: {_ONE_RANK}")
 
     def communication_backend_name(self) -> str:

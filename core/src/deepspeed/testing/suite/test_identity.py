@@ -57,6 +57,8 @@ def test_set_device_is_remembered(accelerator: DeepSpeedAccelerator) -> None:
         accelerator.set_device(index)
         assert accelerator.current_device() == index
         assert accelerator.current_device_name() == accelerator.device_name(index)
+        accelerator.set_device(-1)  # what scripts have in local_rank without a launcher; torch ignores it too
+        assert accelerator.current_device() == index
 
 
 @requirements.several_devices
