@@ -1,6 +1,6 @@
 """What third-party libraries look up in `deepspeed`, as one table, read from their sources.
 
-transformers 5.23.0, accelerate 1.15.0, lightning 2.6.6, peft 0.21.2, trl 1.16.0. This file has names and signatures;
+transformers 5.24.0, accelerate 1.15.0, lightning 2.6.6, peft 0.21.2, trl 1.16.0. This file has names and signatures;
 `test_contract_engines.py` has configurations and behaviour. What belongs to features that this version does not have
 is listed at the end with its reason: it imports, and refuses when it is used. When such a line begins to work, its test
 fails and the line moves up.
