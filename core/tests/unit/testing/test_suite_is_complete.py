@@ -3,7 +3,9 @@
 import pytest
 import torch
 from deepspeed.accelerator.abstract_accelerator import documented_names
+from deepspeed.errors import PluginError
 from deepspeed.testing import suite
+from deepspeed.testing.suite import fixtures
 from deepspeed.testing.suite import test_dtypes as dtypes
 from deepspeed.testing.suite import test_hygiene as hygiene
 from deepspeed.testing.suite import test_speed as speed
@@ -45,6 +47,23 @@ def test_what_a_test_takes_is_noted_and_what_the_accelerator_calls_itself_is_not
         assert set(ASKED) == {"current_device_name"}
     finally:
         ASKED.update(before)
+
+
+def test_without_its_device_the_suite_ends_with_the_reason(tmp_path, monkeypatch, capfd):
+    reason = "DS_ACCELERATOR=xyz: that accelerator cannot be used here: no /dev/xyz0"
+
+    def refuse():
+        raise PluginError(reason)
+
+    monkeypatch.setattr(fixtures, "get_accelerator", refuse)
+    (tmp_path / "test_conformance.py").write_text("from deepspeed.testing.suite import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-c", str(tmp_path / "pytest.ini")]
+    assert pytest.main([*options, "-k", "test_host_tensors or test_set_device", str(tmp_path)]) == 2
+    told = capfd.readouterr().out
+    assert told.count(reason) == 1
+    assert "passed" not in told
+    assert "failed" not in told
 
 
 def test_everything_that_a_star_imports_is_a_test_or_a_fixture():

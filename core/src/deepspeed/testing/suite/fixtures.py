@@ -25,12 +25,14 @@ import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.accelerator.current import PLAIN, VARIABLE, explain
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.testing import requirements
 from deepspeed.testing.distributed import run_ranks
 
 FILE_NAME = "expected_failures.txt"
 OPTION = "--ds-expected-failures"
+
+_CANNOT_RUN = 2  # the exit code of `ds_conformance` for the same
 
 #: documented methods that a test of this process asked for; the report names those that none did
 ASKED: set[str] = set()
@@ -66,10 +68,22 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def accelerator_or_end() -> DeepSpeedAccelerator:
+    """Return the current accelerator; end the session where there is none, since each test would fail for that."""
+    try:
+        return get_accelerator()
+    except DeepSpeedError as error:
+        reason = (
+            f"the conformance suite has no accelerator to ask. {error}. Run it where the device is, or run the other "
+            "tests alone: pytest --ignore with the file that imports deepspeed.testing.suite"
+        )
+        pytest.exit(reason, returncode=_CANNOT_RUN)
+
+
 @pytest.fixture(autouse=True)
 def ds_undisturbed() -> Iterator[None]:
     """Put random states and the current device back after each test, and wait for the device's work."""
-    accelerator = get_accelerator()
+    accelerator = accelerator_or_end()
     before = accelerator.current_device()
     host, python = torch.get_rng_state(), random.getstate()
     state = accelerator.get_rng_state()
