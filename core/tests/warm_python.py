@@ -40,6 +40,7 @@ def call(name, script, words):
         "words": words,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
+        "parent": os.getppid(),
         "files": files,
         "leads": os.getsid(0) == os.getpid(),
         "ignored": [int(each) for each in _PASSED_ON if signal.getsignal(each) is signal.SIG_IGN],
@@ -146,6 +147,8 @@ def _take_over(request, files, unused):
     if request["leads"]:
         os.setsid()
     os.chdir(request["directory"])
+    own, real = os.getpid(), os.getppid
+    os.getppid = lambda: request["parent"] if os.getpid() == own else real()  # some ranks end their launcher
     os.sched_setaffinity(0, request["cores"])
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -80,6 +81,14 @@ def transport(request):
 
 
 @pytest.fixture
+def warm(warm_python, monkeypatch):
+    """What a test starts by `sys.executable` and `launch`, such as a launcher and its ranks, are forks that have torch
+    already. Signals reach a fork alone, not what it starts, so that tests of signals to groups have real processes, as
+    `test_launcher.py` and the sweeps of the pages have."""
+    monkeypatch.setattr(sys, "executable", str(warm_python() / "python"))
+
+
+@pytest.fixture
 def fork_module(tmp_path_factory):
     """`fork_module(name, *words)`: `python -m name *words`, by a fork of a process that has torch; as `subprocess.run`.
 
@@ -88,7 +97,7 @@ def fork_module(tmp_path_factory):
 
     def run(name, *words):
         folder = tmp_path_factory.mktemp("module")
-        command = [str(LAUNCHING), name, *words]
+        command = [str(LAUNCHING), sys.executable, name, *words]
         with open(os.devnull) as nothing, (folder / "out").open("wb") as output, (folder / "err").open("wb") as errors:
             streams = (nothing.fileno(), output.fileno())
             job = forked.start(0, command, dict(os.environ), *streams, errors=errors.fileno())

@@ -1,7 +1,8 @@
 """A command that becomes the process of a node, with the torch that this process has; `launch` of conftest.py forks it.
 
-`launching.py MODULE ...` runs the module as `python -m` does. Where the module would become another Python by
-`os.execv`, it goes on in the same process, as it does after a real one: an import of torch takes 2 s of a core.
+`launching.py EXECUTABLE MODULE ...` runs the module as `python -m` does; its ranks are started by EXECUTABLE. Where the
+module would become another Python by `os.execv`, it goes on in the same process, as it does after a real one: an import
+of torch takes 2 s of a core.
 `test_launcher.py` has launches that are real from the first process on.
 """
 
@@ -27,4 +28,5 @@ def become(path, words):
 
 if __name__ == "__main__":
     os.execv = become
-    become(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+    sys.executable = sys.argv[1]
+    become(sys.executable, [sys.executable, "-m", *sys.argv[2:]])

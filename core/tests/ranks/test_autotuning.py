@@ -11,7 +11,7 @@ import pytest
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 250
-COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+COMMAND = ["-c", "from deepspeed.launcher.runner import main; main()"]
 DEMO = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 
 #: A micro-batch of 4 has no memory. A trial of a micro-batch of 2 says in the pipe `held` that it runs, and stays.
@@ -61,7 +61,7 @@ def _listen_to_ctrl_c():
 def start(*words):
     """A search on two ranks."""
     return subprocess.Popen(
-        [*COMMAND, "--autotuning", *words],
+        [sys.executable, *COMMAND, "--autotuning", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -79,7 +79,7 @@ def tune(*words):
 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("number", swept([signal.SIGKILL, signal.SIGINT], lambda number: number == signal.SIGKILL))
-def test_a_search_that_is_ended_in_the_middle_leaves_nobody_and_goes_on(folder, number):
+def test_a_search_that_is_ended_in_the_middle_leaves_nobody_and_goes_on(folder, warm, number):
     (folder / "train.py").write_text(SCRIPT)
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     words = ["tune", "--num_gpus", "2", "train.py", "--deepspeed_config", "ds.json", "--batch", "2"]

@@ -10,7 +10,7 @@ from deepspeed.testing.tiers import swept
 
 
 @pytest.mark.sweep  # each test of the suite is run on the cpu accelerator too, and the command on the simulated device
-def test_the_plain_device_conforms(tmp_path):
+def test_the_plain_device_conforms(warm, tmp_path):
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "deepspeed.cli.conformance", "--accelerator", "plain", "--json", str(record)]
     environment = {**os.environ, "DS_OPS_DISABLE": "all"}
@@ -32,7 +32,7 @@ def test_the_plain_device_conforms(tmp_path):
         lambda words, number: number == 3,
     ),
 )
-def test_the_plain_device_survives_planted_faults(tmp_path, words, number):
+def test_the_plain_device_survives_planted_faults(warm, tmp_path, words, number):
     files = {name: tmp_path / f"r.{name}" for name in ("json", "md", "svg")}
     command = [sys.executable, "-m", "deepspeed.cli.conformance", "--accelerator", "plain", "--level", "4", "-k", words]
     command += ["--json", str(files["json"]), "--report", str(files["md"]), "--badge", str(files["svg"])]

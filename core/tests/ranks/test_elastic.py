@@ -20,7 +20,7 @@ from deepspeed.testing.forked import wait_for_end
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 240
-COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+COMMAND = ["-c", "from deepspeed.launcher.runner import main; main()"]
 STEPS, BATCH = 8, 8
 
 # Trains on 64 samples, each once; saves after each step without waiting for the disk. What it saw of a step and its
@@ -81,7 +81,7 @@ def write_script(trouble):
 
 def start(*words, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([*COMMAND, "--elastic_training", *words], **pipes)
+    return subprocess.Popen([sys.executable, *COMMAND, "--elastic_training", *words], **pipes)
 
 
 def unbroken_losses():
@@ -137,7 +137,7 @@ def trouble(step):
 
 
 @pytest.mark.parametrize("host", swept(["127.0.0.1", "127.0.0.2"], lambda host: host == "127.0.0.1"))
-def test_a_host_is_killed_and_another_comes_later(hosts, host):
+def test_a_host_is_killed_and_another_comes_later(hosts, warm, host):
     (hosts / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     write_script(KILL_A_HOST.format(host=host))
     port = find_free_port()
@@ -164,7 +164,7 @@ def trouble(step):
 """
 
 
-def test_a_rank_is_killed_and_the_job_goes_on(folder):
+def test_a_rank_is_killed_and_the_job_goes_on(folder, warm):
     write_script(KILL_A_RANK)
     job = start("--num_gpus", "2", "--enable_each_rank_log", "logs", "train.py", json.dumps(FIXED))
     _, errors = job.communicate(timeout=LIMIT_S)
@@ -211,7 +211,7 @@ signal.pause()
 """
 
 
-def test_the_host_that_keeps_the_list_is_told_to_end(folder):
+def test_the_host_that_keeps_the_list_is_told_to_end(folder, warm):
     Path("train.py").write_text(END_ALL)
     os.mkfifo("both_are_there")
     where = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", str(find_free_port()), "--num_gpus", "1"]
@@ -268,7 +268,7 @@ class Nodes:
                 return rounds[number]
 
 
-def test_no_host_stays_behind_when_the_launcher_is_killed(hosts):
+def test_no_host_stays_behind_when_the_launcher_is_killed(hosts, warm):
     Path("wait.py").write_text(WAIT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
         reports.bind("reports")

@@ -37,7 +37,7 @@ deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
 """
 
 
-def test_a_config_error_is_one_line(folder, launch, monkeypatch):
+def test_a_config_error_is_one_line(folder, warm, launch, monkeypatch):
     (folder / "train.py").write_text(WRONG_CONFIG)
     done = launch("--num_accelerators", "2", "--log_dir", "logs", "train.py")
     assert done.returncode == 1
@@ -81,7 +81,7 @@ ALONE_CASES = [(case, direct) for case in ("save_16bit", "forward", "step") for 
 
 
 @pytest.mark.parametrize("direct", swept("10", lambda direct: direct == "1"))
-def test_a_rank_does_not_wait_for_one_that_has_ended_without_a_word(folder, launch, monkeypatch, direct):
+def test_a_rank_does_not_wait_for_one_that_has_ended_without_a_word(folder, warm, launch, monkeypatch, direct):
     monkeypatch.setenv("DS_COMM_DIRECT", direct)
     (folder / "train.py").write_text(ALONE)
     done = launch("--num_accelerators", "2", "train.py", "save")
@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_shown_with_its_stack(folder, launch, case, frame):
     assert "to whose end ranks [1] have not come" in rest.splitlines()[-1]
 
 
-def test_a_rank_that_fails_by_itself_is_not_buried_under_stacks(folder, launch):
+def test_a_rank_that_fails_by_itself_is_not_buried_under_stacks(folder, warm, launch):
     (folder / "train.py").write_text(HANGS)
     done = launch("--num_accelerators", "2", "train.py", "error")
     assert "had not ended" not in done.stderr
@@ -179,7 +179,7 @@ finally:
 """
 
 
-def test_the_cause_is_the_last_word_and_its_consequence_a_line(folder, launch):
+def test_the_cause_is_the_last_word_and_its_consequence_a_line(folder, warm, launch):
     (folder / "train.py").write_text(BLAME)
     os.mkfifo("fifo")
     done = launch("--num_accelerators", "2", "train.py")

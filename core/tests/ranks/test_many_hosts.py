@@ -18,7 +18,7 @@ from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120
 HOSTS = "127.0.0.1 slots=2\n127.0.0.2 slots=2\n"
-COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+COMMAND = ["-c", "from deepspeed.launcher.runner import main; main()"]
 AWKWARD = "a b\"c'$d\n%n `e` \\ *"
 
 REPORT = """
@@ -75,7 +75,7 @@ class Running:
     def __init__(self, script, *own, num_ranks=4):
         Path("train.py").write_text(script)
         self.process = subprocess.Popen(
-            [*COMMAND, *flags(*own), "train.py"],
+            [sys.executable, *COMMAND, *flags(*own), "train.py"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -95,7 +95,7 @@ class Running:
         return self.process.returncode, out, err
 
 
-def test_each_rank_finds_its_place_and_its_arguments(hosts, launch, monkeypatch):
+def test_each_rank_finds_its_place_and_its_arguments(hosts, warm, launch, monkeypatch):
     (hosts / "train.py").write_text(REPORT)
     (hosts / ".deepspeed_env").write_text("FROM_FILE=x 'y' \"z\"\nNCCL_WINS=file\n")
     monkeypatch.setenv("NCCL_WINS", "shell")
@@ -127,7 +127,7 @@ def losses_of_one_host():
     return names["losses"]
 
 
-def test_two_hosts_train_as_one(hosts, launch):
+def test_two_hosts_train_as_one(hosts, warm, launch):
     (hosts / "train.py").write_text(TRAIN)
     done = launch(*flags(), "train.py")
     assert done.returncode == 0, done.stderr
@@ -136,14 +136,16 @@ def test_two_hosts_train_as_one(hosts, launch):
         assert one[2] != one[0]
 
 
-def test_nodes_that_are_started_by_hand_meet_and_end_together(hosts):
+def test_nodes_that_are_started_by_hand_meet_and_end_together(hosts, warm):
     (hosts / "train.py").write_text(
         "import os, signal\nif os.environ['RANK'] == '3': raise ValueError('boom')\nsignal.pause()\n"
     )
     port = str(find_free_port())
     own = ["--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", port]
     nodes = [
-        subprocess.Popen([*COMMAND, *own, "--node_rank", str(node), "train.py"], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *COMMAND, *own, "--node_rank", str(node), "train.py"], stderr=subprocess.PIPE, text=True
+        )
         for node in range(2)
     ]
     errors = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]

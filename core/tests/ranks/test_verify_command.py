@@ -82,12 +82,6 @@ for number, batch in enumerate(data[: 2 if how == "short" else None]):
 
 
 @pytest.fixture
-def warm(warm_python, monkeypatch):
-    """Launchers and ranks that `main` starts are forks; the last test has fresh interpreters, as pages' sweeps do."""
-    monkeypatch.setattr(sys, "executable", str(warm_python() / "python"))
-
-
-@pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
