@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import ConfigError
 from deepspeed.inference.decode_loop import cache_of
-from deepspeed.inference.graphs import MAX_KINDS
+from deepspeed.inference.engine import MAX_KINDS
 from deepspeed.log import logger
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,7 +159,7 @@ def test_times_are_of_the_engines_forwards(recording):
 
 
 def test_without_graphs_it_runs_and_says_so(caplog, monkeypatch):
-    monkeypatch.setattr("deepspeed.inference.graphs.warn_once", logger.warning)
+    monkeypatch.setattr("deepspeed.inference.engine.warn_once", logger.warning)
     logger.addHandler(caplog.handler)
     engine = deepspeed.init_inference(nn.Linear(3, 2), dtype=torch.float, enable_cuda_graph=True)
     logger.removeHandler(caplog.handler)

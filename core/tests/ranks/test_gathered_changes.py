@@ -13,7 +13,7 @@ from deepspeed.comm.group_backend import forget
 from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import GatheredParameters, gathered_changes
+from deepspeed.zero import GatheredParameters, gather
 from torch import nn
 
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -115,7 +115,7 @@ def undo(checks: bool) -> list[str]:
     params, said = list(engine.module.parameters()), []
     before = values(params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered_changes, "warn_once", said.append)
+        patch.setattr(gather, "warn_once", said.append)
         for name in ("large.weight", "small"):
             param = engine.module.get_parameter(name)
             with GatheredParameters(params):

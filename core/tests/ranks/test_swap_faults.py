@@ -16,7 +16,7 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.offload import create_engine, loss_of, train, weights_of
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload.nvme import NvmePlacement
-from deepspeed.zero.offload.swapped_shards import SwappedShards
+from deepspeed.zero.offload.policy import SwappedShards
 
 NAMES = {"offload_optimizer": "optimizer.swap", "offload_param": "parameters.swap"}
 

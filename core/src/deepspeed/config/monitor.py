@@ -3,7 +3,7 @@ flops, collectives, times.
 
 None of these changes a result. `monitor/` acts on the first five, `comm/record.py` on `comms_logger`,
 `profiling/flops.py` on `flops_profiler`, `profiling/timer.py` on `timers`, `zero/replicas.py` and
-`engine/slow_ranks.py` on `watch`.
+`engine/observers.py` on `watch`.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ from deepspeed.engine.determinism import create_order
 from deepspeed.engine.device import claim_device, claim_dtypes, local_rank, move_module
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed.engine.observers import Progress, create_observers, create_profile, notify
+from deepspeed.engine.observers import Progress, create_observers, create_profile, create_slow_ranks, notify
 from deepspeed.engine.optimizers import (
     OptimizerLike,
     Parameters,
@@ -50,7 +50,6 @@ from deepspeed.engine.sharding import (
     refuse_keys,
     split_data,
 )
-from deepspeed.engine.slow_ranks import create_slow_ranks
 from deepspeed.engine.start_line import start_line
 from deepspeed.engine.step_schedules import StepSchedules, create_curriculum, create_step_schedules
 from deepspeed.engine.training import Accumulation, Training

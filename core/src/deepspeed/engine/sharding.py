@@ -160,7 +160,7 @@ def create_sharding(
 
 def _choose_stage(zero: ZeroConfig, optimizer: Optimizer | None, mesh: Mesh, units: UnitGroups) -> ZeroStage:
     if optimizer is not None and averages_in_step(optimizer):
-        from deepspeed.zero.local_gradients import stage_of  # late: few runs ask for it
+        from deepspeed.zero.stages import stage_of  # late: few runs ask for it
 
         return stage_of(optimizer, zero.stage, mesh, units)
     stage = STAGES[0 if optimizer is None and zero.stage < 3 else zero.stage]

@@ -16,8 +16,7 @@ from deepspeed.engine.observers import Observers, Progress, StepStats
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
-from deepspeed.zero.backward_calls import add_gathering_hint, backward_roots, runs_unscaled
-from deepspeed.zero.backward_window import is_in_backward
+from deepspeed.zero.backward_window import add_gathering_hint, backward_roots, is_in_backward, runs_unscaled
 from deepspeed.zero.gradients import BackwardPlan
 from deepspeed.zero.sharding import Sharding
 

@@ -3,7 +3,7 @@ ARGUMENTS...
 
 It asks the current accelerator for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
 the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
-flag or an accelerator that cannot be had. A node that is watched by `multinode/watch.py` takes its signals from stdin:
+flag or an accelerator that cannot be had. A node that is watched by `multinode/start.py` takes its signals from stdin:
 a number per line, `stop` where another host failed; the end of stdin, when the connection or the watcher is gone, is a
 SIGTERM.
 """

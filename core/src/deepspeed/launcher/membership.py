@@ -1,6 +1,6 @@
 """The nodes of an elastic job: they come, are lost and end, and the ranks are formed again with those that are there.
 
-One process keeps the list: the one that started the nodes (`multinode/watch.py`), else that of node 0. Each node's
+One process keeps the list: the one that started the nodes (`multinode/start.py`), else that of node 0. Each node's
 agent (`elastic.py`) has a connection to it; the end of the connection is the loss of the node. Messages are lines of
 JSON, each an object with `kind`:
 

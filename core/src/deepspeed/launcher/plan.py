@@ -1,7 +1,7 @@
 """The first process (`runner.py`) sends the per-node process (`launch.py`) a plan, and gets reports of failures back.
 
 `LaunchPlan` goes down, as one word of a command line: URL-safe base64 of JSON, which passes unharmed through any shell
-between the two. `NodeReport` comes back from a node that is watched (`multinode/watch.py`), as marked lines on stderr.
+between the two. `NodeReport` comes back from a node that is watched (`multinode/start.py`), as marked lines on stderr.
 
 The file of environment variables that every rank is given has lines `NAME=VALUE`. It is `.deepspeed_env` in the home
 directory and in the working directory (which wins), or the one file that `DS_ENV_FILE` names. `runner.main` applies it

@@ -8,7 +8,7 @@ momentum in place of their gradients, and error feedback makes up for rounding i
     2. the second moment stays; each rank adds its own gradient to the momentum, and the ranks average that
 
 Who runs the backwards asks `begin_phase` before each of them which kind of gradients the step needs, and gives the
-ranks by `join`: the engine does (`deepspeed.zero.local_gradients`). Without it an optimizer here has one rank.
+ranks by `join`: the engine does (`deepspeed.zero.stages`). Without it an optimizer here has one rank.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

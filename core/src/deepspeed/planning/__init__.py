@@ -1,13 +1,12 @@
 """Memory and traffic of training on paper: `plan`, behind `ds_plan`.
 
 `shape.py` (the model, and what a rank has of it), `tape.py` and `blocks.py` (activations), `memory.py`
-(units, states, buffers, the peak), `traffic.py` (bytes sent), `search.py` (all meshes).
+(units, states, buffers, the peak), `search.py` (bytes sent), `search.py` (all meshes).
 """
 
 from deepspeed.planning.memory import Memory, estimate_measured, estimate_memory
-from deepspeed.planning.search import Choice, Plan, count_parameters, plan
+from deepspeed.planning.search import Choice, Machine, Plan, Traffic, count_parameters, estimate_traffic, plan
 from deepspeed.planning.shape import Mesh, ModelShape, read_shape
-from deepspeed.planning.traffic import Machine, Traffic, estimate_traffic
 from deepspeed.planning.training import DEVICE, Library, Training, gloo, read_training
 
 __all__ = [

@@ -7,6 +7,7 @@ are sent as by the sums. Parameters outside of blocks see a part of the tokens, 
 In evaluation the sequence stays whole: tokens that are generated come one at a time.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.model_part import part_held
-from deepspeed.tensor_parallel.inputs import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.plans import TensorPlan
 from deepspeed.tensor_parallel.ranges import remember_sums
@@ -130,3 +130,14 @@ def _change(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in containers of any nesting."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)

@@ -27,8 +27,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up, makes_collectives_besides
 from deepspeed.errors import CommError, StateError, counted, first_line
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.backward_calls import see_calls
-from deepspeed.zero.backward_window import BackwardWindow
+from deepspeed.zero.backward_window import BackwardWindow, see_calls
 from deepspeed.zero.exposed_grads import ExposedGrads
 from deepspeed.zero.gradient_memory import GradientMemory
 from deepspeed.zero.gradient_reduction import GradientReduction, ReplicaSum, TouchedRows

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.errors import ConfigError, counted
 from deepspeed.log import warn_once
-from deepspeed.zero.param_unit import unit_of
 
 if TYPE_CHECKING:
     from deepspeed.zero.sharding import Sharding
@@ -166,7 +165,7 @@ def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
     Raises:
         ConfigError: names a parameter and what to do.
     """
-    sharded = [name for name, param in module.named_parameters() if unit_of(param) is not None]
+    sharded = [name for name, param in module.named_parameters() if getattr(param, "ds_unit", None) is not None]
     if sharded and stage != 3:
         raise ConfigError(
             f"initialize: zero_optimization.stage is {stage}, and zero.Init or an engine of stage 3 sharded "

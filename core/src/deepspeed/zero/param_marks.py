@@ -40,7 +40,7 @@ LEGAL_MOVES = {
 
 
 _ids = itertools.count()
-#: attribute of a small parameter that a context holds; see `gathered_changes.py`
+#: attribute of a small parameter that a context holds; see `gather.py`
 KEPT = "_ds_kept_value"
 
 

@@ -21,7 +21,7 @@ tensor by tensor: in swap files they have no memory then.
 
 `ShardHome` is the contract of where stage 3 keeps the shard of a unit between its all-gathers, if not beside the whole
 parameters: `offload_param` and `zero.Init(remote_device=...)` ask for it. `HostShards` in `offload/host.py` and
-`offload/swapped_shards.py` answer it. A unit (`param_unit.py`) calls, in this order:
+`offload/policy.py` answer it. A unit (`param_unit.py`) calls, in this order:
 
     1. keep         once, with the values of its shard
     2. read_ahead   when its next all-gather is expected soon; only a hint

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 from deepspeed.comm.record import Waits
-from deepspeed.engine.slow_ranks import Time, told
+from deepspeed.engine.observers import Time, told
 from deepspeed.profiling.timer import HostStopwatch
 
 

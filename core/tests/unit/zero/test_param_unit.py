@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed import comm
 from deepspeed.errors import CommError, StateError
-from deepspeed.zero import gathered_changes
+from deepspeed.zero import gather
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit, shape_of, unit_of, whole, whole_in_turn
@@ -62,7 +62,7 @@ def peers():
 
 @pytest.fixture
 def unit(peers, monkeypatch):
-    monkeypatch.setattr(gathered_changes, "_on_any_rank", lambda values, ranks: values)
+    monkeypatch.setattr(gather, "_on_any_rank", lambda values, ranks: values)
     params = make_params()
     peers.full = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(3)])
     return ParamUnit(params, NAMES, UnitRanks.over(peers), device=CPU)
@@ -319,7 +319,7 @@ def test_a_change_inside_of_a_context_is_the_contexts(unit, monkeypatch):
         told.append(values[0])  # whether a change was seen; the other one: whether the engine wrote
         return [False, False]
 
-    monkeypatch.setattr(gathered_changes, "_on_any_rank", on_any_rank)
+    monkeypatch.setattr(gather, "_on_any_rank", on_any_rank)
     with GatheredParameters(unit.params):
         in_place(unit.params[0])
         unit.refuse_changes()

@@ -31,8 +31,7 @@ from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 _UNDERSTOOD = ("hidden_states", "attention_mask", "alibi", "position_ids", "position_embeddings", "cache_position")
 # modules of hooks that need not be called for each token
 _OBSERVERS = (
-    *("transformers.utils.output_capturing", "deepspeed.inference.engine"),
-    *("deepspeed.tensor_parallel.divide", "deepspeed.tensor_parallel.inputs"),
+    *("transformers.utils.output_capturing", "deepspeed.inference.engine", "deepspeed.tensor_parallel.divide"),
 )
 
 

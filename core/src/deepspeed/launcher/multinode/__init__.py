@@ -4,8 +4,8 @@
     deepspeed --launcher mine --hostfile hosts --num_nodes 4 train.py
 
 Called by `launcher/runner.py` in a process without torch. May import what the launcher may, and no torch. Read next:
-`runners.py` (the contract, and a class per launcher), `start.py` (the hosts, the checks, the start), then `watch.py`
-for ssh and pdsh.
+`runners.py` (the contract, and a class per launcher), `start.py` (the hosts, the checks, the start; `Watcher`, for
+ssh and pdsh).
 """
 
 from deepspeed.launcher.multinode.runners import MultiNodeRunner

@@ -5,7 +5,7 @@ Slurm set, and MASTER_ADDR and MASTER_PORT, as `init_distributed` documents. The
 happens at a failure is MPI's or Slurm's affair.
 
 `ssh` and `pdsh` start the per-node process on each host, by the host's shell. The words of a command go through that
-shell, quoted for it (POSIX), so that each argument arrives as it is. `watch.py` runs the commands that are written
+shell, quoted for it (POSIX), so that each argument arrives as it is. `start.py` runs the commands that are written
 here. `reach_hosts` is the look before the start.
 """
 

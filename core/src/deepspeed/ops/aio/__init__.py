@@ -6,11 +6,10 @@
     handle.wait()
 
 May import `ops.registry` and below. The handle itself comes with the op `async_io` of the host's extension; there is no
-torch reference for it. Read next: `handle.py`, `folder.py`.
+torch reference for it. Read next: `folder.py`.
 """
 
-from deepspeed.ops.aio.folder import FolderReport, preflight
-from deepspeed.ops.aio.handle import aio_handle
+from deepspeed.ops.aio.folder import FolderReport, aio_handle, preflight
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 __all__ = ["AsyncIOBuilder", "FolderReport", "aio_handle", "preflight"]

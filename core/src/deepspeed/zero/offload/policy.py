@@ -2,24 +2,40 @@
 
 The builders in `engine/` ask once; `zero.Init` calls `choose_shard_home` too. `SplitPlacement` is the answer where
 `ratio` leaves a part of the parameters beside the weights.
+
+`SwappedShards`: the shards of sharded parameters in a swap file (`offload_param: {"device": "nvme"}`, stage 3).
+
+    file    ---- read ahead ----> a buffer in host memory ---- lane ----> this rank's part of the whole weights
+    file    <--- write ---------- what the update has made of the weights
+
+A shard has no memory of its own. It is read into one of `buffer_count` buffers, as far ahead of its all-gather as there
+are buffers, in the order in which units were used the last time (`fetcher.py`): reads run beside the computation. The
+buffer is free again when its values were copied. The update gives its results part by part; they are written while it
+goes on, and a read waits until all writes are done. The first units, up to `max_in_cpu` elements, stay in memory.
+
+Legend: S numel of a shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.log import log_dist, warn_once
-from deepspeed.zero.offload.buffers import HostMemory
+from deepspeed.zero.offload.buffers import CopyLane, HostMemory, Mark
 from deepspeed.zero.offload.host import HostPlacement, HostShards, UpdateOnDevice
 from deepspeed.zero.offload.nvme import NvmePlacement
-from deepspeed.zero.offload.swapped_shards import SwappedShards
-from deepspeed.zero.placement import Placement, ShardHome
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
+from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.placement import OffloadedShard, Placement, ShardHome
 
 
 class SplitPlacement(Placement):
@@ -192,3 +208,250 @@ def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Plac
         writes_behind=offload.pipeline_write,
         buffer_count=offload.buffer_count,
     )
+
+
+_KEY = "zero_optimization.offload_param.nvme_path"
+
+
+class _ReadBuffer:
+    """Memory into which one shard at a time is read."""
+
+    def __init__(self, memory: HostMemory, aio: AioConfig) -> None:
+        self._memory = memory
+        self._queue = SwapQueue(aio)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._read: SwapWork | None = None
+        self._copied: Mark | None = None  # after the latest copy out of it
+        self.owner: _SwappedShard | None = None  # whose values it has, or gets
+
+    def begin(self, owner: "_SwappedShard", region: Region) -> None:
+        """Read the values of `owner`."""
+        if self._copied is not None:
+            self._copied.wait_on_host()
+        if self._bytes.numel() < region.num_bytes:
+            self._bytes = self._memory.aligned(region.num_bytes)
+        self._read = self._queue.read(region, self._bytes[: region.num_bytes])
+        self.owner = owner
+
+    def finish(self) -> None:
+        """Return when the values are there; raises OSError if they cannot be read."""
+        assert self._read is not None
+        self._read.wait()
+
+    def values(self, like_S: Tensor) -> Tensor:
+        """The values as a tensor of the dtype and size of `like_S`."""
+        return self._bytes[: like_S.nbytes].view(like_S.dtype)
+
+    def free(self, copied: Mark | None = None) -> None:
+        """Nobody needs the values after `copied`."""
+        self._queue.finish()
+        self._copied, self.owner = copied, None
+
+
+class _SwappedShard(OffloadedShard):
+    """`shard_S` is on the meta device."""
+
+    def __init__(self, home: "SwappedShards", region: Region, shard_S: Tensor) -> None:
+        super().__init__(shard_S)
+        self._home, self._region = home, region
+        self._buffer: _ReadBuffer | None = None
+        self._sent: Mark | None = None
+
+    def read_ahead(self) -> bool:
+        if self._buffer is None and (buffer := self._home.free_buffer()) is not None:
+            self._begin(buffer)
+        return self._buffer is not None
+
+    def _begin(self, buffer: _ReadBuffer) -> None:
+        self._home.require_stored(self._region)
+        buffer.begin(self, self._region)
+        self._buffer = buffer
+
+    def prepare(self) -> None:
+        if self._buffer is None:
+            self._begin(self._home.any_buffer())
+        assert self._buffer is not None
+        try:
+            self._buffer.finish()
+        except OSError:
+            self.drop()
+            raise
+
+    @contextmanager
+    def copied_to(self, part_S: Tensor) -> Iterator[None]:
+        assert self._buffer is not None, "prepare comes before"
+        with self._home.lane.copying():
+            part_S.copy_(self._buffer.values(self.shard_S), non_blocking=True)
+            yield
+        self._sent = self._home.lane.mark()
+        self.drop(self._sent)
+
+    def arrived(self) -> None:
+        if self._sent is not None:
+            self._sent.wait()
+
+    def drop(self, copied: Mark | None = None) -> None:
+        """Give the buffer back, once the copy that reads it is done."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.free(copied)
+
+    def settle(self) -> None:
+        self.drop()
+        self._home.finish_storing()
+
+    def load(self, start: int, numel: int) -> Tensor:
+        values = self.target(start, numel)
+        self._home.read(self._region, values, start * values.itemsize)
+        return values
+
+    def target(self, start: int, numel: int) -> Tensor:
+        itemsize = self.shard_S.itemsize
+        return self._home.plain.aligned(numel * itemsize, start * itemsize).view(self.shard_S.dtype)
+
+    def store(self, start: int, values: Tensor) -> None:
+        self._home.write(self._region, values.to("cpu", self.shard_S.dtype), start * self.shard_S.itemsize)
+
+
+class _Storing(NamedTuple):
+    """A write of the bytes [first, stop) in flight, with the memory that is written."""
+
+    work: SwapWork
+    values: Tensor
+    first: int
+    stop: int
+
+
+class SwappedShards(ShardHome):
+    """`SwappedShards` keeps the shards of parameters in a swap file.
+
+    Args:
+        accelerator: the accelerator that gathers.
+        section: `offload_param`, with an `nvme_path`.
+        aio: how the file is read and written.
+        memory: keeps shards of at most `max_in_cpu` elements together; None: these stay beside the whole parameters.
+        pins: whether the buffers that shards are read into are page-locked.
+        rank: the rank of this process, for the name of its folder.
+
+    Raises:
+        ConfigError: if nothing can be written below `nvme_path`, or there is none.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        accelerator: DeepSpeedAccelerator,
+        section: OffloadParamConfig,
+        aio: AioConfig,
+        *,
+        memory: ShardHome | None,
+        pins: bool,
+        rank: int,
+    ) -> None:
+        if not section.nvme_path:
+            raise ConfigError(f"{_KEY}: found none, and device is 'nvme'; name a folder on a local disk")
+        self.lane = CopyLane(accelerator)
+        self._max_numel = section.buffer_size
+        self._room_numel = section.max_in_cpu
+        self._memory = memory
+        self._folder = SwapFolder(section.nvme_path, rank=rank, key=_KEY)
+        self._file = SwapFile(self._folder.path / "parameters.swap")
+        staging = HostMemory(accelerator, pins=pins, key="offload_param")
+        self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
+        self._max_buffers = section.buffer_count
+        self._new_buffer = partial(_ReadBuffer, staging, aio)
+        self._buffers: list[_ReadBuffer] = []  # no more than shards need at a time
+        self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
+        self._storing: list[_Storing] = []
+        #: by first byte and end: writes that failed, and were not repeated
+        self._failed: dict[tuple[int, int], OSError] = {}
+
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
+        numel = values_S.numel()
+        if numel <= self._room_numel:
+            self._room_numel -= numel
+            return None if self._memory is None else self._memory.keep(values_S, name)
+        if numel > self._max_numel:
+            raise ConfigError(
+                f"zero_optimization.offload_param.buffer_size: found {counted(self._max_numel, 'element')}, and this "
+                f"rank's shard of {name} and what is gathered with it has {numel}; make it at least as large"
+            )
+        shard = _SwappedShard(self, self._file.allocate(values_S.nbytes), torch.empty_like(values_S, device="meta"))
+        shard.store(0, shard.target(0, numel).copy_(values_S))
+        return shard
+
+    def free_buffer(self) -> _ReadBuffer | None:
+        """A buffer that no shard was read into."""
+        found = next((buffer for buffer in self._buffers if buffer.owner is None), None)
+        if found is None and len(self._buffers) < self._max_buffers:
+            self._buffers.append(found := self._new_buffer())
+        return found
+
+    def any_buffer(self) -> _ReadBuffer:
+        """A free buffer; if there is none, what was read ahead last is dropped."""
+        buffer = self.free_buffer() or self._buffers[-1]
+        if buffer.owner is not None:
+            buffer.owner.drop()
+        return buffer
+
+    def read(self, region: Region, values: Tensor, start: int) -> None:
+        """Fill `values` from byte `start` of the region on."""
+        self.require_stored(region)
+        self._reads.read(region, values, start).wait()
+
+    def write(self, region: Region, values: Tensor, start: int) -> None:
+        """Begin to write `values` from byte `start` of the region on."""
+        if len(self._storing) >= self._max_buffers:
+            self.finish_storing()
+        first = region.offset + start
+        stop = first + values.nbytes
+        try:
+            self._storing.append(_Storing(self._writes.write(region, values, start), values, first, stop))
+        except OSError as error:
+            self._failed[first, stop] = error
+            raise
+
+    def finish_storing(self) -> None:
+        """Return when what was given to `write` is in the file, and may be changed.
+
+        Raises:
+            OSError: one of the writes has failed.
+        """
+        storing, self._storing = self._storing, []
+        self._writes.finish()
+        error: OSError | None = None
+        for write in storing:
+            for first, stop in list(self._failed):
+                if write.first <= first and stop <= write.stop:
+                    del self._failed[first, stop]
+            try:
+                write.work.wait()
+            except OSError as found:
+                self._failed[write.first, write.stop] = error = error or found
+        if error is not None:
+            raise error
+
+    def require_stored(self, region: Region) -> None:
+        """Return when the region has what was given to `write` last.
+
+        Raises:
+            OSError: a write has failed, of the region, or one that this call has waited for.
+        """
+        self.finish_storing()
+        for (first, stop), error in self._failed.items():
+            if first < region.offset + region.num_bytes and region.offset < stop:
+                raise error
+
+    def check(self) -> None:
+        self.finish_storing()
+        for error in self._failed.values():
+            raise error
+        self._file.check("read", 0, self._file.num_bytes)
+
+    def release(self) -> None:
+        self._writes.finish()
+        for buffer in self._buffers:
+            buffer.free()
+        self._buffers, self._storing = [], []
+        self._folder.remove()
