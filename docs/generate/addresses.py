@@ -1,6 +1,6 @@
 """The table of old addresses: where DeepSpeed's users import from, and where that lives here.
 
-Modules of features that are not here yet are in `deepspeed/compatibility/modules.py`.
+Modules of features that are not here yet are in `deepspeed/compatibility/features.py`.
 `old_addresses.py` beside it writes the files and the reference page. All names are below `deepspeed.`.
 """
 
@@ -162,7 +162,7 @@ COLLECTIONS = {
     "moe.sharded_moe": {
         "MOELayer": "moe.layer:MOELayer",
         "TopKGate": "moe.gate:TopKGate",
-        **{name: f"moe.masks:{name}" for name in ("top1gating", "top2gating", "topkgating")},
+        **{name: f"moe.gate:{name}" for name in ("top1gating", "top2gating", "topkgating")},
     },
     "moe.utils": {
         "has_moe_layers": "moe.layer:has_moe_layers",
@@ -208,10 +208,10 @@ COLLECTIONS = {
         **_OPTIMIZER_NAMES,
     },
     "runtime.utils": {
-        "CheckOverflow": "precision.overflow:CheckOverflow",
+        "CheckOverflow": "optim.norm:CheckOverflow",
         "PartitionedTensor": "parallel.partitioned_tensor:PartitionedTensor",
         **{
-            name: f"data.placement:{name}"
+            name: f"data.loader:{name}"
             for name in ("compare_tensors_in_structures", "copy_to_device", "get_tensor_bytes")
         },
         "clip_grad_norm_": "optim.norm:clip_grad_norm_",
@@ -220,7 +220,7 @@ COLLECTIONS = {
         "get_global_norm_of_tensors": "optim.norm:get_global_norm_of_tensors",
         "get_grad_norm": "optim.norm:get_grad_norm",
         "get_weight_norm": "optim.norm:get_weight_norm",
-        "move_to_device": "data.placement:move_to_device",
+        "move_to_device": "data.loader:move_to_device",
         "partition_balanced": "pipe.layers:partition_balanced",
         "partition_uniform": "pipe.layers:partition_uniform",
         "see_memory_usage": "profiling.breakdown:see_memory_usage",
@@ -250,9 +250,9 @@ COLLECTIONS = {
         "get_state_devices": "zero.offload.moved_states:get_state_devices",
     },
     "runtime.zero.utils": {
-        "apply_to_tensors_only": "data.placement:apply_to_tensors_only",
+        "apply_to_tensors_only": "data.loader:apply_to_tensors_only",
         "is_zero_supported_optimizer": "optim.traits:is_tested_with_zero",
-        "isinstance_namedtuple": "data.placement:isinstance_namedtuple",
+        "isinstance_namedtuple": "data.loader:isinstance_namedtuple",
     },
     "runtime.zero.local_access": {
         "safe_get_local_fp32_param": "zero.fragments:safe_get_local_fp32_param",

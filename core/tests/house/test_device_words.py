@@ -24,7 +24,7 @@ OLD_NAMES = {
     "config/inference.py": {"enable_cuda_graph"},
     "ops/documented.py": {"CCLCommBuilder", "deepspeed_ccl_comm"},
     # methods of DeepSpeed's OpBuilder that builders written for it call and extend
-    "ops/op_builder/questions.py": {"nvcc_args", "is_rocm_pytorch", "installed_rocm_version", "hip"},
+    "ops/op_builder/builder.py": {"nvcc_args", "is_rocm_pytorch", "installed_rocm_version", "hip"},
 }
 #: public names of DeepSpeed's as data, read from its sdists; no code
 LISTS_OF_OLD_NAMES = {SOURCE / "compatibility/names.json", SOURCE / "compatibility/members.json"}

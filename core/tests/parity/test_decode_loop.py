@@ -10,8 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.inference.decode_loop import cache_of
-from deepspeed.inference.generate import StaticGeneration
+from deepspeed.inference.generate import StaticGeneration, cache_of
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.decoder import DecodeStep
 from deepspeed.testing.tiers import swept

@@ -9,8 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import ConfigError
-from deepspeed.inference.decode_loop import cache_of
 from deepspeed.inference.engine import MAX_KINDS
+from deepspeed.inference.generate import cache_of
 from deepspeed.log import logger
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,8 +9,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.inference.decode_loop import cache_argument
-from deepspeed.inference.generate import static_cache
+from deepspeed.inference.generate import cache_argument, static_cache
 from deepspeed.inference.injection import Injected, inject
 from deepspeed.inference.injection.policies import POLICIES
 from deepspeed.testing.distributed import run_ranks

@@ -10,7 +10,7 @@ import torch
 import transformers
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference import load_weights
-from deepspeed.inference.packed_experts import PackedExperts
+from deepspeed.inference.quantized import PackedExperts
 from deepspeed.inference.v2 import InferenceEngineV2
 from deepspeed.ops.quantizer.packed import pack_weight, unpack_weight
 from deepspeed.testing.distributed import run_ranks

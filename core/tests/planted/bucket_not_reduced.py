@@ -1,6 +1,6 @@
 """One bucket is launched and never sent, so that each rank goes on with its own gradients."""
 
-from deepspeed.comm.work import DONE
+from deepspeed.comm.backend import DONE
 from deepspeed.zero.stages import ZeroStage
 
 CONFIG = {"zero_optimization": {"stage": 0}}

@@ -1,6 +1,6 @@
 """Gradients of experts are not summed over the ranks that hold the same ones."""
 
-from deepspeed.comm.work import DONE
+from deepspeed.comm.backend import DONE
 from deepspeed.zero.stages import ZeroStage
 
 CONFIG = {"zero_optimization": {"stage": 0}}

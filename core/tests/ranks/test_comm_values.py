@@ -11,10 +11,10 @@ import torch
 from deepspeed.comm import own_group
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up
-from deepspeed.comm.host_sums import HostSums
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.zero.step_agreement import HostSums
 
 VALUES = [None, "", "ü \udcff \0", {"forward": 1.5, "n": [1, True, math.inf]}, "x" * 100_000, 3]
 

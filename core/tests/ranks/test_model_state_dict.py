@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import whole_state_dict
+from deepspeed.zero import redistribute
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -218,7 +218,7 @@ def library_job() -> tuple[int, int]:
     """Warnings after a library's load, and after a state dict of the script's own."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_state_dict, "warn_once", said.append)
+        patch.setattr(redistribute, "warn_once", said.append)
         model = Pretrained.from_pretrained()
         by_library = len(said)
         model.state_dict()

@@ -9,7 +9,7 @@ import types
 import pytest
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 from deepspeed.testing.answers import check_arguments
 from ds_ext_npu.op_builder import NPUOpBuilder, ascend_kernel_include, ascend_kernel_path, builders
 from ds_ext_npu.op_builder.npu_op_builder import cann_home, torch_npu_folder

@@ -4,7 +4,7 @@
     <save_dir>/zero_to_fp32.py                                      makes plain fp32 weights of it, without this package
     <save_dir>/<tag>/index.json                                     sizes and checksums of the files beside it
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
-    <save_dir>/<tag>/layer_03-model_states.pt                       a layer of a pipeline; see `module_files.py`
+    <save_dir>/<tag>/layer_03-model_states.pt                       a layer of a pipeline; see `saved_states.py`
     <save_dir>/<tag>/layer_0_expert_2_mp_rank_00_model_states.pt    an expert
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
@@ -14,7 +14,7 @@ needs no torch. Read next: `checkpointer.py`, `save.py` and `reader.py` (the ord
 `layout.py` (names), `store.py` (where bytes go, and how a folder takes the place of its former version), `stores.py`
 (which ones there are), `durable.py` (how a file is written), `background.py` (asynchronous saving), `index.py` (sizes
 and checksums, and their comparison; `tags.py` lists tags with them), `commit.py`, `consolidate.py`. What other ranks,
-stages and programs saved: `saved_states.py`, `tensors.py`, `dcp_load.py` (`dcp_file.py`), `deepspeed_files.py`; for
+stages and programs saved: `saved_states.py`, `tensors.py`, `reader.py` (`dcp_file.py`), `deepspeed_files.py`; for
 other programs: `convert.py`, `saved_run.py`, `other_formats.py`.
 """
 

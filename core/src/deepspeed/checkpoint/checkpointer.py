@@ -19,7 +19,6 @@ from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
 from deepspeed.checkpoint.layout import is_remote, location, store_failures
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, why_no_latest
 from deepspeed.checkpoint.model_ranks import Division
-from deepspeed.checkpoint.module_files import ModuleFiles
 from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.save import (
     Save,
@@ -29,6 +28,7 @@ from deepspeed.checkpoint.save import (
     save_here,
     save_in_background,
 )
+from deepspeed.checkpoint.saved_states import ModuleFiles
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stores import ObjectStore, TorchStore
 from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, last_good_tag, read_latest

@@ -43,7 +43,7 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 ADVICE = "Copy the file again from where it came, or take another tag."
-#: keys of a model file whose weights, or whose optimizer's state, are in files beside it; see `module_files.py`
+#: keys of a model file whose weights, or whose optimizer's state, are in files beside it; see `saved_states.py`
 MODULE_FILES, MODULE_REST, OPTIMIZER_FILE = "ds_module_files", "ds_module_rest", "ds_optimizer_file"
 #: key of the rank that wrote a file of experts
 DATA_RANK = "ds_data_rank"

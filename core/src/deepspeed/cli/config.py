@@ -27,10 +27,10 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.cli.console import make_console, make_parser, make_table, size_with_unit
 from deepspeed.config.base import AUTO, LaxSection, Section, declared, default_of, section_of
-from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.read import read_config
 from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.config.supported import objections
+from deepspeed.config.training import MICRO, STEPS, TRAIN
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.log import logger, warn_once
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed._absent import complete
 from deepspeed.comm import backend, transports
+from deepspeed.comm.backend import as_work
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import backend_for_barriers
 from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
@@ -26,7 +27,6 @@ from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
     plain,
     recorded,
 )
-from deepspeed.comm.work import as_work
 from deepspeed.errors import CommError, counted
 
 Handle = torch_dist.Work | None

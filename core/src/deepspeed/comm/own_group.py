@@ -5,7 +5,7 @@ The model may run collectives in its backward (experts, SyncBatchNorm), between 
 full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
 model's collective there. Called by `TorchGroup.connect`.
 
-`host_group` is one over host memory, where the library serves a device only. Called by `host_sums.py`.
+`host_group` is one over host memory, where the library serves a device only. Called by `step_agreement.py`.
 
 Torch's `new_group` needs all ranks of the world, or a name that the members agree on, and counts the
 group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for.

@@ -21,9 +21,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.backend import Capabilities, GroupBackend, Work
+from deepspeed.comm.backend import Capabilities, GroupBackend, Work, parts_of
 from deepspeed.comm.values import all_gather_values
-from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 from deepspeed.profiling.timer import Stopwatch, create_stopwatch
 

@@ -9,11 +9,19 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Capabilities, Work, barrier_devices, library_by_device
+from deepspeed.comm.backend import (
+    DONE,
+    Capabilities,
+    Followed,
+    Work,
+    as_work,
+    barrier_devices,
+    library_by_device,
+    parts_of,
+)
 from deepspeed.comm.issued import CARRIER_NUMEL, Collective
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, StagingPool, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
-from deepspeed.comm.work import DONE, Followed, as_work, parts_of
 from deepspeed.errors import CommError, counted
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Work
-from deepspeed.comm.work import Followed, as_work
+from deepspeed.comm.backend import Followed, Work, as_work
 
 _ROUND_BYTES = 1 << 12
 # A free buffer more than this many times larger than asked for is left for a larger collective.

@@ -18,11 +18,10 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm import failure, parted
 from deepspeed.comm.arrivals import Arrivals
-from deepspeed.comm.backend import Work, timeout_of
+from deepspeed.comm.backend import Work, ends_within, is_over, timeout_of
 from deepspeed.comm.failure import FailureRecord, PeerFailed, ended_clause
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.comm.own_group import own_group
-from deepspeed.comm.work import ends_within, is_over
 from deepspeed.errors import CommError, first_line
 
 #: of messages that nobody sends

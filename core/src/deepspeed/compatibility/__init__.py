@@ -2,12 +2,20 @@
 
 The table is pure data. It is read by `deepspeed._absent` (names that are not here yet), by the engine (its methods) and
 by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature arrives, its lines here go and the
-generated modules with them. May import nothing of the project. Read `records.py` first.
+generated modules with them. May import nothing of the project. Read `features.py` first.
 """
 
-from deepspeed.compatibility.features import ENGINE_METHODS, FEATURES
-from deepspeed.compatibility.modules import MODULES
-from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
+from deepspeed.compatibility.features import (
+    ENGINE_METHODS,
+    FEATURES,
+    MODULES,
+    Default,
+    EngineMethod,
+    Feature,
+    Module,
+    Row,
+    State,
+)
 from deepspeed.compatibility.surface import ROWS
 from deepspeed.compatibility.upstream import DEFAULTS, differences, feature_of, upstream_names
 

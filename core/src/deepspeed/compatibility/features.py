@@ -2,9 +2,99 @@
 
 `hasattr(engine, name)` is False for such a method; looking one up raises an `AttributeError` with the sentence. Methods
 that only read a value are in `engine/accessors.py`.
-"""
 
-from deepspeed.compatibility.records import EngineMethod, Feature
+`MODULES` has DeepSpeed's documented modules of such features; names are below `deepspeed`.
+docs/generate/old_addresses.py writes each of them as a file that takes its names from here. May import nothing of the
+project."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class State(enum.Enum):
+    """`State` says whether a documented name works, works differently, or is not here yet."""
+
+    WORKS = "works"
+    DIFFERS = "differs"
+    NOT_YET = "not yet"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that is not here yet.
+
+    Args:
+        title: subject of the sentence "... is not in this version".
+        instead: what to do without it, as an instruction.
+    """
+
+    title: str
+    instead: str
+
+    def explain(self, asked: str) -> str:
+        """The message for a user of `asked`."""
+        return f"{asked}: {self.title} is not in this version of ds-core; {self.instead}"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A documented module of a feature that is not here yet. It imports; its names refuse when they are used.
+
+    Args:
+        feature: key of FEATURES.
+        classes: names that can be subclassed and given to isinstance.
+        functions: names that raise when they are called.
+        errors: exceptions, for `except` clauses.
+        forwards: name -> "module:name" below `deepspeed`, for what another module has.
+    """
+
+    feature: str
+    classes: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    forwards: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Every name that can be imported from it, except its submodules."""
+        return sorted({*self.classes, *self.functions, *self.errors, *self.forwards})
+
+
+@dataclass(frozen=True)
+class Default:
+    """A key of the configuration whose default is not that of the pinned version, and why."""
+
+    ours: object
+    theirs: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineMethod:
+    """A documented method of the engine that is not here yet, and what to do instead of calling it."""
+
+    name: str
+    instead: str
+
+    def explain(self) -> str:
+        """The message for a user of the method."""
+        return f"{self.name}: this method of DeepSpeed's engine is not in this version of ds-core; {self.instead}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page: a documented name, its state, and one sentence."""
+
+    area: str
+    name: str
+    state: State
+    sentence: str
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the name is what Python can look up, such as `deepspeed.zero.Init`."""
+        return self.name.startswith("deepspeed.") and all(part.isidentifier() for part in self.name.split("."))
+
 
 FEATURES = {
     "AutoTP's classes": Feature("a class for each part of AutoTP", "call deepspeed.tp_model_init(model, tp_size)"),
@@ -134,3 +224,93 @@ _INSTEAD = {
 }
 
 ENGINE_METHODS = {name: EngineMethod(name, instead) for name, instead in _INSTEAD.items()}
+
+
+def _absent(
+    feature: str, classes: str = "", functions: str = "", errors: str = "", forwards: Mapping[str, str] | None = None
+) -> Module:
+    """A record from names with spaces between; `forwards` maps a module to the names it has."""
+    return Module(
+        feature,
+        tuple(classes.split()),
+        tuple(functions.split()),
+        tuple(errors.split()),
+        {name: f"{where}:{name}" for where, names in (forwards or {}).items() for name in names.split()},
+    )
+
+
+_SPARSITY_CONFIGS = (
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
+)
+MODULES = {
+    "checkpoint.deepspeed_checkpoint": _absent("universal checkpoints", "DeepSpeedCheckpoint"),
+    "checkpoint.universal_checkpoint": _absent(
+        "universal checkpoints", functions="enable_universal_checkpoint load_hp_checkpoint_state"
+    ),
+    "compile": _absent("DeepCompile"),
+    "compile.backend": _absent("DeepCompile", functions="make_backend register_compile_pass"),
+    "model_implementations": _absent(
+        "kernel injection",
+        forwards={
+            "model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference",
+            "inference.config": "DeepSpeedInferenceConfig",
+        },
+    ),
+    "model_implementations.transformers": _absent("kernel injection"),
+    "model_implementations.transformers.ds_transformer": _absent("kernel injection", "DeepSpeedTransformerInference"),
+    "module_inject": _absent(
+        "kernel injection",
+        "GroupQuantizer ReplaceWithTensorSlicing",
+        "generic_injection module_inject",
+        forwards={
+            "module_inject.auto_tp": "AutoTP",
+            "module_inject.layers": "EmbeddingLayer LinearAllreduce LinearLayer Normalize",
+            "module_inject.policy": "DSPolicy TransformerPolicy",
+            "module_inject.replace_module": "replace_transformer_layer revert_transformer_layer",
+            "module_inject.replace_policy": "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy",
+        },
+    ),
+    "module_inject.auto_tp": _absent("AutoTP's classes", "AutoTP"),
+    "module_inject.layers": _absent("AutoTP's classes", "EmbeddingLayer LinearAllreduce LinearLayer Normalize"),
+    "module_inject.policy": _absent("kernel injection", "DSPolicy TransformerPolicy"),
+    "module_inject.replace_module": _absent(
+        "kernel injection", functions="replace_transformer_layer revert_transformer_layer replace_module"
+    ),
+    "module_inject.replace_policy": _absent(
+        "kernel injection", "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy"
+    ),
+    "nebula": _absent("Nebula"),
+    "nebula.config": _absent("Nebula", "DeepSpeedNebulaConfig"),
+    "ops.sparse_attention": _absent(
+        "sparse attention", f"{_SPARSITY_CONFIGS} SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
+    ),
+    "ops.transformer.transformer": _absent("transformer layer", "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
+    "ops.transformer.inference": _absent(
+        "inference",
+        forwards={"model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference"},
+    ),
+    "runtime.bf16_optimizer": _absent("optimizer classes", "BF16_Optimizer"),
+    "runtime.fp16.fused_optimizer": _absent("optimizer classes", "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _absent("optimizer classes", "FP16_UnfusedOptimizer"),
+    "runtime.checkpoint_engine": _absent("checkpoint engines"),
+    "runtime.checkpoint_engine.checkpoint_engine": _absent("checkpoint engines", "CheckpointEngine"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": _absent("checkpoint engines", "TorchCheckpointEngine"),
+    "runtime.domino": _absent("Domino"),
+    "runtime.domino.transformer": _absent("Domino", "DominoTransformerLayer DominoTransformer"),
+    "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
+    "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),
+    "runtime.swap_tensor": _absent("nvme"),
+    "runtime.swap_tensor.partitioned_optimizer_swapper": _absent("nvme", "PartitionedOptimizerSwapper"),
+    "runtime.swap_tensor.partitioned_param_swapper": _absent(
+        "nvme", "AsyncPartitionedParameterSwapper PartitionedParamStatus"
+    ),
+    "runtime.tensor_parallel": _absent(
+        "AutoTP's classes", "TpTrainingManager", forwards={"config.parallel": "TensorParallelConfig"}
+    ),
+    "runtime.weight_quantizer": _absent("weight quantization", "WeightQuantization"),
+    "runtime.zero.linear": _absent(
+        "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
+    ),
+    "sequence.fpdt_layer": _absent("FPDT", "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct"),
+}

@@ -4,7 +4,7 @@ The areas are the pages of DeepSpeed's API documentation. Engine methods, module
 have tables of their own.
 """
 
-from deepspeed.compatibility.records import Row, State
+from deepspeed.compatibility.features import Row, State
 
 W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
 

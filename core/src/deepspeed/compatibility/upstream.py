@@ -9,9 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepspeed.compatibility.features import FEATURES
-from deepspeed.compatibility.modules import MODULES
-from deepspeed.compatibility.records import Default, Feature
+from deepspeed.compatibility.features import FEATURES, MODULES, Default, Feature
 
 # Beginning of a module below `deepspeed` -> its feature; the longest that fits counts.
 _FEATURE_OF = {

@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, one_of, quiet, refused, warned
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
 from deepspeed.config.constants import DEEPSPEED_OPTIMIZERS
@@ -42,9 +41,13 @@ from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, D
 from deepspeed.config.read import ConfigSource, brief, file_of, naming_file, read_config, redacted
 from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.training import (
+    MICRO,
+    STEPS,
+    TRAIN,
     ActivationCheckpointingConfig,
     AioConfig,
     AutotuningConfig,
+    BatchTriple,
     CurriculumConfig,
     DataEfficiencyConfig,
     DeterministicConfig,
@@ -52,6 +55,7 @@ from deepspeed.config.training import (
     OptimizerConfig,
     ProgressiveLayerDropConfig,
     SchedulerConfig,
+    resolve_batch,
 )
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.elasticity.config import ElasticityConfig as ElasticConfig

@@ -57,7 +57,7 @@ from deepspeed.engine.training_state import SavedPart, TrainingState
 from deepspeed.errors import ConfigError
 from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
-from deepspeed.moe.divide import divide_experts
+from deepspeed.moe.experts import divide_experts
 from deepspeed.moe.layer import DivideExpert, connect_moe_layers
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel import groups

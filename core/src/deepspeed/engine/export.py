@@ -27,7 +27,7 @@ from deepspeed.parallel.expert_params import expert_group_of, expert_groups, exp
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import ModelPart, division_is_known, parts_held
 from deepspeed.zero.param_unit import unit_of, whole_in_turn
-from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
+from deepspeed.zero.redistribute import IS_OURS, as_it_is
 
 _SHOWN = 6  # names in one message
 _FILLED = "num_batches_tracked"  # torch's batch norms fill it in where it is older than their counter

@@ -26,15 +26,22 @@ from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, vali
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.load import as_damage
 from deepspeed.checkpoint.model_ranks import Division, SavedExperts
-from deepspeed.checkpoint.module_files import module_files
+from deepspeed.checkpoint.saved_states import module_files
 from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.failure import held
 from deepspeed.comm.give_up import begin_use, follow, standing
 from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
-from deepspeed.engine.adapting import fit_module_state, frozen_parts, with_own_parts, with_own_states, with_own_weights
-from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
+from deepspeed.engine.adapting import (
+    as_deepspeeds_model,
+    as_deepspeeds_shard,
+    fit_module_state,
+    frozen_parts,
+    with_own_parts,
+    with_own_states,
+    with_own_weights,
+)
 from deepspeed.engine.export import changed_since, check_module_state, fill_module
 from deepspeed.engine.observers import notify
 from deepspeed.engine.training_state import TrainingState

@@ -28,9 +28,8 @@ from deepspeed.optim.saved_state import (
 from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as sharded_states
 from deepspeed.zero.param_unit import shape_of
-from deepspeed.zero.redistribute import saved_part
+from deepspeed.zero.redistribute import as_it_is, saved_part
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.whole_state_dict import as_it_is
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

@@ -19,8 +19,7 @@ from deepspeed.config.supported import check_supported
 from deepspeed.engine.device import claim_device, claim_dtypes
 from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.inference.checkpoint import CheckpointWeights, read_description
-from deepspeed.inference.engine import InferenceEngine
-from deepspeed.inference.export import all_ranks, division_of, save_parts
+from deepspeed.inference.engine import InferenceEngine, all_ranks, division_of, save_parts
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.inject import is_injected
 from deepspeed.inference.load_weights import has_no_values, load_weights, take_values_away

@@ -4,7 +4,7 @@ The experts of a layer are one module with the parameters `gate_up_proj` (or `up
 [E, out, in] or [E, in, out], and biases. Its forward takes the tokens, the experts that the router chose and their
 weights. Its class declares what differs: biases, the order, no gate, a gate of its own (GPT-OSS).
 
-`moe.divide` divides such modules over ranks; `inference.packed_experts` and `ops.quantizer.layers` pack their weights.
+`moe.experts` divides such modules over ranks; `inference.quantized` and `ops.quantizer.layers` pack their weights.
 
 Shape legend: T tokens, K experts of a token, N rows, E experts, H width, F inner width.
 """

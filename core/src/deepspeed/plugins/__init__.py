@@ -8,11 +8,10 @@ devices in the group `deepspeed.accelerators`, everything else in `deepspeed.plu
 
 May import `config`, `errors`, `log` and no torch: a plugin's door must open without a device.
 Read next: `hookspecs.py` (what a plugin can say), `manager.py` (how it is found), then `admission.py` and `probing.py`;
-`torch_build` of `offer.py` is for probes.
+`torch_build` of `hookspecs.py` is for probes.
 """
 
-from deepspeed.plugins.hookspecs import PLUGIN_API, hookimpl
+from deepspeed.plugins.hookspecs import PLUGIN_API, Offer, hookimpl
 from deepspeed.plugins.manager import ACCELERATORS, FEATURES, PluginManager, plugin_manager
-from deepspeed.plugins.offer import Offer
 
 __all__ = ["ACCELERATORS", "FEATURES", "PLUGIN_API", "Offer", "PluginManager", "hookimpl", "plugin_manager"]

@@ -36,7 +36,7 @@ from deepspeed.plugins.admission import (
     read_entry_points,
     refusal,
 )
-from deepspeed.plugins.offer import Offer
+from deepspeed.plugins.hookspecs import Offer
 from deepspeed.plugins.probing import call_with_limit, import_timeout_s, inside_probe, is_lent, timeout_s
 
 Key = tuple[str, str]  # group, name

@@ -41,8 +41,8 @@ from deepspeed.zero.managed import refuse_meta
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
+from deepspeed.zero.redistribute import watch
 from deepspeed.zero.unit_groups import UnitRanks
-from deepspeed.zero.whole_state_dict import watch
 
 __all__ = [
     "GatheredParameters",

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.work import DONE
+from deepspeed.comm.backend import DONE, GroupBackend, Work
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.stages import MAX_IN_FLIGHT, ZeroStage
 from deepspeed.zero.unit import Unit

@@ -15,8 +15,8 @@ from deepspeed.config.constants import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import StateError
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.offload.moved_states import offload_states
+from deepspeed.zero.redistribute import is_called_by_collective
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.whole_state_dict import is_called_by_collective
 
 
 def not_copied(found: object, way: str) -> StateError:

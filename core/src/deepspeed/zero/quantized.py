@@ -39,8 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.work import Followed
+from deepspeed.comm.backend import Followed, GroupBackend, Work
 from deepspeed.ops.operators import FLOATS
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, quantize
 from deepspeed.ops.quantizer.groups import TINY

@@ -32,12 +32,12 @@ from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
+from deepspeed.zero.redistribute import unwatch, watch
 from deepspeed.zero.states import OutsideChanges, States
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit_groups import broadcast_from
 from deepspeed.zero.units import ShardingOptions, Units
 from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
-from deepspeed.zero.whole_state_dict import unwatch, watch
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:

@@ -48,8 +48,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.comm.backend import Work
-from deepspeed.comm.work import DONE, Followed
+from deepspeed.comm.backend import DONE, Followed, Work
 from deepspeed.errors import ConfigError
 from deepspeed.optim import looks_at_whole
 from deepspeed.optim.one_bit import OneBitOptimizer

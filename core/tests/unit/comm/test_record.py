@@ -6,9 +6,9 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm import comms_logger
+from deepspeed.comm.backend import DONE, Followed
 from deepspeed.comm.comm import CommsLogger
 from deepspeed.comm.record import RecordedGroup, recorded
-from deepspeed.comm.work import DONE, Followed
 
 
 @recorded

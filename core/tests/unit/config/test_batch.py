@@ -1,6 +1,6 @@
 import pytest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
+from deepspeed.config.training import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st

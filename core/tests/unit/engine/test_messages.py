@@ -6,7 +6,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.batch import resolve_batch
+from deepspeed.config.training import resolve_batch
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.layer import MoE

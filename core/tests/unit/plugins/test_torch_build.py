@@ -5,7 +5,7 @@ import sys
 import types
 
 import pytest
-from deepspeed.plugins.offer import torch_build, torch_name
+from deepspeed.plugins.hookspecs import torch_build, torch_name
 
 
 def install(monkeypatch, folder, version):

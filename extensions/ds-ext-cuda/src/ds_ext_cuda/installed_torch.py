@@ -1,6 +1,6 @@
 """For which CUDA the installed torch was built."""
 
-from deepspeed.plugins.offer import torch_build, torch_name
+from deepspeed.plugins.hookspecs import torch_build, torch_name
 
 
 def cuda_of_torch() -> tuple[str | None, str]:

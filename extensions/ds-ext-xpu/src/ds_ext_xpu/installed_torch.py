@@ -1,6 +1,6 @@
 """For which SYCL compiler the installed torch was built."""
 
-from deepspeed.plugins.offer import torch_build, torch_name
+from deepspeed.plugins.hookspecs import torch_build, torch_name
 
 _INDEX = "https://download.pytorch.org/whl/xpu"
 

@@ -2,8 +2,9 @@
 
 from deepspeed._absent import complete
 from deepspeed.accelerator.current import set_random_seed
-from deepspeed.data.placement import compare_tensors_in_structures, copy_to_device, get_tensor_bytes, move_to_device
+from deepspeed.data.loader import compare_tensors_in_structures, copy_to_device, get_tensor_bytes, move_to_device
 from deepspeed.optim.norm import (
+    CheckOverflow,
     clip_grad_norm_,
     clip_tensors_by_global_norm,
     get_global_norm,
@@ -13,7 +14,6 @@ from deepspeed.optim.norm import (
 )
 from deepspeed.parallel.partitioned_tensor import PartitionedTensor
 from deepspeed.pipe.layers import partition_balanced, partition_uniform
-from deepspeed.precision.overflow import CheckOverflow
 from deepspeed.profiling.breakdown import see_memory_usage
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
-from deepspeed.inference.decode_loop import cache_of
+from deepspeed.inference.generate import cache_of
 from deepspeed.inference.injection.attention import (
     AttendingCache,
     attend,

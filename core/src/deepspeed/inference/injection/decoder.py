@@ -1,7 +1,7 @@
 """The step of generation of a causal model whose layers are fused: newest tokens -> logits.
 
 It computes what the model's forward computes, without its Python: masks and tables are made once for a generation, and
-blocks are called themselves. See `decode_loop.py` for the loop, `policies.py` for what differs between families.
+blocks are called themselves. See `generate.py` for the loop, `policies.py` for what differs between families.
 
 Shape legend: B sequences, S tokens with those of the cache, C features, R numbers of a head that turn.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
-from deepspeed.inference.packed_experts import PackedExperts
+from deepspeed.inference.quantized import PackedExperts
 from deepspeed.moe.experts import grouped_linear
 from deepspeed.ops.experts import by_expert
 from deepspeed.ops.quantizer.layers import StoredExperts, StoredLayer

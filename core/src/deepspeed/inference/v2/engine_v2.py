@@ -26,9 +26,9 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuanti
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
 from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
-from deepspeed.inference.decode_loop import cache_argument
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
+from deepspeed.inference.generate import cache_argument
 from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.quantized import dtype_of
 from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch

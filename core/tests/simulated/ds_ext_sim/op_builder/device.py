@@ -1,7 +1,7 @@
 """The simulated device as a library of torch operators and registrations."""
 
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 sim_kernel_path, sim_kernel_include = make_kernel_path("ds_ext_sim")
 

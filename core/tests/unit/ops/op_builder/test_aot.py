@@ -37,7 +37,7 @@ where = ["src"]
 """
 BUILDERS = """
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 kernel_path, kernel_include = make_kernel_path(__file__.rpartition("/op_builder/")[0])
 

@@ -12,7 +12,7 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder import builder as builder_module
 from deepspeed.ops.op_builder import jit
 from deepspeed.ops.op_builder.builder import TORCH_MAJOR, TORCH_MINOR, OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 # A Python module without pybind11, which takes 10 s to compile.
 MODULE = """

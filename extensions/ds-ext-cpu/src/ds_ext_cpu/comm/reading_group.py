@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.backend import Capabilities, Work, parts_of
 from deepspeed.comm.torch_group import DEFAULT_STAGING_BYTES, TorchGroup
 from deepspeed.comm.transports import GlooOnHost, StagingPool, Transport
-from deepspeed.comm.work import parts_of
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.direct import DirectQueue, connect

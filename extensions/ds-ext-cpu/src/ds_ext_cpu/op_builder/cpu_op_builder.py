@@ -5,7 +5,7 @@ import sys
 from typing import ClassVar
 
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 cpu_kernel_path, cpu_kernel_include = make_kernel_path("ds_ext_cpu", "csrc")
 

@@ -15,8 +15,7 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import OpBuilder, jit, loading
 from deepspeed.ops.op_builder.cache import Manifest
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
-from deepspeed.ops.op_builder.spec import BuildSpec, torch_module
+from deepspeed.ops.op_builder.spec import BuildSpec, make_kernel_path, torch_module
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
 
 from ds_ext_cuda.installed_torch import cuda_of_torch

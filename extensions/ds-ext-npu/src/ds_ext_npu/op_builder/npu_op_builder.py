@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 ascend_kernel_path, ascend_kernel_include = make_kernel_path("ds_ext_npu", "csrc")
 

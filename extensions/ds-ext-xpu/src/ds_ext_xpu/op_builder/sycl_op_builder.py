@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 from deepspeed.ops.op_builder.toolchain import Toolchain
 
 from ds_ext_xpu.op_builder.sycl_compiler import check_fits_torch, find_icpx

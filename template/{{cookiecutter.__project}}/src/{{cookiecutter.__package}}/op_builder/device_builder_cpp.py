@@ -1,7 +1,7 @@
 """What all builders of this device share: where the sources are, which torch they need, how they are compiled."""
 
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 
 {{ cookiecutter.device_name }}_kernel_path, {{ cookiecutter.device_name }}_kernel_include = make_kernel_path("{{ cookiecutter.__package }}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder import OpBuilder
-from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import make_kernel_path
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler, identify
 
 {{ cookiecutter.device_name }}_kernel_path, {{ cookiecutter.device_name }}_kernel_include = make_kernel_path("{{ cookiecutter.__package }}")
