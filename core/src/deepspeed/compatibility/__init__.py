@@ -13,10 +13,7 @@ from deepspeed.compatibility.features import (
     EngineMethod,
     Feature,
     Module,
-    Row,
-    State,
 )
-from deepspeed.compatibility.surface import ROWS
 from deepspeed.compatibility.upstream import DEFAULTS, differences, feature_of, upstream_names
 
 __all__ = [
@@ -24,13 +21,10 @@ __all__ = [
     "ENGINE_METHODS",
     "FEATURES",
     "MODULES",
-    "ROWS",
     "Default",
     "EngineMethod",
     "Feature",
     "Module",
-    "Row",
-    "State",
     "differences",
     "feature_of",
     "upstream_names",

@@ -5,19 +5,11 @@ that only read a value are in `engine/accessors.py`.
 
 `MODULES` has DeepSpeed's documented modules of such features; names are below `deepspeed`.
 docs/generate/old_addresses.py writes each of them as a file that takes its names from here. May import nothing of the
-project."""
+project.
+"""
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-
-class State(enum.Enum):
-    """`State` says whether a documented name works, works differently, or is not here yet."""
-
-    WORKS = "works"
-    DIFFERS = "differs"
-    NOT_YET = "not yet"
 
 
 @dataclass(frozen=True)
@@ -79,21 +71,6 @@ class EngineMethod:
     def explain(self) -> str:
         """The message for a user of the method."""
         return f"{self.name}: this method of DeepSpeed's engine is not in this version of ds-core; {self.instead}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the page: a documented name, its state, and one sentence."""
-
-    area: str
-    name: str
-    state: State
-    sentence: str
-
-    @property
-    def is_address(self) -> bool:
-        """Whether the name is what Python can look up, such as `deepspeed.zero.Init`."""
-        return self.name.startswith("deepspeed.") and all(part.isidentifier() for part in self.name.split("."))
 
 
 FEATURES = {

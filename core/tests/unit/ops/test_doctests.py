@@ -8,7 +8,7 @@ import pytest
 WITH_EXAMPLES = [
     "adam.adam",
     "muon.muon",
-    "op_builder.kernel_path",
+    "op_builder.spec",
     "fp_quantizer.quantize",
     "quantizer.floats",
     "quantizer.groups",

@@ -1,10 +1,35 @@
 """The documented interface of stages 0 to 3, accelerator, builders, comm and the launcher on one host, line by line.
 
 The areas are the pages of DeepSpeed's API documentation. Engine methods, modules of features and configuration keys
-have tables of their own.
+have tables of their own, in `deepspeed/compatibility`.
 """
 
-from deepspeed.compatibility.features import Row, State
+import enum
+from dataclasses import dataclass
+
+
+class State(enum.Enum):
+    """`State` says whether a documented name works, works differently, or is not here yet."""
+
+    WORKS = "works"
+    DIFFERS = "differs"
+    NOT_YET = "not yet"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page: a documented name, its state, and one sentence."""
+
+    area: str
+    name: str
+    state: State
+    sentence: str
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the name is what Python can look up, such as `deepspeed.zero.Init`."""
+        return self.name.startswith("deepspeed.") and all(part.isidentifier() for part in self.name.split("."))
+
 
 W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
 
