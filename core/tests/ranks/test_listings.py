@@ -5,6 +5,7 @@
 (`"zero_optimization": true`). Only the length of the dataset is cut.
 """
 
+import json
 import math
 import os
 import re
@@ -13,9 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.cli.verify import EQUAL
+from deepspeed.cli.verify import main as ds_verify
 from deepspeed.testing.tiers import swept
 
 LISTINGS = Path(__file__).with_name("listings")
+ROOT = Path(__file__).parents[3]
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 LAUNCHES = {
     "python": ([sys.executable], 1),
@@ -61,3 +65,42 @@ def test_the_three_line_loop_takes_its_config_from_the_command_line(launch: str,
     # `"zero_optimization": true` is the oldest spelling of stage 1.
     assert [(stage, steps) for stage, steps, _ in found] == [("1", "8")] * num_ranks
     assert all(math.isfinite(float(loss)) for _, _, loss in found)
+
+
+def block_of(page: str) -> str:
+    """The first script of a page."""
+    found = re.search(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert found is not None, page
+    return found[1]
+
+
+#: script, and its words after that
+VERIFIED = {
+    "diy_model": (lambda: (LISTINGS / "diy_model.txt").read_text().replace("return 1000", "return 64"), []),
+    "getting_started": (
+        (LISTINGS / "getting_started.txt").read_text,
+        ["--deepspeed", "--deepspeed_config", str(LISTINGS / "getting_started.json")],
+    ),
+    "train_gpt": ((ROOT / "examples/train_gpt.py").read_text, ["--text-megabytes", "0.2", "--output", "runs"]),
+    "train_elastic": ((ROOT / "examples/train_elastic.py").read_text, ["--output", "runs"]),
+    "README": (lambda: block_of("README.md"), []),
+    "first-training": (lambda: block_of("docs/tutorial/first-training.md"), []),
+}
+
+
+@pytest.mark.parametrize("name", swept(VERIFIED, lambda name: name == "diy_model"))
+def test_ds_verify_finds_a_listing_equal_to_plain_torch(name, tmp_path, monkeypatch, capfd):
+    read, words = VERIFIED[name]
+    for beside in (*(ROOT / "examples").glob("*.py"), ROOT / "examples/ds_config.json"):
+        (tmp_path / beside.name).write_text(beside.read_text())
+    (tmp_path / "train.py").write_text(read())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    of_launcher = [] if "--local_rank" in (tmp_path / "train.py").read_text() else ["--no_local_rank"]
+
+    code = ds_verify(["--steps", "3", "--json", "verdict.json", *of_launcher, "train.py", *words])
+
+    captured = capfd.readouterr()
+    assert code == EQUAL, captured.out + captured.err
+    verdict = json.loads(Path("verdict.json").read_text())
+    assert (verdict["verdict"], verdict["steps"], verdict["faults"]) == ("equal", 3, [])

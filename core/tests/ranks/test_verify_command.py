@@ -65,8 +65,7 @@ if how == "brings":
     engine.module[0].bias.register_hook(lambda gradient: 3 * gradient)
     engine.module[1].register_forward_hook(lambda module, inputs, output: 2 * output)
     engine.module[2].register_full_backward_hook(lambda module, inner, outer: (2 * inner[0],))
-if how == "loads":
-    engine.load_checkpoint("checkpoints")
+engine.load_checkpoint("checkpoints", tag="last" if how == "loads" else None)  # which is there after a first run
 is_plain = type(engine).__name__ == "PlainEngine"
 for number, batch in enumerate(data[: 2 if how == "short" else None]):
     if how == "ends early" and is_plain and number == 1:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.trial import write_json
+from deepspeed.checkpoint.dcp_file import is_dcp_folder
+from deepspeed.checkpoint.layout import LATEST_FILE
 from deepspeed.config.precision import dtype_name
 from deepspeed.engine import export
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -294,16 +296,25 @@ class VerifiedEngine(DeepSpeedEngine):
 
     save_fp16_model = save_16bit_model
 
-    def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> NoReturn:
-        """Refuse: the other run would need the same states.
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *arguments: Any, **named: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load nothing where there is nothing, as of a script that goes on from its last checkpoint if it has one.
 
         Raises:
-            ConfigError: always.
+            ConfigError: there is a checkpoint; the other run would need the same states.
         """
+        if tag is None and "://" not in load_dir and not _may_load(Path(load_dir)):
+            warn_once(f"ds_verify: load_checkpoint finds no checkpoint in {load_dir}")
+            return None, None
         raise ConfigError(
             f"ds_verify: the script loads a checkpoint ({load_dir}), and a run that goes on from one cannot be "
             "compared yet; let it begin from its own weights"
         )
+
+
+def _may_load(folder: Path) -> bool:
+    return (folder / LATEST_FILE).exists() or is_dcp_folder(folder)
 
 
 class Runs:
