@@ -16,7 +16,8 @@ import torch
 from deepspeed.testing import forked
 
 WARM_PYTHON = Path(__file__).parent / "core" / "tests" / "warm_python.py"
-COMMANDS = [path.name for name in ("ds_*", "deepspeed") for path in Path(sys.executable).parent.glob(name)]
+COMMANDS = [path.name for path in Path(sys.executable).parent.iterdir() if path.name.startswith(("ds_", "deepspeed"))]
+COMMANDS += ["accelerate"]
 START_LIMIT_S = 240
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,17 +32,18 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory):
+def warm_python(request, tmp_path_factory):
     """`warm_python(*modules)`: a folder with `python`, `deepspeed` and the commands `ds_...` whose processes are forks
     of one that has imported torch, our engine and these modules (`core/tests/warm_python.py`).
 
-    It begins `PATH` of tests that run commands. Where torch does not survive a fork, the folder is that of this Python.
+    It begins `PATH` of tests that run commands. With the sweeps (`-m ''`), and where torch does not survive a fork, the
+    folder is that of this Python, and every process a fresh interpreter.
     """
     folders, ends = {}, []
     executable = sys.executable  # tests may set another
 
     def start(*modules):
-        if not hasattr(os, "pidfd_open"):
+        if request.config.option.markexpr == "" or not hasattr(os, "pidfd_open"):
             return Path(executable).parent
         if modules in folders:
             return folders[modules]

@@ -21,17 +21,16 @@ from deepspeed.testing.tiers import swept
 from torch.distributed import TCPStore
 
 SHARED = Path(__file__).parent / "shared"
-BIN = Path(sys.executable).parent
 LAUNCHERS = {
-    "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--no_local_rank"],
-    "deepspeed, one rank": [str(BIN / "deepspeed"), "--num_accelerators", "1", "--no_local_rank"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--no_local_rank"],
+    "deepspeed, one rank": ["deepspeed", "--num_accelerators", "1", "--no_local_rank"],
+    "torchrun": ["python", "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
     "accelerate": [
-        *(str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2"),
+        *("accelerate", "launch", "--use_deepspeed", "--num_processes", "2"),
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
         *("--zero_stage", "2", "--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0"),
     ],
-    "python": [sys.executable],  # for a library that starts its own ranks
+    "python": ["python"],  # for a library that starts its own ranks
 }
 _LIMIT_S = 240.0
 _GRACE_S = 30.0  # for what has been told to end
@@ -50,11 +49,12 @@ class Launch:
 
     Args:
         script: to run.
+        commands: a folder of the launchers' commands.
         limit_s: how long a run may take. After it the error says where each rank stands.
     """
 
-    def __init__(self, script: Path, limit_s: float = _LIMIT_S) -> None:
-        self.script, self.limit_s = script, limit_s
+    def __init__(self, script: Path, commands: Path, limit_s: float = _LIMIT_S) -> None:
+        self.script, self.commands, self.limit_s = script, commands, limit_s
         self._server: forked.Process | None = None
         self._jobs: TextIO
         self._answers: TextIO
@@ -72,13 +72,14 @@ class Launch:
         if launcher is None:
             self._fork(folder, arguments)
         else:
-            _run([*LAUNCHERS[launcher], str(self.script), *arguments], folder, self.limit_s)
+            command, *words = LAUNCHERS[launcher]
+            _run([str(self.commands / command), *words, str(self.script), *arguments], folder, self.limit_s)
         return json.loads((folder / "result.json").read_text())
 
     def verify(self, folder: Path, *flags: str) -> None:
         """Run two steps of the script by `ds_verify`, whose answer is in the error if it finds a difference."""
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "deepspeed.cli.verify", "--no_local_rank", "--steps", "2", str(self.script)]
+        command = [str(self.commands / "ds_verify"), "--no_local_rank", "--steps", "2", str(self.script)]
         _run([*command, "--folder", str(folder), *flags], folder, self.limit_s)
 
     def close(self) -> None:
@@ -197,21 +198,21 @@ def stage_flags(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
+def launch(request: pytest.FixtureRequest, warm_python: Callable[..., Path]) -> Iterator[Launch]:
     """`launch(folder, "--stage", "2")` for the script beside the test file."""
     name = request.path.name.removeprefix("test_")
-    launch = Launch(request.path.with_name(name))
+    launch = Launch(request.path.with_name(name), warm_python())
     yield launch
     launch.close()
 
 
 @pytest.fixture
-def create_launch() -> Iterator[Callable[..., Launch]]:
+def create_launch(warm_python: Callable[..., Path]) -> Iterator[Callable[..., Launch]]:
     """`create_launch(script, limit_s=...)`: a `Launch` that ends with the test."""
     made: list[Launch] = []
 
     def create(script: Path, limit_s: float) -> Launch:
-        made.append(Launch(script, limit_s))
+        made.append(Launch(script, warm_python(), limit_s))
         return made[-1]
 
     yield create

@@ -10,7 +10,7 @@ conftest.py writes small programs of these names into a folder; each calls this 
 The client hands its words, variables, directory and open files to the server over the socket NAME, and stands for the
 fork: it passes on signals and ends as the fork does, and the fork ends when it is killed. In the fork `sys.executable`
 is EXECUTABLE, so that what the command starts in turn is a fork too. The server ends, and its forks with it, when its
-standard input does. Tests marked `sweep` run the same commands by fresh interpreters.
+standard input does. With the sweeps all commands are fresh interpreters.
 """
 
 import contextlib

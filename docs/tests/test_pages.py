@@ -61,22 +61,14 @@ def check_end(page: Path, code: int, output: str) -> None:
     assert not told, f"{name_of(page)} uses what is deprecated: {told}"
 
 
-def run_in_shell(page: Path, folder: Path, environment: dict[str, str], warm_python) -> None:
+def run_in_shell(page: Path, folder: Path, environment: dict[str, str]) -> None:
     """As the page's reader has it: each script is an interpreter of its own."""
     words = ["bash", "-c", as_session(page, folder)]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)  # noqa: PLW1510
     check_end(page, done.returncode, f"{done.stdout}\n{done.stderr}")
 
 
-def run_in_warm_shell(page: Path, folder: Path, environment: dict[str, str], warm_python) -> None:
-    """The same, but each interpreter is a fork of a process that has imported torch, and transformers where the page
-    does: `ds_verify` starts six."""
-    modules = ["transformers.trainer"] if "from transformers import" in page.read_text() else []
-    path = os.pathsep.join((str(warm_python(*modules)), environment["PATH"]))
-    run_in_shell(page, folder, {**environment, "PATH": path}, warm_python)
-
-
-def run_by_fork(page: Path, folder: Path, environment: dict[str, str], warm_python) -> None:
+def run_by_fork(page: Path, folder: Path, environment: dict[str, str]) -> None:
     """Its blocks as one script, by a fork of a process that has torch already: its imports take longer than it does."""
     script = folder / "script.py"
     script.write_text("\n".join(text for _, text in blocks(page)))
@@ -95,29 +87,30 @@ def fork(command: list[str], folder: Path, environment: dict[str, str]) -> tuple
     return code, log.read_text()
 
 
-def quick_way(page: Path):
-    """How a page runs in every run; the sweeps run each as its reader has it."""
-    if page == ROOT / "README.md":
-        return run_in_shell
-    return run_by_fork if {mark for mark, _ in blocks(page)} == {"python"} else run_in_warm_shell
+def is_forked(page: Path) -> bool:
+    return {mark for mark, _ in blocks(page)} == {"python"} and page != ROOT / "README.md"
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
-WAYS = [(page, way) for page in WITH_BLOCKS for way in dict.fromkeys((run_in_shell, quick_way(page)))]
+WAYS = [(page, run_in_shell) for page in WITH_BLOCKS]
+WAYS += [(page, run_by_fork) for page in WITH_BLOCKS if is_forked(page)]
 
 
 @pytest.mark.parametrize(
     ("page", "run"),
-    swept(WAYS, lambda page, run: run is quick_way(page)),
+    swept(WAYS, lambda page, run: is_forked(page) is (run is run_by_fork)),
     ids=lambda value: name_of(value) if isinstance(value, Path) else value.__name__,
 )
 def test_blocks_run(page: Path, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python) -> None:
     launcher_names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher_names}
-    commands = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment |= {"CHECKOUT": str(ROOT), "PATH": commands}
+    folders = [str(Path(sys.executable).parent), environment["PATH"]]
+    if run is run_in_shell and page != ROOT / "README.md":  # `ds_verify` starts six interpreters
+        modules = ["transformers.trainer"] if "from transformers import" in page.read_text() else []
+        folders.insert(0, str(warm_python(*modules)))
+    environment |= {"CHECKOUT": str(ROOT), "PATH": os.pathsep.join(folders)}
     monkeypatch.chdir(tmp_path)
-    run(page, tmp_path, environment, warm_python)
+    run(page, tmp_path, environment)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def transport(request):
 def warm(warm_python, monkeypatch):
     """What a test starts by `sys.executable` and `launch`, such as a launcher and its ranks, are forks that have torch
     already. Signals reach a fork alone, not what it starts, so that tests of signals to groups have real processes, as
-    `test_launcher.py` and the sweeps of the pages have."""
+    `test_launcher.py` has."""
     monkeypatch.setattr(sys, "executable", str(warm_python() / "python"))
 
 

@@ -6,7 +6,6 @@ PrivateUse1 is one per process and for good, so that nothing of it happens in th
 import functools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory):
+def python(warm_python):
+    """A `python` whose processes are forks of one that has imported torch, and has no device yet."""
+    return str(warm_python() / "python")
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory, python):
     """The environment in which the extension is installed, and its library built."""
     site = tmp_path_factory.mktemp("site")
     metadata = site / "ds_ext_sim-1.0.dist-info"
@@ -36,7 +41,7 @@ def installed(tmp_path_factory):
     (metadata / "entry_points.txt").write_text("[deepspeed.accelerators]\nsim = ds_ext_sim.plugin\n")
     path = os.pathsep.join([str(site), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"PYTHONPATH": path, "DS_OPS_DISABLE": "all"}
-    subprocess.run([sys.executable, "-c", BUILD], env={**os.environ, **environment}, check=True, timeout=280)
+    subprocess.run([python, "-c", BUILD], env={**os.environ, **environment}, check=True, timeout=280)
     return environment
 
 

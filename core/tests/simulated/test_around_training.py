@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -153,7 +152,7 @@ with open(f"{os.environ['RANK']}.json", "w") as file:
 """
 
 
-def launch(installed, folder):
+def launch(python, installed, folder):
     (folder / "train.py").write_text(SCRIPT)
     (folder / "config.json").write_text(
         json.dumps({"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}})
@@ -161,7 +160,7 @@ def launch(installed, folder):
     command = "from deepspeed.launcher.runner import main; main()"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-c", command, "train.py", "--deepspeed", "--deepspeed_config", "config.json"],
+        [python, "-c", command, "train.py", "--deepspeed", "--deepspeed_config", "config.json"],
         cwd=folder,
         env={**kept, **installed, "DS_ACCELERATOR": "sim", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -171,8 +170,8 @@ def launch(installed, folder):
     )
 
 
-def test_the_launcher_starts_a_rank_per_device(installed, tmp_path):
-    ended = launch(installed, tmp_path)
+def test_the_launcher_starts_a_rank_per_device(python, installed, tmp_path):
+    ended = launch(python, installed, tmp_path)
     assert ended.returncode == 0, ended.stderr
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["device"] for rank in told] == ["sim:0", "sim:1"]

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -193,12 +192,12 @@ for _ in range(100):
 """
 
 
-def test_one_lost_device_ends_all_ranks(installed, tmp_path):
+def test_one_lost_device_ends_all_ranks(python, installed, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.json").write_text('{"train_batch_size": 4, "optimizer": {"type": "Adam"}}')
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ended = subprocess.run(
-        [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()", "train.py", "config.json"],
+        [python, "-c", "from deepspeed.launcher.runner import main; main()", "train.py", "config.json"],
         cwd=tmp_path,
         env={**kept, **installed, "DS_ACCELERATOR": "sim", "OMP_NUM_THREADS": "1"},
         capture_output=True,

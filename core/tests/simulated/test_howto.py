@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,11 +73,11 @@ def site(tmp_path):
     return tmp_path
 
 
-def run(site, installed, **variables):
+def run(python, site, installed, **variables):
     environment = {**os.environ, **installed, "DS_ACCELERATOR": "xyz", **variables}
     environment["PYTHONPATH"] = os.pathsep.join([str(site), installed["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN],
+        [python, "-c", TRAIN],
         env=environment,
         cwd=site,
         capture_output=True,
@@ -90,20 +89,20 @@ def run(site, installed, **variables):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_trains_as_the_cpu_does(site, installed):
-    name, losses, chosen, device = run(site, installed)
+def test_it_trains_as_the_cpu_does(python, site, installed):
+    name, losses, chosen, device = run(python, site, installed)
     assert name == "xyz:0"
     assert (chosen["class"], chosen["why"]) == ("ds_ext_xyz.accelerator.XYZ_Accelerator", "DS_ACCELERATOR=xyz")
     assert device["communication_backend_name"] == "xyzccl"
     assert not [answer for answer in device.values() if str(answer).startswith("failed")]
-    on_cpu, expected, _, _ = run(site, installed, DS_ACCELERATOR="plain")
+    on_cpu, expected, _, _ = run(python, site, installed, DS_ACCELERATOR="plain")
     assert on_cpu == "cpu"
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
 
 
-def test_without_its_device_it_is_told_and_the_rest_works(site, installed):
+def test_without_its_device_it_is_told_and_the_rest_works(python, site, installed):
     (site / "dev" / "xyz0").unlink()
-    name, _, chosen, _ = run(site, installed, DS_ACCELERATOR="", DS_PLUGINS_BLOCK="cpu,sim")
+    name, _, chosen, _ = run(python, site, installed, DS_ACCELERATOR="", DS_PLUGINS_BLOCK="cpu,sim")
     assert name == "cpu"
     assert "xyz: 0 devices in /dev" in chosen["why"]
