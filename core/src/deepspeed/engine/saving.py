@@ -8,6 +8,7 @@ all of them know before they have made that one.
 
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -372,7 +373,31 @@ class Saving:
         parts = "weights and optimizer" if with_states else "weights"
         after = "" if module_only else f", after step {state.training.progress.global_steps}"
         announce(f"loaded {parts} from {os.path.dirname(loaded.path)}{after}")
+        if not module_only:
+            self._say_batch_size(loaded.model_state)
         return loaded.path, loaded.client_state
+
+    def _say_batch_size(self, saved: Mapping[str, Any]) -> None:
+        """Say where the run that saved a model file made its steps of other numbers of samples."""
+        size, world_size = self._state.training.train_batch_size, self._state.sharding.world_size
+        former = _batch_size(saved.get("ds_config"), saved.get("dp_world_size"))
+        if former in (None, size) or _batch_size(self._state.config, world_size) != size:  # ranks share samples
+            return
+        announce(
+            f"train_batch_size is {size}, and was {former} when the checkpoint was saved: the learning rate goes on by "
+            "steps, which have other numbers of samples now"
+        )
+
+
+def _batch_size(config: Any, world_size: Any) -> int | None:
+    """Return the samples of a step that a configuration asks for; None where it does not say so."""
+    if not isinstance(config, Mapping):
+        return None
+    size = config.get("train_batch_size")
+    if size is None:
+        factors = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1), world_size
+        size = math.prod(factors) if all(isinstance(factor, int) for factor in factors) else None
+    return size if isinstance(size, int) else None
 
 
 def create_saving(

@@ -188,3 +188,25 @@ def test_parameters_of_one_storage_that_are_apart(single_rank, lines):
     net.empty, net.rest = nn.Parameter(base[:0]), nn.Parameter(base[0])
     deepspeed.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": 1}})[0].destroy()
     assert not any("share memory" in text for _, text in lines)
+
+
+@pytest.mark.parametrize(
+    ("saved", "keys", "flags", "former"),
+    [
+        ({"gradient_accumulation_steps": 3}, {"train_batch_size": 2}, {}, 6),
+        ({"train_batch_size": 8}, {}, {}, 8),
+        ({"train_batch_size": 8}, {}, {"load_module_only": True}, None),
+        ({"gradient_accumulation_steps": 2}, {"train_batch_size": 4}, {}, None),
+    ],
+)
+def test_a_checkpoint_of_other_batches_is_told(saved, keys, flags, former, tmp_path, single_rank, lines):
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config={**CONFIG, **saved})[0]
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config={**CONFIG, **keys})[0]
+    lines.clear()
+    engine.load_checkpoint(str(tmp_path), **flags)
+    said = [text for _, text in lines if "train_batch_size" in text]
+    wanted = f"train_batch_size is {engine.train_batch_size()}, and was {former} when the checkpoint was saved: "
+    assert [text.startswith(wanted) for text in said] == [True] * (former is not None)
+    engine.destroy()
