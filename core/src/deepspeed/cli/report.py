@@ -267,7 +267,25 @@ def versions(*others: str) -> dict[str, str | None]:
 
 def _device(choice: "AcceleratorChoice") -> dict[str, Any]:
     """Return the answers of the chosen accelerator to the methods of `_ASKED`, by their names."""
-    return {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
+    answers = {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
+    return {**answers, "faults": _answer(lambda: _faults(choice.accelerator))}
+
+
+def _faults(accelerator: Any) -> dict[str, dict[str, int]] | str:
+    """The counts of each device's faults by its name."""
+    import torch
+
+    manager = plugin_manager()
+    if not manager.providers("ds_device_faults"):
+        return "not counted by any plugin"
+    found = {}
+    for number in range(accelerator.device_count()):
+        device = torch.device(accelerator.device_name(number))
+        answers, failures = manager.ask_all("ds_device_faults", index=device.index)
+        for error in failures.values():
+            raise error
+        found[str(device)] = {kind: count for answer in answers.values() for kind, count in answer.items()}
+    return found
 
 
 def _answer(method: Callable[[], Any]) -> Any:
@@ -312,10 +330,19 @@ def _show_all(report: dict[str, Any], console: Console, options: argparse.Namesp
     show_machine(report, console)
     show_choice(report, console, verbose)
     if report["device"]:
-        console.print(_table("The chosen device", ("what", "answer"), report["device"].items()))
+        console.print(_table("The chosen device", ("what", "answer"), _told(report["device"]).items()))
     if not options.hide_operator_status:
         _show_ops(report["ops"], console, remarks=not options.hide_errors_and_warnings)
     show_features(report["features"], console, verbose)
+
+
+def _told(device: dict[str, Any]) -> dict[str, Any]:
+    """The answers for people: of faults those that there were."""
+    faults = device["faults"]
+    if not isinstance(faults, dict):
+        return device
+    kinds = [f"{name}: {count} {kind}" for name, counts in faults.items() for kind, count in counts.items() if count]
+    return {**device, "faults": "; ".join(kinds) or ("none" if any(faults.values()) else "this machine counts none")}
 
 
 def _show_pasted(report: dict[str, Any], console: Console, *, ops: bool) -> None:

@@ -162,3 +162,10 @@ class WatchConfig(Section):
         ge=0,
     )
     slow_rank_factor: Float = key(1.25, "How many times the median the time of a slow rank exceeds.", gt=1)
+    device_faults_every: Int = key(
+        0,
+        "After every so many steps, read the counts of faults that a rank's device has (errors of memory, slowdowns by "
+        "heat); the rank warns of each that has risen. 0: never.",
+        unit="steps",
+        ge=0,
+    )

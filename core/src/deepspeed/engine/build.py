@@ -27,7 +27,14 @@ from deepspeed.engine.determinism import create_order
 from deepspeed.engine.device import claim_device, claim_dtypes, local_rank, move_module
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed.engine.observers import Progress, create_observers, create_profile, create_slow_ranks, notify
+from deepspeed.engine.observers import (
+    Progress,
+    create_device_faults,
+    create_observers,
+    create_profile,
+    create_slow_ranks,
+    notify,
+)
 from deepspeed.engine.optimizers import (
     OptimizerLike,
     Parameters,
@@ -316,6 +323,8 @@ def _initialize(
         progress=progress,
         order=order,
     )
+    if (faults := create_device_faults(settings.watch, device)) is not None:
+        training.observers.after_step.append(faults.step_ended)
     if (check := create_check(zero, settings.watch, module, mesh, sharding)) is not None:
         training.before_update.append(check)
     synchronize_module(module, group, experts)

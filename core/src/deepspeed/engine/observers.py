@@ -5,12 +5,18 @@ makes both. `create_observers` and `create_profile` make for an engine what its 
 
 `SlowRanks` finds ranks that are slower than their peers (`watch.slow_rank_window`). Ranks of a step end it together,
 since they wait for one another in it. So what tells them apart is a rank's own time: that of the step, and of what the
-script does before it, without waits for others (`comm/record.py`)."""
+script does before it, without waits for others (`comm/record.py`).
+
+`DeviceFaults` finds faults of this rank's device that are new (`watch.device_faults_every`). A device that fails seldom
+says so at once: memory is corrected, and clocks go down, for hours before a step raises. Plugins count such faults
+(hook `ds_device_faults`); each rank warns of its own, and waits for no other.
+"""
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +33,7 @@ from deepspeed.comm.record import waits
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import FlopsProfilerConfig, MonitorConfig, ThroughputTimerConfig, WatchConfig
 from deepspeed.config.training import AutotuningConfig
+from deepspeed.errors import counted
 from deepspeed.log import warn_once
 from deepspeed.monitor.monitor import MonitorMaster, is_writer, step_events
 from deepspeed.parallel.mesh import Mesh
@@ -43,6 +50,12 @@ _STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where
 _MEASURES_NOTHING = (
     "autotuning.enabled: found true without metric_path, so nothing is measured and training goes on; search by "
     "`deepspeed --autotuning tune`"
+)
+
+_NOBODY_COUNTS = (
+    "watch.device_faults_every: found {every}, but no plugin of this process counts the faults of {device} (hook "
+    "ds_device_faults; ds_report lists the plugins), so nothing is watched; set it to 0, or install an extension that "
+    "counts them"
 )
 
 
@@ -398,3 +411,63 @@ def told(times: Sequence[Time], factor: float) -> list[str]:
                 "and temperature, its disk, and at samples that are longer than those of other ranks"
             )
     return found
+
+
+class DeviceFaults:
+    """`DeviceFaults` remembers the counts of one device, and warns of those that have risen.
+
+    Args:
+        device: of this rank.
+        every: so many steps.
+    """
+
+    def __init__(self, device: torch.device, every: int) -> None:
+        self._device, self._every = device, every
+        self._num_steps = 0  # since the last reading
+        self._last = read_faults(device)
+
+    def step_ended(self, _: StepStats) -> None:
+        """A step is over."""
+        self._num_steps += 1
+        if self._num_steps < self._every:
+            return
+        self._num_steps = 0
+        found = read_faults(self._device)
+        if risen := _risen(self._last, found):
+            log.logger.warning(
+                f"watch.device_faults_every: in the last {counted(self._every, 'step')} {_name(self._device)} of "
+                f"{platform.node()} had {', '.join(risen)}. Look at the log of the machine's kernel; if they go on, "
+                "train without this device (launcher: --exclude)"
+            )
+        self._last |= found
+
+
+def read_faults(device: torch.device) -> dict[str, int]:
+    """The count of each kind of fault of `device` so far, all plugins together. One that fails is named once."""
+    answers, failures = plugin_manager().ask_all("ds_device_faults", index=device.index)
+    for plugin, error in failures.items():
+        warn_once(f"plugin {plugin!r} failed in ds_device_faults: {type(error).__name__}: {error}", (-1,))
+    return {kind: int(count) for answer in answers.values() for kind, count in answer.items()}
+
+
+def create_device_faults(config: WatchConfig, device: torch.device) -> DeviceFaults | None:
+    """Create what watches the device of this rank; None: it is not asked for, or nobody counts."""
+    every = config.device_faults_every
+    if every == 0:
+        return None
+    if not plugin_manager().providers("ds_device_faults"):
+        warn_once(_NOBODY_COUNTS.format(every=every, device=_name(device)))
+        return None
+    return DeviceFaults(device, every)
+
+
+def _risen(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """A phrase for each kind that is higher than before; one that was not counted before has nothing new yet."""
+    new = {kind: count - before.get(kind, count) for kind, count in now.items()}
+    return [
+        f"{number} more {kind} ({now[kind]} since its driver started)" for kind, number in new.items() if number > 0
+    ]
+
+
+def _name(device: torch.device) -> str:
+    return "the host" if device.index is None else str(device)

@@ -110,7 +110,7 @@ class Offer:
 PROJECT = "deepspeed"
 # Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break. The
 # tests keep a plugin of each version, which has to train (`unit/plugins/test_installed.py`).
-PLUGIN_API = "1.2"
+PLUGIN_API = "1.3"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -307,6 +307,27 @@ def ds_checkpoint_saved(directory: str, tag: str) -> None:
     """
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Readings: every plugin is asked, also when one fails.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def ds_device_faults(index: int | None) -> "Mapping[str, int]":  # type: ignore[empty-body]
+    """Count what has gone wrong with a device since its driver started. New in plugin API 1.3.
+
+    Called every `watch.device_faults_every` steps, on every rank for its own device, and by `ds_report`. Answer within
+    milliseconds, from files or from the driver's library; open no device context and do not wait for the device.
+
+    Args:
+        index: of the device among those that this process sees; None: the host.
+
+    Returns:
+        A count per kind of fault, in words that a log can show, in the plural: `{"memory errors, corrected": 0}`. One
+        that is higher than before is a new fault. What cannot be counted here is left out; nothing to count is `{}`.
+    """
+
+
 # Title -> (what the group is, its hooks in the order of their calls). The reference page is written from this table.
 GROUPS: dict[str, tuple[str, tuple[Callable[..., Any], ...]]] = {
     "Start": (
@@ -322,5 +343,9 @@ GROUPS: dict[str, tuple[str, tuple[Callable[..., Any], ...]]] = {
         "Every plugin hears them; nothing they return is read, and they cannot change the step. One that fails is "
         "named in a warning, and training goes on.",
         (ds_engine_ready, ds_step_end, ds_checkpoint_saved),
+    ),
+    "Readings": (
+        "Every plugin is asked. One that fails is named in a warning, and training goes on.",
+        (ds_device_faults,),
     ),
 }

@@ -192,13 +192,22 @@ class PluginManager:
         Returns:
             plugin name -> what it raised; empty when all went well.
         """
+        return self.ask_all(event, **values)[1]
+
+    def ask_all(self, hook: str, /, **values: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Call `hook` of every active plugin, also after one of them failed.
+
+        Returns:
+            plugin name -> what it answered, and the same of what those that failed raised.
+        """
+        answers: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
-        for impl in reversed(getattr(self.hook, event).get_hookimpls()):
+        for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
             try:
-                impl.function(*(values[argument] for argument in impl.argnames))
+                answers[impl.plugin_name] = impl.function(*(values[argument] for argument in impl.argnames))
             except Exception as error:  # noqa: BLE001 - a plugin, whatever it raises; the caller reports it
                 failures[impl.plugin_name] = error
-        return failures
+        return answers, failures
 
     def probe(self, name: str) -> Offer:
         """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.

@@ -187,7 +187,8 @@ def test_entry_points_are_read_through_importlib_metadata(site):
 
 # Each is written for one version of the plugin API, with every hook of it and all arguments that the hook had then.
 # The texts are frozen: such a plugin is installed somewhere, and goes on working until the first number grows. No
-# release had one of these versions yet: 1.1 gave `ds_comm_backend` the group, 1.2 gave `Offer` its `impersonates`.
+# release had one of these versions yet: 1.1 gave `ds_comm_backend` the group, 1.2 gave `Offer` its `impersonates`,
+# 1.3 brought `ds_device_faults`.
 # When `PLUGIN_API` grows, add a plugin of the new version and keep the former ones.
 PLUGIN_1_1 = """
 from deepspeed.plugins import Offer, hookimpl
@@ -276,7 +277,16 @@ PLUGIN_1_0 = PLUGIN_1_1.replace(">=1.1,", ">=1.0,").replace(
     "def ds_comm_backend(name, group)", "def ds_comm_backend(name)"
 )
 PLUGIN_1_2 = PLUGIN_1_1.replace(">=1.1,", ">=1.2,").replace('always here")', 'always here", impersonates="cpu")')
-FROZEN = {"1.0": PLUGIN_1_0, "1.1": PLUGIN_1_1, "1.2": PLUGIN_1_2}
+PLUGIN_1_3 = (
+    PLUGIN_1_2.replace(">=1.2,", ">=1.3,")
+    + """
+@hookimpl
+def ds_device_faults(index):
+    HEARD.append("ds_device_faults")
+    return {"memory errors, corrected": HEARD.count("ds_device_faults")}
+"""
+)
+FROZEN = {"1.0": PLUGIN_1_0, "1.1": PLUGIN_1_1, "1.2": PLUGIN_1_2, "1.3": PLUGIN_1_3}
 
 TRAIN = """
 import json
@@ -293,6 +303,7 @@ config = {
     "zero_allow_untested_optimizer": True,
     "gradient_clipping": 0,
     "monitor_plugins": {"kept": {}},
+    "watch": {"device_faults_every": 2},
 }
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 1), config=config)
 losses = []
@@ -331,7 +342,13 @@ def test_a_plugin_of_this_or_a_former_version_trains(site, tmp_path, monkeypatch
     assert kind == "Kept_Accelerator"
     assert losses == pytest.approx(losses_of_plain_torch(), rel=1e-5)
     hooks = {hook.__name__ for _, hooks in hookspecs.GROUPS.values() for hook in hooks}
-    assert set(heard) >= hooks - {"ds_launcher"} | {"write_events"}  # no job of many hosts
+    kept = {hook for hook in hooks if f"def {hook}(" in FROZEN[version]}
+    assert set(heard) >= kept - {"ds_launcher"} | {"write_events"}  # no job of many hosts
+    if "ds_device_faults" in kept:
+        assert "in the last 2 steps cpu:0 of " in done.stderr
+        assert "had 1 more memory errors, corrected (2 since its driver started)" in done.stderr
+    else:
+        assert "watch.device_faults_every: found 2, but no plugin" in done.stderr
 
 
 def test_the_version_of_today_and_the_one_before_are_kept():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deepspeed.errors import counted
 from deepspeed.plugins import Offer, hookimpl
 
+from ds_ext_cpu import faults
 from ds_ext_cpu.numa import usable_nodes
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | 
 
         return CCLGroup(group) if is_served(group) else None
     return None
+
+
+@hookimpl
+def ds_device_faults() -> Mapping[str, int]:
+    """The host's, whatever the device is called: it is the one that this extension stands for."""
+    return faults.count()
 
 
 def _num_cores() -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.plugins import Offer, hookimpl
 
-from ds_ext_cuda import devices
+from ds_ext_cuda import devices, faults
 from ds_ext_cuda.installed_torch import cuda_of_torch
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def ds_op_builders() -> Mapping[str, type]:
     from ds_ext_cuda.op_builder import builders
 
     return builders()
+
+
+@hookimpl
+def ds_device_faults(index: int | None) -> Mapping[str, int]:
+    """The device's errors of memory, its replaced rows and its slowdowns."""
+    return faults.count(index)
 
 
 def _no(reason: str) -> Offer:

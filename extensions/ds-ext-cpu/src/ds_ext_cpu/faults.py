@@ -1,0 +1,37 @@
+"""Counts of faults that the kernel keeps of this host, for the hook `ds_device_faults`.
+
+Memory: EDAC, one pair of counts per memory controller (Documentation/driver-api/edac.rst). Heat: how often the cores
+that this process may use were slowed down. Virtual machines and hosts without these drivers have neither.
+"""
+
+import os
+from pathlib import Path
+
+_SYSTEM = Path("sys/devices/system")
+
+
+def count(root: Path = Path("/")) -> dict[str, int]:
+    """Count each kind of fault since the kernel's driver started.
+
+    Args:
+        root: in whose place tests have a folder of theirs.
+    """
+    system = root / _SYSTEM
+    controllers = sorted((system / "edac/mc").glob("mc[0-9]*"))
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+    files = {
+        "memory errors, corrected": [each / "ce_count" for each in controllers],
+        "memory errors, not corrected": [each / "ue_count" for each in controllers],
+        "slowdowns by heat": [system / f"cpu/cpu{each}/thermal_throttle/core_throttle_count" for each in cores],
+    }
+    found = {kind: [_number(path) for path in paths] for kind, paths in files.items()}
+    counts = {kind: [each for each in numbers if each is not None] for kind, numbers in found.items()}
+    return {kind: sum(numbers) for kind, numbers in counts.items() if numbers}
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file of the kernel; None: there is none, or it cannot be read here."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
