@@ -148,8 +148,10 @@ def test_a_rank_that_hangs_is_shown_with_its_stack(folder, launch, case, frame):
     done = launch("--num_accelerators", "2", "train.py", case)
     assert done.returncode == 1
     stands, _, rest = done.stderr.partition("deepspeed: rank 0 (pid ")
-    (head,) = re.findall(r"deepspeed: rank 1 \(pid \d+\) had not ended; it was here:\n((?:  .*\n)+)", stands)
+    said = r"deepspeed: rank 1 \(pid \d+\) had not ended; it was here \(\S*train\.py:(\d+) in the script's own code\)"
+    ((line, head),) = re.findall(rf"{said}:\n((?:  .*\n)+)", stands)
     assert re.search(rf'train\.py", line \d+, {frame}$', head, re.MULTILINE), head
+    assert f'train.py", line {line}, in ' in head
     assert "to whose end ranks [1] have not come" in rest.splitlines()[-1]
 
 

@@ -234,7 +234,11 @@ class DeepSpeedDataLoader:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently in each epoch."""
+        """Shuffle by this number from the next iteration on.
+
+        A script calls it before each epoch, as that of a `DistributedSampler`; else every epoch has the order of the
+        first. `RepeatingLoader` calls it by itself.
+        """
         if epoch != self.epoch:
             self._first = self._num_given = 0
         self.epoch = epoch

@@ -5,8 +5,10 @@ else, so that the cause is not buried under what the other ranks said when it to
 console already only the exception is repeated.
 """
 
+import os
 import re
 import signal
+import sysconfig
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ _ASIDE = re.compile(
 )  # a traceback under such a line is not why a process ended
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_SHOWN_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in ')
 _NUM_FRAMES = 12  # shown of a rank that was stopped
 _LAST_LINES = 20  # shown of a rank that left no traceback
 # How a rank reports that another one is gone: our errors, torch's, and the messages of communication libraries.
@@ -96,14 +99,29 @@ def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
 
 def describe_standing(ends: Sequence[RankEnd]) -> list[str]:
     """Say where each rank stood that still ran when another failed for want of a peer: its innermost frames, as Python
-    prints a traceback. The last frame is what the rank waits for, or what keeps it from coming."""
+    prints a traceback. The last frame is what the rank waits for, or what keeps it from coming; the heading names the
+    line of the script's own code, which may be far above."""
     found = []
     for end in ends:
         if end.uncaught is None and (frames := _frames_of_script(end.stacks)):
             left_out = [f"  ... {len(frames) - _NUM_FRAMES} calls"] if len(frames) > _NUM_FRAMES else []
             stack = "\n".join([*left_out, *frames[-_NUM_FRAMES:]])
-            found.append(f"deepspeed: rank {end.rank} (pid {end.pid}) had not ended; it was here:\n{stack}")
+            line = _line_of_script(frames)
+            at = f" ({line} in the script's own code)" if line else ""
+            found.append(f"deepspeed: rank {end.rank} (pid {end.pid}) had not ended; it was here{at}:\n{stack}")
     return found
+
+
+def _line_of_script(frames: Sequence[str]) -> str:
+    """Return the innermost frame in no installed package, and not in Python's library, as "train.py:7"; else ""."""
+    installed = (os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    for frame in reversed(frames):
+        match = _SHOWN_FRAME.match(frame)
+        assert match is not None, frame
+        file = match["file"]
+        if not file.startswith(("<", *(folder + os.sep for folder in installed))):
+            return f"{file}:{match['line']}"
+    return ""
 
 
 def _frames_of_script(stacks: Sequence[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """The report on a failed rank: the cause last, and nothing else taken for it."""
 
 import signal
+import threading
 
 import pytest
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, ConfigError
+from deepspeed.launcher import failure
 from deepspeed.launcher.failure import (
     RankEnd,
     describe_failure,
@@ -154,7 +156,7 @@ def test_a_rank_that_did_not_come_is_shown_where_it_stands():
     others = [end(1, -15)._replace(stacks=STACKS), end(2, error=lost)._replace(stacks=STACKS)]
     text = describe_job(end(0, error=lost), others)
     assert text.splitlines()[:4] == [
-        "deepspeed: rank 1 (pid 42) had not ended; it was here:",
+        "deepspeed: rank 1 (pid 42) had not ended; it was here (data.py:7 in the script's own code):",
         '  File "train.py", line 12, in <module>',
         '  File "data.py", line 7, in read, with a comma',
         "deepspeed: rank 0 (pid 42) ended with exit code 1; the other ranks were stopped. Its traceback:",
@@ -167,6 +169,13 @@ def test_the_innermost_calls_of_a_deep_stack_are_shown():
     lines = text.splitlines()
     assert lines[1:3] == ["  ... 18 calls", '  File "a.py", line 11, in f']
     assert lines[-1] == '  File "a.py", line 0, in f'
+    assert lines[0].endswith("it was here (a.py:0 in the script's own code):")
+    inside = [f'  File "{file}", line 3 in wait' for file in (threading.__file__, pytest.__file__, failure.__file__)]
+    (text,) = describe_standing([end(1, -15)._replace(stacks=[deep[0], *inside * 5, *deep[6:]])])
+    assert text.splitlines()[0].endswith("it was here (a.py:5 in the script's own code):")
+    assert "a.py" not in "".join(text.splitlines()[1:])  # which is among the calls that are left out
+    (text,) = describe_standing([end(1, -15)._replace(stacks=[deep[0], *inside])])
+    assert text.splitlines()[0].endswith("had not ended; it was here:")
     assert describe_standing([end(1, -15), end(2, -15)._replace(stacks=["what a script wrote"])]) == []
 
 
