@@ -23,6 +23,7 @@ from deepspeed.accelerator.current import explain
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import PluginError
 from deepspeed.ops import registry
+from deepspeed.plugins import plugin_manager
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -155,6 +156,19 @@ def _plugin(accelerator: DeepSpeedAccelerator) -> str | None:
     return None if choice.plugin is not None else f"the accelerator came from no plugin: {choice.why}"
 
 
+def _counted_faults(accelerator: DeepSpeedAccelerator) -> str | None:
+    """Its plugin has the hook `ds_device_faults`, and what that reads with is installed."""
+    choice = explain()
+    if choice.plugin is None or "ds_device_faults" not in plugin_manager().hooks_of(choice.plugin):
+        return "its plugin does not count faults of a device (hook ds_device_faults)"
+    try:
+        plugin_manager().ask(choice.plugin, "ds_device_faults", index=torch.device(accelerator.device_name(0)).index)
+    except PluginError as error:
+        if isinstance(error.__cause__, ImportError):
+            return str(error.__cause__)
+    return None
+
+
 def _library(accelerator: DeepSpeedAccelerator) -> str | None:
     """`communication_backend_name` answers."""
     try:
@@ -196,6 +210,7 @@ memory_statistics = Requirement("memory statistics", _memory_statistics)
 own_generator = Requirement("a generator of its own", _own_generator)
 device_variables = Requirement("variables of visible devices", _device_variables)
 plugin = Requirement("an installed plugin", _plugin)
+counted_faults = Requirement("counts of faults", _counted_faults)
 library = Requirement("a communication library", _library)
 ranks = Requirement("ranks", _ranks)
 two_ranks = Requirement("two ranks", _two_ranks)

@@ -11,6 +11,7 @@ import torch.distributed
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import VARIABLE, explain
+from deepspeed.plugins import plugin_manager
 from deepspeed.testing import requirements
 
 _COUNT = "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_count())"
@@ -42,6 +43,17 @@ def test_a_process_sees_the_devices_it_is_given(accelerator: DeepSpeedAccelerato
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "1"
+
+
+@requirements.counted_faults
+def test_faults_of_a_device_are_counted_and_only_grow(accelerator: DeepSpeedAccelerator) -> None:
+    for number in range(accelerator.device_count()):
+        index = torch.device(accelerator.device_name(number)).index
+        before, after = (plugin_manager().ask(str(explain().plugin), "ds_device_faults", index=index) for _ in range(2))
+        for kind, count in before.items():
+            assert kind
+            assert isinstance(count, int), f"{kind}: found {count!r}; return an int"
+            assert 0 <= count <= after.get(kind, -1), f"{kind}: found {count}, then {after.get(kind)}; counts only grow"
 
 
 @requirements.library
