@@ -11,6 +11,7 @@ fail with the save, or go on with another writer where it was complete all the s
 "trainers" kills both ranks, whose writers then complete the save by themselves; "all" kills the writers with them.
 """
 
+import gc
 import json
 import os
 import random
@@ -378,5 +379,7 @@ def main(directory, kills):
 
 
 if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # or the first collection of each fork would copy every page: half of the program's time
     program = {"synchronous": main, "asynchronous": main_asynchronous}[sys.argv[3]]
     program(Path(sys.argv[1]), int(sys.argv[2]))
