@@ -1,12 +1,16 @@
 """The suite looks at itself, and would notice what it lacks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.errors import PluginError
-from deepspeed.testing import suite
+from deepspeed.testing import requirements, suite
 from deepspeed.testing.suite import fixtures
 from deepspeed.testing.suite import test_dtypes as dtypes
+from deepspeed.testing.suite import test_environment as environment
 from deepspeed.testing.suite import test_hygiene as hygiene
 from deepspeed.testing.suite import test_speed as speed
 from deepspeed.testing.suite.fixtures import ASKED, Watched
@@ -174,3 +178,19 @@ def test_a_step_of_a_gpt_has_six_operations_per_weight_and_token():
     weights -= config.width * (config.vocab_size + config.sequence_length)  # embeddings are read, not multiplied
     attention = 2 * 2 * config.width
     assert speed.step_operations(config, 3) == 6 * 3 * (weights + attention)
+
+
+@pytest.mark.parametrize(
+    ("readings", "said"),
+    [
+        ([{"sparks": 2}, {"sparks": 1}], "sparks: found 2, then 1"),
+        ([{"sparks": 2}, {}], "sparks: found 2, then None"),
+        ([{"sparks": 1.5}, {"sparks": 1.5}], "found 1.5; return an int"),
+        ([{"sparks": 2}, {"sparks": 3}], None),
+    ],
+)
+def test_counts_of_faults_that_fall_are_noticed(monkeypatch, readings, said):
+    monkeypatch.setattr(environment.plugin_manager(), "ask", lambda *_, **__: [readings.pop(0)])
+    monkeypatch.setattr(requirements.counted_faults, "check", lambda: None)
+    with nullcontext() if said is None else pytest.raises(AssertionError, match=said):
+        environment.test_faults_of_a_device_are_counted_and_only_grow(get_accelerator())

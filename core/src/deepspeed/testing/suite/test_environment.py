@@ -48,8 +48,9 @@ def test_a_process_sees_the_devices_it_is_given(accelerator: DeepSpeedAccelerato
 @requirements.counted_faults
 def test_faults_of_a_device_are_counted_and_only_grow(accelerator: DeepSpeedAccelerator) -> None:
     for number in range(accelerator.device_count()):
+        arguments = str(explain().plugin), "ds_device_faults"
         index = torch.device(accelerator.device_name(number)).index
-        before, after = (plugin_manager().ask(str(explain().plugin), "ds_device_faults", index=index) for _ in range(2))
+        (before,), (after,) = (plugin_manager().ask(*arguments, index=index) for _ in range(2))
         for kind, count in before.items():
             assert kind
             assert isinstance(count, int), f"{kind}: found {count!r}; return an int"
