@@ -35,8 +35,8 @@ from unittest.mock import patch
 
 import torch.distributed as torch_dist
 from deepspeed.comm import failure, own_group, parted
-from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.issued import Collective, Issued
+from deepspeed.comm.values import Arrivals
 from deepspeed.launcher import nodes
 from deepspeed.launcher.membership import Membership
 from deepspeed.launcher.plan import NodeFailure
@@ -222,14 +222,14 @@ num_ranks, stage = int(sys.argv[1]), int(sys.argv[2])
 torch_dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
 os.environ.update(RANK="0", WORLD_SIZE=str(num_ranks), LOCAL_RANK="0")
 import deepspeed
-from deepspeed.comm import arrivals, values
+from deepspeed.comm import values
 gathered = []
 def all_gather(tensor, group, backend, call=""):
     gathered.append(tensor.numel() * tensor.element_size())
     return [tensor.clone().cpu()] * torch_dist.get_world_size(group if backend is None else backend.group)
 values._all_gather = all_gather
 met = []
-arrivals.Arrivals.wait_for_all = lambda self, call: met.append(call) or len(met)
+values.Arrivals.wait_for_all = lambda self, call: met.append(call) or len(met)
 model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(100)))
 start = time.process_time()
 deepspeed.initialize(model=model, config={

@@ -122,8 +122,7 @@ def ddp_step(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 def count_bytes(args: argparse.Namespace) -> tuple[int, int]:
     """Bytes that this rank sends in one attention, forward and backward: counted, and by the formula."""
-    from deepspeed.comm.group_backend import serve_by
-    from deepspeed.comm.torch_group import TorchGroup
+    from deepspeed.comm.torch_group import TorchGroup, serve_by
     from deepspeed.sequence.layer import DistributedAttention
 
     sent = 0

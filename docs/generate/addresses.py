@@ -117,7 +117,7 @@ COLLECTIONS = {
         name: f"config.inference:{name}" for name in ("DSStateManagerConfig", "MemoryConfig")
     },
     "inference.v2.scheduling_utils": {
-        name: f"inference.v2.engine_v2:{name}" for name in ("SchedulingError", "SchedulingResult")
+        name: f"inference.v2.paged_cache:{name}" for name in ("SchedulingError", "SchedulingResult")
     },
     "module_inject.tp_training": {
         "tp_model_init": "tensor_parallel.entry:tp_model_init",
@@ -167,7 +167,7 @@ COLLECTIONS = {
     "moe.utils": {
         "has_moe_layers": "moe.layer:has_moe_layers",
         **{
-            name: f"parallel.expert_params:{name}"
+            name: f"parallel.model_part:{name}"
             for name in (
                 *("configure_moe_param_groups", "is_moe_param", "is_moe_param_group"),
                 "split_params_grads_into_shared_and_expert_params",
@@ -296,7 +296,7 @@ COLLECTIONS = {
         for name in ("autocast_if_enabled", "get_default_autocast_lower_precision_modules")
     },
     "utils.numa": {
-        name: f"launcher.numa:{name}"
+        name: f"launcher.resources:{name}"
         for name in (
             *("check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd"),
             *("parse_range", "parse_range_list"),

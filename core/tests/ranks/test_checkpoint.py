@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.comm import arrivals
+from deepspeed.comm import values
 from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import TiedLM
@@ -605,8 +605,8 @@ def save_alone_job(folder):
         with pytest.MonkeyPatch.context() as patch:
             said = []
             patch.setattr(engine._saving._meet.__self__, "limit_s", 0.2)
-            patch.setattr(arrivals.parted, "WARNING_S", 0.05)
-            patch.setattr(arrivals.logger, "warning", lambda text, *values: said.append(text % values))
+            patch.setattr(values.parted, "WARNING_S", 0.05)
+            patch.setattr(values.logger, "warning", lambda text, *values: said.append(text % values))
             with pytest.raises(CommError) as caught:
                 engine.save_checkpoint(folder)
         expected = "rank 0 called save_checkpoint and waited for 0.2 s: rank 1 has not called it. Every rank must"

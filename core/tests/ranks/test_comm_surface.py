@@ -7,9 +7,8 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm import backend
-from deepspeed.comm.group_backend import forget, group_backend
 from deepspeed.comm.record import plain
-from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.torch_group import TorchGroup, forget, group_backend
 from deepspeed.errors import CommError
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
 from deepspeed.testing.distributed import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import expert_sizes
+from deepspeed.parallel.model_part import expert_sizes
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed import utils
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import forget
 from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import forget
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.sequence.layer import DistributedAttention

@@ -6,7 +6,7 @@ from datetime import timedelta
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import forget
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from deepspeed.checkpoint.agreement import Ranks
+from deepspeed.checkpoint.checkpointer import Ranks
 from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import make_engine

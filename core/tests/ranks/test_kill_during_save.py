@@ -29,8 +29,8 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, background, consolidate, layout
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.commit import prune
 from deepspeed.checkpoint.durable import SequentialFile
+from deepspeed.checkpoint.store import prune
 from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.tiers import swept

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.numa import available_cores
+from deepspeed.launcher.resources import available_cores
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120

@@ -12,8 +12,7 @@ import pytest
 import torch
 from deepspeed.comm import parted
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.group_backend import forget
-from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.torch_group import TorchGroup, forget
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept

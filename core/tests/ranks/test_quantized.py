@@ -12,7 +12,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import forget
 from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import make_engine, tiny_gpt

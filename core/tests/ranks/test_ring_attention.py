@@ -3,8 +3,7 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.group_backend import serve_by
-from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.torch_group import TorchGroup, serve_by
 from deepspeed.sequence import ring
 from deepspeed.sequence.blockwise import ChunkedAttention, forward_block
 from deepspeed.sequence.exchange import channel

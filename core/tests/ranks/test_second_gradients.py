@@ -6,7 +6,7 @@ A gradient that autograd does not see makes a second one that lacks its part, wi
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.moe.dispatch import _Drop, _Gather, send_rows
 from deepspeed.sequence.blockwise import ChunkedAttention
 from deepspeed.sequence.exchange import gather_heads, scatter_heads

@@ -6,7 +6,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_group import forget
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.hugging_face import sequence_parallel_unit
 from deepspeed.sequence.loss import mean_over_sequence

@@ -11,7 +11,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
-from deepspeed.comm.group_backend import forget, group_backend
+from deepspeed.comm.torch_group import forget, group_backend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept

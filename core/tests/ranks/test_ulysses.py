@@ -3,8 +3,7 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm.group_backend import serve_by
-from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.torch_group import TorchGroup, serve_by
 from deepspeed.errors import ConfigError
 from deepspeed.sequence import layer
 from deepspeed.sequence.exchange import HeadDivision, channel, gather_heads, scatter_heads, sent_bytes

@@ -15,7 +15,7 @@ from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.testing.models import make_engine, tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import buffers
-from deepspeed.zero.synchronize import synchronize_module
+from deepspeed.zero.unit import synchronize_module
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}

@@ -13,7 +13,7 @@ from deepspeed.accelerator.device import TorchModule
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.log import warn_once
 from deepspeed.plugins import plugin_manager
-from deepspeed.plugins.probing import import_with_limit
+from deepspeed.plugins.admission import import_with_limit
 
 _CORE_BUILDERS = "deepspeed.ops.op_builder"
 

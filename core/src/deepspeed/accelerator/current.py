@@ -28,8 +28,7 @@ from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import PluginError, stated
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
-from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN
-from deepspeed.plugins.probing import inside_probe
+from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN, inside_probe
 
 # What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
 _OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")

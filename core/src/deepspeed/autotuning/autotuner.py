@@ -36,7 +36,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.training import AutotuningConfig
 from deepspeed.errors import ConfigError, counted, whole_number
 from deepspeed.log import logger
-from deepspeed.ops.op_builder.lock import locked
+from deepspeed.ops.op_builder.cache import locked
 
 _PROFILE = "profile_model_info"
 #: flags of transformers' Trainer, which wants them to say what the configuration says

@@ -1,18 +1,18 @@
 """`Checkpointer`: saves and loads this rank's part of a checkpoint.
 
-The steps that ranks take together are in `save.py`; what one rank reads is in `reader.py`. When one rank cannot
-write, all raise with its reason, nothing is committed and `latest` stays where it was (`agreement.py`).
-"""
+The steps that ranks take together are in `save.py`; what one rank reads is in `reader.py`. When one rank cannot write,
+all raise with its reason, nothing is committed and `latest` stays where it was. `Ranks` gather what failed after each
+step, so that no rank waits in a collective for one that has already failed."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.agreement import Gather, Ranks, alone
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
@@ -33,11 +33,74 @@ from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stores import ObjectStore, TorchStore
 from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, last_good_tag, read_latest
 from deepspeed.checkpoint.tensors import with_placeholders
-from deepspeed.errors import CheckpointError, CommError, ConfigError
+from deepspeed.comm.failure import PeerFailed, held, let_through
+from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
 from deepspeed.log import logger
 from deepspeed.zero.pending_tensor import PendingTensor
 
 T = TypeVar("T")
+Gather = Callable[[str | None], list[str | None]]
+
+
+def alone(value: str | None) -> list[str | None]:
+    """The gather of one rank."""
+    return [value]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that share a checkpoint."""
+
+    position: Position
+    commits: bool
+    """Whether this rank makes, commits and names checkpoints; exactly one does."""
+    gather: Gather
+    """A collective: takes this rank's text or None, returns every rank's, in rank order."""
+
+    def together(
+        self, step: Callable[[], T], what: str, *, among: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> T:
+        """Run `step` on every rank; raise on every rank when it failed on one.
+
+        An interrupt (Ctrl-C, SystemExit) is a failure, too. It is raised in a step, or after it; see `comm/failure.py`.
+
+        The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
+        traceback is the last on the screen says what is wrong.
+
+        Args:
+            what: completes "cannot ...".
+            among: around a step that is a collective (`Sharding.among_peers`): lets peers that wait in it know that
+                this rank fails. They raise `PeerFailed`, which is a consequence, not a cause. It sees the error on all
+                ranks, also where the collective had ended.
+        """
+        with held():
+            result, consequence = None, None
+            try:
+                with among(), let_through():
+                    result = step()
+            except PeerFailed as error:
+                consequence = error
+            except BaseException as error:
+                self.gather(_reason(error))
+                raise
+            failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self.gather(None)) if reason is not None]
+            if failed:
+                with among():
+                    raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}") from (
+                        consequence or PeerFailed(failed[0], failed[0])
+                    )
+            if consequence is not None:
+                raise consequence
+            return cast(T, result)
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line for the other ranks. Ours are sentences; others say little without their type."""
+    if isinstance(error, DeepSpeedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 #: by directory (`_identity`), who has begun the last asynchronous save into it
 _last_in_background: "WeakValueDictionary[str, Checkpointer]" = WeakValueDictionary()
 
@@ -103,6 +166,7 @@ class Checkpointer:
         self._verify = verify
         self._keep_last = keep_last
         self._background = background
+        self.copies_later = background is not None  #: whether `save` takes `PendingTensor`s
         self._may_be_saving = False  # the same on all ranks
         self._partitioned_model = partitioned_model
         self.writes_experts = not partitioned_model and division is not None and division.is_first_holder(dp_rank)
@@ -209,11 +273,6 @@ class Checkpointer:
         if self._background is not None and self._may_be_saving:
             self.together(self._background.finish, "complete the asynchronous save")
             self._may_be_saving = False
-
-    @property
-    def copies_later(self) -> bool:
-        """Whether `save` takes `PendingTensor`s."""
-        return self._background is not None
 
     def wait_for_copy(self) -> None:
         """Return when the `PendingTensor`s of the save in flight are copied. This rank's own: not a collective. Raises

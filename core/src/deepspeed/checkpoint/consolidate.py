@@ -6,7 +6,7 @@ It stands alone: it needs torch and the standard library. First the sizes and ch
 `index.json` beside them, where there is one. Files are read with `weights_only=True`, so no code in them is
 run, and mapped rather than read. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
 
-Three files of `deepspeed.checkpoint` are put together to it when a checkpoint is written (`commit.py`): this one,
+Three files of `deepspeed.checkpoint` are put together to it when a checkpoint is written (`store.py`): this one,
 `consolidate_files.py` and `consolidate_join.py`.
 """
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,19 +28,20 @@ from torch import Tensor
 
 from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.commit import prune, put_in_place
 from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
 from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, write_file
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.layout import is_remote, location
 from deepspeed.checkpoint.locks import COMMITTER
-from deepspeed.checkpoint.store import FolderStore, IndexedStore, Store
+from deepspeed.checkpoint.store import FolderStore, IndexedStore, Store, prune, put_in_place
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import ConfigError
 from deepspeed.zero.pending_tensor import PendingTensor
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.checkpointer import Ranks
 
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
@@ -199,7 +200,7 @@ class Save:
     """Completes "cannot ..."."""
 
 
-def save_here(save: Save, ranks: Ranks, store: Store) -> None:
+def save_here(save: Save, ranks: "Ranks", store: Store) -> None:
     """Return when the checkpoint is in its place. After a failure nothing of it is left."""
     try:
         _write(save, ranks, store)
@@ -212,7 +213,7 @@ def save_here(save: Save, ranks: Ranks, store: Store) -> None:
         prune(save.folder.parent, save.keep_last, store, newest=save.folder.name)
 
 
-def _write(save: Save, ranks: Ranks, store: Store) -> None:
+def _write(save: Save, ranks: "Ranks", store: Store) -> None:
     folder = save.folder
 
     def create() -> None:
@@ -245,7 +246,7 @@ def _entry(store: Store, folder: Path, name: str, num_bytes: int | None) -> File
         return file_entry(name, num_bytes, checksums, file)
 
 
-def save_in_background(save: Save, ranks: Ranks, background: BackgroundWriter) -> None:
+def save_in_background(save: Save, ranks: "Ranks", background: BackgroundWriter) -> None:
     """Return when every rank has copied its states; the writer processes agree about the rest (`locks.py`)."""
     rank = str(ranks.position.rank)
     name = COMMITTER if ranks.commits else rank

@@ -42,8 +42,8 @@ from deepspeed.errors import CheckpointError, counted
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.optim.saved_state import check_numbers, master_dtype
-from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import expert_sizes
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.zero.layout import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates

@@ -32,7 +32,7 @@ from deepspeed.checkpoint.store import FolderStore, Store
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.log import warn_once
-from deepspeed.ops.op_builder.lock import owner_has_ended, owner_mark
+from deepspeed.ops.op_builder.cache import owner_has_ended, owner_mark
 from deepspeed.plugins import plugin_manager
 
 

@@ -21,7 +21,7 @@ from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
 if TYPE_CHECKING:  # it imports torch, and the writer process lists tags too
-    from deepspeed.checkpoint.agreement import Gather
+    from deepspeed.checkpoint.checkpointer import Gather
 
 
 _RESERVED = (layout.LATEST_FILE, layout.SCRIPT_FILE)

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.commit import prune, put_in_place
 from deepspeed.checkpoint.durable import SequentialFile, write_file
 from deepspeed.checkpoint.index import BlockSums, FileEntry
 from deepspeed.checkpoint.locks import Ending, Report, create_reports
-from deepspeed.checkpoint.store import FolderStore
+from deepspeed.checkpoint.store import FolderStore, prune, put_in_place
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError

@@ -47,8 +47,7 @@ from deepspeed.ops.implementations import implemented
 from deepspeed.ops.op_builder import OpBuilder, jit, loading
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler, identify
 from deepspeed.plugins import plugin_manager
-from deepspeed.plugins.admission import AUTOLOAD_VARIABLE, BLOCK_VARIABLE, NAMES_VARIABLE
-from deepspeed.plugins.probing import TIMEOUT_VARIABLE
+from deepspeed.plugins.admission import AUTOLOAD_VARIABLE, BLOCK_VARIABLE, NAMES_VARIABLE, TIMEOUT_VARIABLE
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written
 

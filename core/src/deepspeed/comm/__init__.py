@@ -1,7 +1,7 @@
 """Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the collectives of ZeRO.
 
-May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `group_backend.py`
-(how one is chosen for a group), `torch_group.py` and `transports.py` (how it is met over gloo and others), `start.py`
+May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_group.py`
+and `transports.py` (how one is chosen for a group, and met over gloo and others), `start.py`
 (how a process joins), then `comm.py` (the public collectives).
 """
 
@@ -50,7 +50,6 @@ from deepspeed.comm.comm import (
     scatter,
     send,
 )
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.record import comms_logger, log_summary
 from deepspeed.comm.start import (
     destroy_process_group,
@@ -60,6 +59,7 @@ from deepspeed.comm.start import (
     is_backend,
     set_backend,
 )
+from deepspeed.comm.torch_group import group_backend
 
 __all__ = [
     "Capabilities",

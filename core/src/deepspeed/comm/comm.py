@@ -20,13 +20,13 @@ from deepspeed._absent import complete
 from deepspeed.comm import backend, transports
 from deepspeed.comm.backend import as_work
 from deepspeed.comm.give_up import give_up
-from deepspeed.comm.group_backend import backend_for_barriers
 from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
     CommsLogger,
     comms_logger,
     plain,
     recorded,
 )
+from deepspeed.comm.torch_group import backend_for_barriers
 from deepspeed.errors import CommError, counted
 
 Handle = torch_dist.Work | None

@@ -17,7 +17,7 @@ also between two collectives that the peers expect. They would wait, and a later
 what they wait for. So during such a call signals are held, and handled where an exception reaches the peers
 (`let_through`), or at the end of the call.
 
-    with held():                    # agreement.py, arrivals.py
+    with held():                    # checkpointer.py, values.py
         with let_through():
             result = step()         # KeyboardInterrupt here, as always
         gather(...)                 # held
@@ -83,35 +83,30 @@ def _sentence(reason: str) -> str:
     return f"rank {torch_dist.get_rank()} failed with {reason}"
 
 
-_num_told = 0  # failures after which this rank has left its groups
+num_told = 0  #: failures after which this rank has left its groups
 _logged = (0, "")  # after how many, and what was logged last
-
-
-def num_told() -> int:
-    """Return after how many failures this rank has left its groups."""
-    return _num_told
 
 
 def tell() -> None:
     """This rank leaves its groups; called while the exception is handled. A consequence is not told again: ranks would
     hear of each other without end."""
-    go_to(_num_told + 1)
+    go_to(num_told + 1)
     if handled_consequence() is None:
         cause = _sentence(_reason(sys.exc_info()[1]))
-        _ask(lambda store: store.compare_set(_told(_num_told), "", cause))
+        _ask(lambda store: store.compare_set(_told(num_told), "", cause))
 
 
 def _is_new(cause: str) -> bool:
     """Whether this is the first group that this rank leaves because of `cause`, since it failed last."""
     global _logged
-    former, _logged = _logged, (_num_told, cause)
+    former, _logged = _logged, (num_told, cause)
     return former != _logged
 
 
 def go_to(number: int) -> None:
     """This rank counts so many failures now, as others do."""
-    global _num_told
-    _num_told = number
+    global num_told
+    num_told = number
 
 
 def unheard() -> PeerFailed | None:
@@ -119,7 +114,7 @@ def unheard() -> PeerFailed | None:
 
     The other rank may have left because of that failure. Return None if no such failure is noted.
     """
-    key = _told(_num_told + 1)
+    key = _told(num_told + 1)
     cause = _ask(lambda store: store.get(key) if store.check([key]) else b"")
     return _consequence(cause) if cause else None
 
@@ -167,13 +162,9 @@ class FailureRecord:
     def __init__(self, group: ProcessGroup) -> None:
         # group.group_name raises for a group that a plugin wrote in Python
         name = torch_dist.distributed_c10d._get_process_group_name(group)
-        self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
+        #: the same on all ranks of the group
+        self.name = f"deepspeed/failure/{name}/{_num_records[name]}"
         _num_records[name] += 1
-
-    @property
-    def name(self) -> str:
-        """The name of this record, which is the same on all ranks of the group."""
-        return self._prefix
 
     def record(self, epoch: int) -> None:
         """Record the exception that is being handled. If a peer failed before, log that failure, which is the cause."""
@@ -199,7 +190,7 @@ class FailureRecord:
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""
-        return _ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
+        return _ask(lambda store: store.compare_set(f"{self.name}/{epoch}", "", cause))
 
     def refusal(self, epoch: int, *, has_met: bool) -> PeerFailed | None:
         """Return the error for a rank that waits for others to come to this epoch; None while they may still come.
@@ -214,21 +205,21 @@ class FailureRecord:
 
     def first(self, epoch: int) -> str:
         """The first failure of this epoch in words; "" where none is known."""
-        key = f"{self._prefix}/{epoch}"
+        key = f"{self.name}/{epoch}"
         return _ask(lambda store: store.get(key) if store.check([key]) else b"")
 
     def note(self, key: str, text: str) -> None:
         """Put a text into the store, for `noted` on other ranks."""
 
         def put(store: Store) -> bytes:
-            store.set(f"{self._prefix}/{key}", text)
+            store.set(f"{self.name}/{key}", text)
             return b""
 
         _ask(put)
 
     def noted(self, key: str, wait_s: float) -> str:
         """Return the text that another rank put under `key`, or puts there within `wait_s` seconds; "" otherwise."""
-        key = f"{self._prefix}/{key}"
+        key = f"{self.name}/{key}"
         if wait_s == 0.0:
             return _ask(lambda store: store.get(key) if store.check([key]) else b"")
         return _ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))

@@ -22,8 +22,8 @@ import torch.distributed as torch_dist
 from deepspeed.comm import failure
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed, handled_errors, held
-from deepspeed.comm.group_backend import known_backends, makes_collectives
 from deepspeed.comm.record import plain, unrecorded
+from deepspeed.comm.torch_group import known_backends, makes_collectives
 
 #: attribute of an exception that peers know of: the number of uses at that time
 _MARK = "_deepspeed_told_peers"
@@ -112,7 +112,7 @@ def _with_epochs() -> list[HasEpochs]:
 
 def standing() -> Mapping[str, Any]:
     """Return after how many failures this rank has left its groups, and in which epoch of each group it is."""
-    return {"failures": failure.num_told(), "epochs": dict(backend.epoch() for backend in _with_epochs())}
+    return {"failures": failure.num_told, "epochs": dict(backend.epoch() for backend in _with_epochs())}
 
 
 def follow(standings: Sequence[Mapping[str, Any]]) -> None:
@@ -123,7 +123,7 @@ def follow(standings: Sequence[Mapping[str, Any]]) -> None:
         standings: of all ranks, which make this call together.
     """
     num_failures = max(each["failures"] for each in standings)
-    is_behind = num_failures > failure.num_told()
+    is_behind = num_failures > failure.num_told
     failure.go_to(num_failures)
     with_epochs = _with_epochs()
     if is_behind:

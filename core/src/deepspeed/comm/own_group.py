@@ -31,9 +31,8 @@ import torch.distributed as torch_dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from deepspeed.comm import failure
-from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.backend import is_gloo, timeout_of
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import Arrivals, all_gather_values, name_of
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once
 

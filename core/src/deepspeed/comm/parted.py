@@ -1,7 +1,7 @@
 """Ranks that wait for each other in different calls: found while they wait, and raised on all of them.
 
 One rank calls `save_checkpoint`, under `if rank == 0:`, and another one goes on with a step. Neither can finish: the
-first waits for the second in the job's store (`arrivals.py`), the second for the first in a collective. After a second,
+first waits for the second in the job's store (`values.py`), the second for the first in a collective. After a second,
 who waits in the store notes there in which call, and how many collectives and messages it has started. Who waits
 elsewhere looks at these notes after two seconds: a rank that has not started what it is waited for in, and waits in a
 call that this rank has not made, will never start it. So nothing is guessed from the time. Who finds that ends the call

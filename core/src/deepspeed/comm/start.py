@@ -32,8 +32,7 @@ from deepspeed.comm import comm
 from deepspeed.comm.backend import GroupBackend, no_group_error
 from deepspeed.comm.environment import RankPlacement, find_placement, loopback_address
 from deepspeed.comm.failure import note_own_end_at_exit
-from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
-from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.torch_group import TorchGroup, forget, group_backend, plugin_backend, serve_by
 from deepspeed.errors import CommError, counted, environment_int, first_line, shown
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher

@@ -5,7 +5,7 @@ the next place where ranks agree, until the group's time limit. So it comes ther
 of a value (`values.py`); then each rank has made the same calls, and a program that catches the error can go on. Other
 collectives that peers may be in are given up first, so that they come there as well.
 
-A rank that comes to the begin of such a call waits for the others in the store (`arrivals.py`): where one of them waits
+A rank that comes to the begin of such a call waits for the others in the store (`values.py`): where one of them waits
 for it elsewhere, in a step, both raise. But a rank of which an engine was destroyed or dropped before waits on, and
 only the other one raises: that is in a step of the engine which is gone here, as after a failure in the script's own
 code, and comes when it has heard.
@@ -20,12 +20,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.backend import host_or_device, timeout_of
 from deepspeed.comm.failure import ended_clause, unheard
 from deepspeed.comm.give_up import begin_use, follow, give_up, standing
 from deepspeed.comm.parted import RanksParted
-from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
+from deepspeed.comm.values import Arrivals, HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 

@@ -1,24 +1,233 @@
-"""`all_gather_values`: small plain values from every rank, as JSON text in tensors. Nothing is pickled. `check_same`
-compares texts.
+"""Ranks tell each other values here: `all_gather_values` gives small plain values of every rank, as JSON text in
+tensors; nothing is pickled. `check_same` compares texts. At `Arrivals` a rank that does not come is named.
 
 Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times. A rank that
 has nothing to agree on, because it failed before, brings that in place of a value (`bring_failure`).
+
+`Arrivals` is a call that every rank of a group makes, at which a rank that does not come is named. A collective cannot
+do that: a library waits until its time limit, half an hour by default, and then names its own call. Here each rank
+enters its name in the job's store and waits there for the others. Nothing is in flight in the group meanwhile, so after
+a failure the ranks go on. Called at the begin of `save_checkpoint`, `load_checkpoint`, `initialize` and `zero.Init`,
+and before ranks connect in a group.
+
+The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
+one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
+(`parted.py`: then all that are in it raise). After the latter, ranks that wait or come later meet in the next round. A
+rank that is interrupted when all have come goes on with them, and is interrupted later (`failure.py`).
 """
 
 import hashlib
 import json
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
+from deepspeed.comm import parted
 from deepspeed.comm.backend import GroupBackend, host_or_device, no_group_error
-from deepspeed.comm.failure import PeerFailed, ended_clause
+from deepspeed.comm.failure import PeerFailed, any_held, clause_of, ended_clause, ended_of, handle_held, held
 from deepspeed.errors import CommError, ConfigError, first_line
+from deepspeed.log import logger
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5  # between two questions to the store
+_POLLS_PER_S = 10_000  # of all ranks together
+_LONGEST_NAME = 40
+_ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
+#: objects made in this process by name; ranks make them in the same order, so the count is part of the key
+_num_made: Counter[str] = Counter()
+
+
+class Arrivals:
+    """The calls that some ranks make together.
+
+    Args:
+        ranks: more than one, as the job counts them.
+        name: the same on all of them.
+        limit_s: how long a rank waits for the others; after 10 s it warns.
+        refusal: why a rank need not wait any longer; asked now and then.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        limit_s: float,
+        refusal: Callable[[], CommError | None] = lambda: None,
+    ) -> None:
+        self.limit_s = limit_s
+        self._ranks, self._refusal = list(ranks), refusal
+        self._prefix = f"deepspeed/arrivals/{name}/{_num_made[name]}"
+        self._num_ended: Counter[str] = Counter()  # rounds of a call whose end this rank has seen
+        self._num_deleted: Counter[str] = Counter()
+        _num_made[name] += 1
+
+    def wait_for_all(self, call: str) -> int:
+        """Wait until every rank has called this with the same `call`, which is how messages name it. Returns a number
+        that is the same on all of them, and another one the next time.
+
+        Raises:
+            CommError: a rank did not come within `limit_s`; it is named. The group can be used as before. Or what
+                `refusal` gives.
+            RanksParted: a rank is in another call, in which it waits for this one. The caller has failed in a step.
+        """
+        with held():
+            return self._wait_for_all(call)
+
+    def _wait_for_all(self, call: str) -> int:
+        store: Store = torch_dist.distributed_c10d._get_default_store()
+        own, first = torch_dist.get_rank(), self._num_ended[call]
+        wait = _Wait(store, self._ranks, f"{self._prefix}/{call}", call, first, self._refusal)
+        while (ended_by := wait.meet(self.limit_s)) != _ALL:
+            self._num_ended[call] += 1
+            if ended_by.startswith(parted.PARTED):
+                if not wait.came_late:
+                    raise parted.ranks_parted(ended_by.removeprefix(parted.PARTED))
+                wait.begin_next()
+                continue
+            if ended_by == str(own):
+                handle_held()  # raises, or only notes the signal: then this rank waits on, in the next round
+                if wait.refused is not None:
+                    raise wait.refused
+                if wait.absent:
+                    waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
+                    if wait.ended:
+                        waited = f"and {wait.ended} without it"
+                    raise CommError(f"rank {own} called {call} {waited}. {parted.advice(call)}")
+            wait.begin_next(ended_by)
+        if own == self._ranks[0]:
+            for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
+                store.delete_key(wait.key(number, "count"))
+                store.delete_key(wait.key(number, "end"))
+            self._num_deleted[call] = self._num_ended[call]
+        self._num_ended[call] += 1
+        return self._num_ended[call]
+
+
+class _Wait:
+    """One rank in one call.
+
+    Args:
+        prefix: of the call's keys.
+        number: of its first round.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        prefix: str,
+        call: str,
+        number: int,
+        refusal: Callable[[], CommError | None],
+    ) -> None:
+        self._store, self._ranks, self._prefix, self._call = store, ranks, prefix, call
+        self._own, self._refusal = torch_dist.get_rank(), refusal
+        self._first = self._number = number
+        self._gave_up: set[int] = set()
+        self._began_s, self._has_warned, self._is_noted = time.monotonic(), False, False
+        self.came_late = False
+        """Whether the round had ended when this rank came to it."""
+        self.absent = ""
+        """The ranks that were not in a round that this rank gave up for good, as a clause."""
+        self.ended = ""
+        """The ranks that will never be in such a round, as a clause."""
+        self.refused: CommError | None = None
+        """The error that ended such a round otherwise."""
+
+    def meet(self, limit_s: float) -> str:
+        """Come to the round. Returns how it ended."""
+        self.came_late = True
+        if self._store.add(self.key(self._number, "count"), 1) == len(self._ranks):
+            return self._end(_ALL)
+        self._store.set(self.key("last round of", self._own), str(self._number))
+        try:
+            return self._wait(limit_s)
+        finally:
+            if self._is_noted:
+                self._is_noted = False
+                parted.take_note_back(self._store, self._prefix)
+
+    def _wait(self, limit_s: float) -> str:
+        end, rank = self.key(self._number, "end"), str(self._own)
+        while not self._store.check([end]):
+            self.came_late = False
+            waited_s = time.monotonic() - self._began_s
+            if waited_s > parted.WARNING_S and not self._has_warned:
+                self._has_warned = True
+                if parted.says_who_is_missing(self._ranks):
+                    logger.warning("%s waits: %s. %s", self._call, self._find_absent(), parted.advice(self._call))
+            if waited_s > limit_s or self._find_ended():
+                self.absent = self._find_absent()  # before others can go to the next round
+                return self._end(rank)
+            self.refused = self._refusal()
+            if any_held() or self.refused is not None:
+                return self._end(rank)
+            if waited_s > parted.NOTED_S and not self._is_noted:
+                parted.put_note(self._store, self._call, self._prefix, end, self._ranks)
+                self._is_noted = True
+            if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()):
+                return self._end(parted.PARTED + found)
+            least_s = max(_SHORTEST_PAUSE_S, len(self._ranks) / _POLLS_PER_S)
+            time.sleep(max(least_s, min(waited_s / 10, _LONGEST_PAUSE_S)))
+        return self._store.get(end).decode()
+
+    def begin_next(self, gave_up: str = "") -> None:
+        """Go to the next round, after this one was ended, by a rank that gave up or as ranks had parted."""
+        if gave_up and int(gave_up) != self._own:
+            self._gave_up.add(int(gave_up))
+        self._number += 1
+
+    def _find_ended(self) -> str:
+        """The ranks that have ended and are not in the round, as a clause."""
+        if ended := ended_of(self._ranks):
+            rounds = self._last_rounds()
+            self.ended = clause_of(rank for rank in ended if rounds[rank] < self._number)
+        return self.ended
+
+    def _find_parted(self) -> str:
+        """Return, as a text, which rank waits for this rank in another call; "" if none is known."""
+        kind = self._prefix
+        return parted.parting(self._ranks, self._call, lambda _, note: note.kind != kind, calls=True, kind=kind)
+
+    def _last_rounds(self) -> dict[int, int]:
+        """Return the last round that each rank came to, by rank; -1 for a rank that came to none."""
+        keys = {rank: self.key("last round of", rank) for rank in self._ranks}
+        found = parted.values_in(self._store, list(keys.values()))
+        return {rank: int(found.get(key, -1)) for rank, key in keys.items()}
+
+    def _find_absent(self) -> str:
+        """The ranks that are not in the round, as the job counts them, as a clause."""
+        rounds = self._last_rounds()
+        left = {rank for rank in self._gave_up if rounds[rank] < self._number}
+        # a rank that has not seen the end of the former round yet is named only where no other is absent
+        begin = self._first if left else self._number
+        missing = {rank for rank, number in rounds.items() if number < begin}
+        found = [f"rank {_named(missing)} has not called it"] if missing else []
+        found += [f"rank {_named(left)} has called it and given up"] if left else []
+        return ", ".join(found)
+
+    def key(self, *names: object) -> str:
+        return "/".join(map(str, (self._prefix, *names)))
+
+    def _end(self, by: str) -> str:
+        """End the round, if no other rank has. Returns how it ended."""
+        return self._store.compare_set(self.key(self._number, "end"), "", by).decode()
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """A name for some ranks, equal on all of them. It is part of many keys, so it stays short."""
+    text = "_".join(map(str, ranks))
+    return text if len(text) <= _LONGEST_NAME else f"{len(ranks)}_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _named(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
 
 _FAILURE, _MEETING = b"!", b"="  # begin no JSON
 _SOON_S, _LONGEST_PAUSE_S = 0.5, 0.05

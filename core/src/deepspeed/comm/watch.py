@@ -17,11 +17,11 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm import failure, parted
-from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.backend import Work, ends_within, is_over, timeout_of
 from deepspeed.comm.failure import FailureRecord, PeerFailed, ended_clause
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.comm.own_group import own_group
+from deepspeed.comm.values import Arrivals
 from deepspeed.errors import CommError, first_line
 
 #: of messages that nobody sends
@@ -75,7 +75,7 @@ class Watch:
             PeerFailed: a rank failed before all had come.
             CommError: a rank has ended, waits for this one in another call, or did not come within the group's timeout.
         """
-        if not self._has_met and (num_told := failure.num_told()) > self._epoch:
+        if not self._has_met and (num_told := failure.num_told) > self._epoch:
             # those that have heard of a failure wait for the others until these have heard, too, and failed
             self.join_epoch(num_told)
         after = f" after failure {self._epoch}" if self._epoch else ""

@@ -6,6 +6,7 @@ generated modules with them. May import nothing of the project. Read `features.p
 """
 
 from deepspeed.compatibility.features import (
+    DEFAULTS,
     ENGINE_METHODS,
     FEATURES,
     MODULES,
@@ -13,8 +14,10 @@ from deepspeed.compatibility.features import (
     EngineMethod,
     Feature,
     Module,
+    differences,
+    feature_of,
+    upstream_names,
 )
-from deepspeed.compatibility.upstream import DEFAULTS, differences, feature_of, upstream_names
 
 __all__ = [
     "DEFAULTS",

@@ -39,8 +39,7 @@ from deepspeed.compression.layer_reduction import (
 from deepspeed.config.compression import CompressionConfig, compression_section, groups_of
 from deepspeed.config.read import ConfigSource, read_config
 from deepspeed.errors import ConfigError, counted
-from deepspeed.parallel.expert_params import is_moe_param
-from deepspeed.parallel.model_part import is_sharded
+from deepspeed.parallel.model_part import is_moe_param, is_sharded
 
 __all__ = [
     "check_deepspeed_config",

@@ -31,9 +31,8 @@ from deepspeed.config.compression import (
 )
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.ops.quantizer.groups import fake_quantize
-from deepspeed.parallel.expert_params import is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel
+from deepspeed.parallel.model_part import is_moe_param, is_tensor_parallel
 
 __all__ = ["Quantizer"]
 

@@ -40,6 +40,7 @@ from deepspeed.errors import ConfigError, counted, first_line
 _Result = TypeVar("_Result")
 _ONE = "single_value_per_sample"
 _SUM = "accumulate_value_over_samples"
+_LENGTHS = "data_efficiency.data_sampling.dynamic_batching"
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:
@@ -398,3 +399,43 @@ def _write_groups(fname: str, numbers: np.ndarray, firsts: np.ndarray) -> None:
     for group in np.split(numbers, firsts[1:]):
         builder.add_item(group)
     close_mmap_dataset_builder(builder, fname)
+
+
+def lengths_of_samples(
+    dataset: Any, folder: str | None, collate_fn: Callable[[list[Any]], Any] | None, function: Any
+) -> np.ndarray:
+    """Read the lengths of all samples, and compute them first where a rank finds none. A collective."""
+    if folder is None:
+        raise ConfigError(f"{_LENGTHS}.metrics_path: found nothing; give a folder, or pass dataset_seqlens")
+    path = str(Path(folder, "seqlen", "seqlen_sample_to_metric"))
+    if not all(all_gather_values(MMapIndexedDataset.exists(path), comm.get_world_group())):
+        if function is None:
+            raise ConfigError(
+                f"{_LENGTHS}.metrics_path: found no lengths at {path}; pass batch_seqlens_fn to compute them"
+            )
+        DistributedDataAnalyzer(
+            dataset,
+            metric_names=["seqlen"],
+            metric_functions=[function],
+            metric_types=["single_value_per_sample"],
+            save_path=folder,
+            collate_fn=collate_fn,
+        ).run_map_reduce()
+    return run_together(lambda: _read_lengths(dataset, path), None)
+
+
+def _read_lengths(dataset: Any, path: str) -> np.ndarray:
+    found = MMapIndexedDataset(path)
+    if (found.sizes != 1).any():
+        first = int((found.sizes != 1).argmax())
+        raise ConfigError(
+            f"{_LENGTHS}.metrics_path: found {found.size(first)} lengths of sample {first} at {path}, which has to be "
+            "one; let batch_seqlens_fn compute them into another folder"
+        )
+    lengths = np.array([each[0] for each in found], np.int64)
+    if len(lengths) != len(dataset):
+        raise ConfigError(
+            f"{_LENGTHS}.metrics_path: found the lengths of {len(lengths)} samples at {path}, the data set has "
+            f"{len(dataset)}; give another folder"
+        )
+    return lengths

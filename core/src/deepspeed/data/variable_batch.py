@@ -8,7 +8,6 @@ most `max_tokens`; so many packs are a batch. Sources of the scaling: Goyal et a
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from deepspeed import comm
 from deepspeed._absent_members import absent_members
-from deepspeed.comm.values import all_gather_values
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
-from deepspeed.data.analyzer import DistributedDataAnalyzer, run_together
-from deepspeed.data.indexed_dataset import MMapIndexedDataset
+from deepspeed.data.analyzer import lengths_of_samples
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import announce, warn_once
 from deepspeed.optim.saved_state import check_schedule
@@ -454,7 +450,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if section.max_tokens is None:
         raise ConfigError(f"{_SECTION}.max_tokens: found nothing; give the most tokens of a pack")
     if dataset_seqlens is None:
-        dataset_seqlens = _lengths(dataset, section.metrics_path, dataloader_collate_fn, batch_seqlens_fn)
+        dataset_seqlens = lengths_of_samples(dataset, section.metrics_path, dataloader_collate_fn, batch_seqlens_fn)
     in_pipeline = engine.mesh.size("pp") > 1
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset,
@@ -479,43 +475,3 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         section.verbose,
         whole.seed,
     )
-
-
-def _lengths(
-    dataset: Any, folder: str | None, collate_fn: Callable[[list[Any]], Any] | None, function: Any
-) -> np.ndarray:
-    """Read the lengths of all samples, and compute them first where a rank finds none. A collective."""
-    if folder is None:
-        raise ConfigError(f"{_SECTION}.metrics_path: found nothing; give a folder, or pass dataset_seqlens")
-    path = str(Path(folder, "seqlen", "seqlen_sample_to_metric"))
-    if not all(all_gather_values(MMapIndexedDataset.exists(path), comm.get_world_group())):
-        if function is None:
-            raise ConfigError(
-                f"{_SECTION}.metrics_path: found no lengths at {path}; pass batch_seqlens_fn to compute them"
-            )
-        DistributedDataAnalyzer(
-            dataset,
-            metric_names=["seqlen"],
-            metric_functions=[function],
-            metric_types=["single_value_per_sample"],
-            save_path=folder,
-            collate_fn=collate_fn,
-        ).run_map_reduce()
-    return run_together(lambda: _read_lengths(dataset, path), None)
-
-
-def _read_lengths(dataset: Any, path: str) -> np.ndarray:
-    found = MMapIndexedDataset(path)
-    if (found.sizes != 1).any():
-        first = int((found.sizes != 1).argmax())
-        raise ConfigError(
-            f"{_SECTION}.metrics_path: found {found.size(first)} lengths of sample {first} at {path}, which has to be "
-            "one; let batch_seqlens_fn compute them into another folder"
-        )
-    lengths = np.array([each[0] for each in found], np.int64)
-    if len(lengths) != len(dataset):
-        raise ConfigError(
-            f"{_SECTION}.metrics_path: found the lengths of {len(lengths)} samples at {path}, the data set has "
-            f"{len(dataset)}; give another folder"
-        )
-    return lengths

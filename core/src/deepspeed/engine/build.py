@@ -68,10 +68,9 @@ from deepspeed.moe.experts import divide_experts
 from deepspeed.moe.layer import DivideExpert, connect_moe_layers
 from deepspeed.optim import is_elementwise
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel
+from deepspeed.parallel.model_part import expert_sizes, is_tensor_parallel
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision.policy import cast_buffers, cast_floating
@@ -90,7 +89,7 @@ from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.param_unit import unit_of
 from deepspeed.zero.replicas import create_check
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
+from deepspeed.zero.unit import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
 if TYPE_CHECKING:

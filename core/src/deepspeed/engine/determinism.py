@@ -27,8 +27,8 @@ from deepspeed.comm.values import check_same
 from deepspeed.config.training import DeterministicConfig
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.optim import is_elementwise
-from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import expert_sizes
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.placement import Placement

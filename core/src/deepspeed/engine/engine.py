@@ -224,7 +224,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         progress = self._training.progress
         steps_before = progress.global_steps
         self._training.step(lr_kwargs)
-        self.checkpointer.raise_failure()  # after the step, which the peers make too
+        if self.checkpointer.copies_later:
+            self.checkpointer.raise_failure()  # after the step, which the peers make too
         if progress.global_steps > steps_before:
             self._end_if_told()
 

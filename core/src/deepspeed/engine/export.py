@@ -23,9 +23,15 @@ from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import log_dist, warn_once
 from deepspeed.ops.quantizer.layers import StoredLayer
-from deepspeed.parallel.expert_params import expert_group_of, expert_groups, expert_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, division_is_known, parts_held
+from deepspeed.parallel.model_part import (
+    ModelPart,
+    division_is_known,
+    expert_group_of,
+    expert_groups,
+    expert_sizes,
+    parts_held,
+)
 from deepspeed.zero.param_unit import unit_of, whole_in_turn
 from deepspeed.zero.redistribute import IS_OURS, as_it_is
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm, log
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.record import waits
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import FlopsProfilerConfig, MonitorConfig, ThroughputTimerConfig, WatchConfig
 from deepspeed.config.training import AutotuningConfig
@@ -188,7 +188,8 @@ class Observers:
                 is_asked_for=True,
             )
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
-        self.breakdown.end_step()
+        if self.breakdown.counts_steps:
+            self.breakdown.end_step()
         if self.monitor.monitors:
             self._write(stats, progress.global_samples, lr)
         self._loss = None

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import begin_use
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.point_to_point import PointToPoint
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import HeardFailure, all_gather_values
 from deepspeed.config.parallel import PipelineConfig
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader

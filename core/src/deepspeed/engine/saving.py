@@ -28,11 +28,10 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.load import as_damage
 from deepspeed.checkpoint.model_ranks import Division, SavedExperts
 from deepspeed.checkpoint.saved_states import module_files
-from deepspeed.comm.arrivals import Arrivals, name_of
 from deepspeed.comm.failure import held
 from deepspeed.comm.give_up import begin_use, follow, standing
 from deepspeed.comm.parted import RanksParted
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import Arrivals, all_gather_values, name_of
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.engine.adapting import (
     as_deepspeeds_model,
@@ -48,9 +47,8 @@ from deepspeed.engine.observers import notify
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
 from deepspeed.log import announce, warn_once
-from deepspeed.parallel.expert_params import expert_groups, expert_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
+from deepspeed.parallel.model_part import division_is_known, expert_groups, expert_sizes, parts_held, whole_names
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import FP16
 from deepspeed.zero.fragments import safe_set_full_fp32_param
@@ -428,7 +426,8 @@ def create_saving(
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
     )
-    sharding.states.wait_for_copy = checkpointer.wait_for_copy
+    if checkpointer.copies_later:
+        sharding.states.wait_for_copy = checkpointer.wait_for_copy
     meet = None
     if len(ranks := comm.get_all_ranks_from_group(mesh.norm_group)) > 1:
         meet = Arrivals(ranks, f"saves of ranks {name_of(ranks)}", section.wait_s).wait_for_all

@@ -12,9 +12,8 @@ from deepspeed.config.precision import dtype_name
 from deepspeed.errors import counted
 from deepspeed.ops import registry
 from deepspeed.ops.optimizer import KernelOptimizer
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import part_held
+from deepspeed.parallel.model_part import EXPERT_PREFIX, expert_group_of, part_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import Autocast, Precision
 from deepspeed.zero.param_unit import shape_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.compression import CompressionConfig, asks_for_steps
 from deepspeed.config.training import (

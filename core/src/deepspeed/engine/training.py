@@ -453,9 +453,8 @@ class Training:
         progress.global_steps += 1
         progress.global_samples += self.train_batch_size
         progress.skipped_steps += not self.stats.applied
-        self.observers.step_ended(
-            self.stats, progress, batch_size=self.train_batch_size, lr=self.group_values("lr"), momentum=self.momentum()
-        )
+        rates = {"lr": self.group_values("lr"), "momentum": self.momentum()}
+        self.observers.step_ended(self.stats, progress, batch_size=self.train_batch_size, **rates)
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> StepStats:
         """Judge the reduced gradients, update, forget. The schedule moves only if the step is made."""
@@ -479,10 +478,9 @@ class Training:
         return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)
 
     def _step_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:
-        if self.lr_scheduler is None:
-            return
         try:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException as error:  # the weights are those of this step, and peers have another learning rate
             self.sharding.states.break_by(error)
             self.sharding.gradients.abandon()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.agreement import Ranks, alone
+from deepspeed.checkpoint.checkpointer import Ranks, alone
 from deepspeed.checkpoint.load import Position
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.comm.values import all_gather_values

@@ -343,7 +343,7 @@ def _check_binding(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--bind_core_list {args.bind_core_list}: says which cores, not to bind them; add --bind_cores_to_rank"
         )
-    from deepspeed.launcher.numa import parse_core_list
+    from deepspeed.launcher.resources import parse_core_list
 
     parse_core_list(args.bind_core_list)
 

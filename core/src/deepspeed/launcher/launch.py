@@ -256,7 +256,7 @@ def make_commands(
 def _core_shares(plan: LaunchPlan, num_ranks: int) -> list[list[int]] | None:
     if not plan.bind_cores_to_rank:
         return None
-    from deepspeed.launcher.numa import available_cores, check_cores, parse_core_list, share_cores
+    from deepspeed.launcher.resources import available_cores, check_cores, parse_core_list, share_cores
 
     if plan.bind_core_list is None:
         return share_cores(available_cores(), num_ranks)

@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.own_group import group_of_members
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.errors import ConfigError
 from deepspeed.moe.gate import Routing
 from deepspeed.parallel import groups

@@ -41,9 +41,17 @@ from deepspeed.errors import ConfigError, counted
 from deepspeed.moe.dispatch import dispatch, token_ranks
 from deepspeed.moe.gate import Routing
 from deepspeed.ops.experts import DOWN, has_params_of_experts, inner_of, is_experts, is_transposed, up_name
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, ModuleOfExperts, mark_as_expert
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, mark_names, mark_part, part_held, whole_shape
+from deepspeed.parallel.model_part import (
+    EXPERT_PREFIX,
+    ModelPart,
+    ModuleOfExperts,
+    mark_as_expert,
+    mark_names,
+    mark_part,
+    part_held,
+    whole_shape,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 #: rows of grouped matrix products begin at multiples of so many bytes

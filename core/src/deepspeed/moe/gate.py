@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed._absent_members import absent_members
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError, counted
 from deepspeed.log import warn_once

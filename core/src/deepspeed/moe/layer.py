@@ -29,9 +29,8 @@ from deepspeed.moe.dispatch import dispatch, token_ranks
 from deepspeed.moe.experts import Experts, ExpertSource, StackedExperts, hold_experts, make_experts
 from deepspeed.moe.gate import TopKGate
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel
+from deepspeed.parallel.model_part import EXPERT_PREFIX, building_experts, is_tensor_parallel
 
 
 @absent_members("moe.sharded_moe:MOELayer")

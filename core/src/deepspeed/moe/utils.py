@@ -2,7 +2,7 @@
 
 from deepspeed._absent import complete
 from deepspeed.moe.layer import has_moe_layers
-from deepspeed.parallel.expert_params import (
+from deepspeed.parallel.model_part import (
     configure_moe_param_groups,
     is_moe_param,
     is_moe_param_group,

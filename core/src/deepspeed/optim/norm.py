@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import is_moe_param
+from deepspeed.parallel.model_part import is_moe_param
 
 # torch adds up a long host tensor in few fp32 lanes: 30 million elements come out 0.2% low. Rows of this length,
 # and then the norm of their norms, keep the error near 1e-7, so that stages which cut the same gradients differently

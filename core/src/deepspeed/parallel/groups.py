@@ -19,9 +19,9 @@ from deepspeed.comm.own_group import group_of_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.log import warn_once
-from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.layout import grid, read_layout
 from deepspeed.parallel.mesh import Mesh, RankGrid, mesh_of_mpu
+from deepspeed.parallel.model_part import EXPERT_PREFIX
 
 _viewed: Mesh | None = None  # what the functions below answer from
 _default: Mesh | None = None  # of engines that are given no other: the user's own, or all ranks data parallel

@@ -7,7 +7,7 @@ devices in the group `deepspeed.accelerators`, everything else in `deepspeed.plu
     cpu = "ds_ext_cpu.plugin"
 
 May import `config`, `errors`, `log` and no torch: a plugin's door must open without a device.
-Read next: `hookspecs.py` (what a plugin can say), `manager.py` (how it is found), then `admission.py` and `probing.py`;
+Read next: `hookspecs.py` (what a plugin can say), `manager.py` (how it is found), then `admission.py`;
 `torch_build` of `hookspecs.py` is for probes.
 """
 

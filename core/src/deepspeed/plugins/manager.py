@@ -28,16 +28,20 @@ from deepspeed.plugins.admission import (
     KINDS,
     NAMES_VARIABLE,
     blocked,
+    call_with_limit,
     check_api,
     distribution_of,
     import_plugin,
+    import_timeout_s,
+    inside_probe,
+    is_lent,
     named,
     one_line,
     read_entry_points,
     refusal,
+    timeout_s,
 )
 from deepspeed.plugins.hookspecs import Offer
-from deepspeed.plugins.probing import call_with_limit, import_timeout_s, inside_probe, is_lent, timeout_s
 
 Key = tuple[str, str]  # group, name
 
@@ -141,7 +145,7 @@ class PluginManager:
 
         Raises:
             PluginError: it is not installed, kept out by the environment, announced twice, cannot be imported within
-                the limit of `probing.py`, or does not fit this core.
+                the limit of `admission.py`, or does not fit this core.
         """
         with self._hold():
             if reason := self.refusal(name, group):
@@ -212,7 +216,7 @@ class PluginManager:
     def probe(self, name: str) -> Offer:
         """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.
 
-        One that gives no answer within `DS_PROBE_TIMEOUT` seconds (10) counts as broken; see `probing.py`.
+        One that gives no answer within `DS_PROBE_TIMEOUT` seconds (10) counts as broken; see `admission.py`.
         """
         with self._hold():
             if reason := self.refusal(name):

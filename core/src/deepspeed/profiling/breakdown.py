@@ -76,10 +76,9 @@ class Breakdown:
 
     def choose_phase(self) -> None:
         """Make `phase` do what is wanted of it now, and nothing where nothing is."""
-        if _names is not None and self in _shown:
-            self.phase = self._named
-        else:
-            self.phase = self._measured if self.enabled else nullcontext
+        is_named = _names is not None and self in _shown
+        self.counts_steps = self.enabled or is_named  #: whether `end_step` has anything to do
+        self.phase = self._named if is_named else self._measured if self.enabled else nullcontext
 
     def _measured(self, name: str) -> AbstractContextManager[Any]:
         return _Phase(self, name)

@@ -22,8 +22,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
-from deepspeed.parallel.model_part import can_reshard, is_sharded, part_held, reshard, whole_shape
+from deepspeed.parallel.model_part import (
+    EXPERT_PREFIX,
+    can_reshard,
+    expert_group_of,
+    is_sharded,
+    part_held,
+    reshard,
+    whole_shape,
+)
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
 from deepspeed.tensor_parallel.ranges import (

@@ -14,9 +14,8 @@ import deepspeed.comm as dist
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_sharded, reshard
+from deepspeed.parallel.model_part import expert_sizes, is_moe_param, is_sharded, reshard
 from deepspeed.tensor_parallel.derived_plans import Policy, own_plan, plan_of_config, plan_of_policy, plan_of_structure
 from deepspeed.tensor_parallel.divide import divide_model
 from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan

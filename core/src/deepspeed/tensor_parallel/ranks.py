@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import serves
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.running import RunningModel, enter, leave

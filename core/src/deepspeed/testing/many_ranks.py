@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch.distributed as torch_dist
 from torch.distributed import Store
 
-from deepspeed.comm import arrivals, failure, parted
+from deepspeed.comm import failure, parted, values
 
 T = TypeVar("T")
 _STACK_BYTES = 512 << 10  # of a thread
@@ -100,14 +100,14 @@ class ManyRanks:
         """
         time = SimpleNamespace(monotonic=self.now_s, sleep=self.sleep)
         with ExitStack() as patches:
-            changes: list[Any] = [patch.object(module, "time", time) for module in (arrivals, *clocked)]
+            changes: list[Any] = [patch.object(module, "time", time) for module in (values, *clocked)]
             changes += [
                 patch.object(torch_dist.distributed_c10d, "_get_default_store", lambda: self.store),
                 patch.object(torch_dist, "get_rank", lambda *_: self.rank()),
                 patch.object(parted, "_counted", set()),
                 patch.object(parted, "_all_started", lambda: self.num_started),
-                patch.object(failure, "_num_told", 0),
-                patch.object(arrivals, "_num_made", _OfEachRank(self.rank)),
+                patch.object(failure, "num_told", 0),
+                patch.object(values, "_num_made", _OfEachRank(self.rank)),
                 patch.object(failure, "_num_records", _OfEachRank(self.rank)),
             ]
             for change in changes:

@@ -40,8 +40,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import StepStats
 from deepspeed.errors import ConfigError, counted
 from deepspeed.log import warn_once
-from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
-from deepspeed.parallel.model_part import parts_held
+from deepspeed.parallel.model_part import expert_group_of, expert_sizes, parts_held
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.zero.param_unit import shape_of
 

@@ -34,7 +34,7 @@ from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.layers import WeightToStore, await_values, store_layers, weights_to_store
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
+from deepspeed.parallel.model_part import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta

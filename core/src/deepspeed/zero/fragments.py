@@ -23,12 +23,13 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted, first_line
-from deepspeed.zero.managed import manager_of, note_write
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.redistribute import join_parts, own_part
 from deepspeed.zero.sharding import Sharding
+from deepspeed.zero.states import note_write
 from deepspeed.zero.unit import ParamShard, Unit
 
 #: gives one tensor of a shard; None: it has none

@@ -27,15 +27,16 @@ from torch.nn import Module, Parameter
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.give_up import give_up
-from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.parted import in_call
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.errors import StateError, counted
 from deepspeed.log import warn_once
-from deepspeed.zero.managed import manager_of, note_write, num_writes
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_marks import KEPT, ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, is_rounded, is_same, unit_of
+from deepspeed.zero.states import note_write, num_writes
 from deepspeed.zero.unit_groups import broadcast_from
 
 

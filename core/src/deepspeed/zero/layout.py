@@ -55,6 +55,7 @@ class UnitLayout:
         self.offsets = tuple(offsets)
         self.shard_numel = shard_numel
         self.world_size = world_size
+        self.padded_numel = shard_numel * world_size  #: N
         #: [start, stop) of the flat buffer that belong to no parameter
         self.gaps = tuple(self._find_gaps())
         self._max_fragment_numel = max_fragment_numel or max(shard_numel, 1)
@@ -93,11 +94,6 @@ class UnitLayout:
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
         return sum(self.numels)
-
-    @property
-    def padded_numel(self) -> int:
-        """N."""
-        return self.shard_numel * self.world_size
 
     def shard(self, rank: int) -> tuple[int, int]:
         """[start, stop) of the flat buffer that `rank` owns, padding included."""

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 #: id of a parameter -> its manager; a Sharding keeps its parameters alive, so an id stays unique as long as it lives
 _managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
 
-_num_writes = 0
-
-
-def note_write() -> None:
-    """An engine writes weights: in an update, a load or a `safe_set_...`."""
-    global _num_writes
-    _num_writes += 1
-
-
-def num_writes() -> int:
-    """Return how often `note_write` was called; if the number is the same later, no engine wrote weights meanwhile."""
-    return _num_writes
-
 
 def register(sharding: "Sharding") -> None:
     """`sharding` takes the gradients of its parameters from now on."""

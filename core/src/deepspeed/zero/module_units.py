@@ -8,16 +8,22 @@ A larger one is divided: what it owns itself is a unit, and its children are loo
 unit whatever its size: users and Accelerate (`transformer_moe_cls_names`) mark those of which every forward uses other
 children, such as experts, before `initialize`, which marks those of `zero_optimization.leaf_module`. Stages 0, 1 and 2
 hold whole parameters and have no use for the marks.
-"""
+
+`Int8Unit` has frozen parameters whose shards rest in int8 (`zero_quantized_nontrainable_weights`), rounded when they
+are set. What is gathered, for modules and checkpoints, is what the shards hold: see [Note: rounded once] in
+`quantized.py`."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
+from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import begin_use, give_up
 from deepspeed.comm.parted import RanksParted
@@ -26,12 +32,50 @@ from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.zero import LEAF_CLASSES
 from deepspeed.errors import CommError, StateError
 from deepspeed.log import logger
-from deepspeed.zero.int8_unit import Int8Unit, fits_int8
+from deepspeed.ops.operators import FLOATS
+from deepspeed.zero import quantized
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.param_marks import mark_whole, unmark
 from deepspeed.zero.param_unit import ParamUnit, set_data, shape_of, unit_of
 from deepspeed.zero.placement import ShardHome
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
+
+
+class Int8Unit(ParamUnit):
+    """An `Int8Unit` is a `ParamUnit` whose shard takes one byte per element and 4 per block; `shard_S` has the codes.
+
+    Args:
+        params: frozen parameters, in fp32, bf16 or fp16 as weights.
+        names, ranks, keys: those of `ParamUnit`; `ranks` has two ranks at least.
+    """
+
+    def __init__(self, params: list[Parameter], names: list[str], ranks: UnitRanks, **keys: Any) -> None:
+        super().__init__(params, names, ranks, **keys)
+        assert self.is_sharded
+        self._packing = quantized.ShardPacking(self.shard_S.numel(), quantized.WEIGHT_BITS)
+        self._packed_B = self.shard_S.new_empty(self._packing.num_bytes, dtype=torch.int8)
+        self.set_shard(self.shard_S)
+        self.shard_S = self._packing.codes(self._packed_B)
+        self.source_S = None
+        for index, param in enumerate(self.params):
+            param.ds_tensor = self.shard_of(index)  # type: ignore[attr-defined]
+
+    def set_shard(self, values_S: Tensor) -> None:
+        self._packing.pack(self._packing.lasting(values_S), self._packed_B)
+
+    @property
+    def kept_bytes(self) -> int:
+        return super().kept_bytes - self.shard_S.nbytes + self._packed_B.nbytes  # codes and scales
+
+    def _is_as_sharded(self, index: int) -> bool:
+        return False  # codes are not compared with weights
+
+    def _is_all_as_sharded(self) -> bool:
+        return True
+
+    def _all_gather(self, full_N: Tensor, quantizes: bool) -> Work:
+        return quantized.all_gather_packed(self.ranks, full_N, self._packed_B, self._packing, tag=self.names[0])
+
 
 _MARK = "_z3_leaf"
 
@@ -140,11 +184,10 @@ def _mark(model: Module, classes: Sequence[type[Module] | str], flag: bool, rais
     if (other := next((each for each in classes if not isinstance(each, type | str)), None)) is not None:
         raise TypeError(f"leaf_module_classes: found {other!r} in it, wanted classes or their names")
     found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
-    if raise_if_not_found:
-        missing = [each for each in classes if not any(_is_of(module, each) for module in found)]
-        if missing:
-            names = ", ".join(each if isinstance(each, str) else each.__qualname__ for each in missing)
-            raise ValueError(f"leaf_module_classes: found no module of class {names} in {type(model).__name__}")
+    missing = [each for each in classes if not any(_is_of(module, each) for module in found)]
+    if raise_if_not_found and missing:
+        names = ", ".join(each if isinstance(each, str) else each.__qualname__ for each in missing)
+        raise ValueError(f"leaf_module_classes: found no module of class {names} in {type(model).__name__}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
@@ -227,7 +270,7 @@ class Stage3Options:
     model_persistence_numel: int = 2**63 - 1  # of all that stay whole, at most
     min_granularity: int = 0
     quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
-    keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
+    keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see module_units.py
     checks_values: bool = False  # compare what `GatheredParameters` only reads (`enable_sanity_checks`)
     home: ShardHome | None = None  # of the shards; None: the device
 
@@ -302,8 +345,7 @@ class ModuleUnits:
         return lambda param: param not in small and param not in self.borrowed and shape_of(param).numel() > 0
 
     def _keep_whole(self, param: Parameter) -> None:
-        unit = unit_of(param)
-        if unit is not None:  # sharded by zero.Init
+        if (unit := unit_of(param)) is not None:  # sharded by zero.Init
             unit.restore_plain()
         if self._device is not None:
             set_data(param, param.data.to(self._device))
@@ -336,7 +378,8 @@ class ModuleUnits:
         param = named[0][1]
         dtype = self._dtype if param.is_floating_point() else None
         ranks = self._groups.of(param)
-        kind = Int8Unit if self._keeps_int8 and fits_int8(param, dtype, ranks) else ParamUnit
+        is_int8 = self._keeps_int8 and not param.requires_grad and ranks.world_size > 1
+        kind = Int8Unit if is_int8 and (dtype or param.dtype) in FLOATS else ParamUnit
         unit = kind(
             [param for _, param in named],
             [name for name, _ in named],
@@ -382,9 +425,8 @@ class ModuleUnits:
         for param in self._marked:
             if manager_of(param) is None:  # else another engine trains it now
                 unmark(param)
-        units, home = self.all, self._home
+        units, home, self._home = self.all, self._home, None
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
-        self._home = None
         try:
             # a peer in a step would take part in the gathers
             if units and self._groups.dense.shard_group.world_size > 1:
@@ -419,8 +461,7 @@ def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, P
     """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's units.
 
     The hooks are put back where a library took them off; those that a dropped engine left behind are removed. Units in
-    which a parameter is `trained`, so that it is frozen in the other engine, are not borrowed: the new engine cuts them
-    anew.
+    which a parameter is `trained`, hence frozen in the other engine, are not borrowed: the new engine cuts them.
     """
     units = {param: unit for param in module.parameters() if (unit := unit_of(param)) is not None}
     hooks = {each for unit in units.values() if (each := unit.hooks) is not None}

@@ -33,9 +33,10 @@ from deepspeed.errors import StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
 from deepspeed.zero.layout import Run, in_parameters
-from deepspeed.zero.managed import manager_of, note_write
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of, whole
+from deepspeed.zero.states import note_write
 
 
 class _Move(NamedTuple):

@@ -25,14 +25,20 @@ import torch
 from torch import Tensor
 
 from deepspeed import log
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import StateError
-from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import division_is_known, is_tensor_parallel, tied_stages
+from deepspeed.parallel.model_part import (
+    EXPERT_PREFIX,
+    division_is_known,
+    expert_group_of,
+    is_moe_param,
+    is_tensor_parallel,
+    tied_stages,
+)
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.sharding import Sharding

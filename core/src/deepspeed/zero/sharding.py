@@ -33,7 +33,7 @@ from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.redistribute import unwatch, watch
-from deepspeed.zero.states import OutsideChanges, States
+from deepspeed.zero.states import OutsideChanges, States, note_write
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit_groups import broadcast_from
 from deepspeed.zero.units import ShardingOptions, Units
@@ -172,7 +172,7 @@ class Sharding:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
         self._take_before_update()
-        managed.note_write()
+        note_write()
         self.states.wait_for_copy()
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
@@ -219,7 +219,7 @@ class Sharding:
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""
         self.states.wait_for_copy()
-        managed.note_write()
+        note_write()
         self.states.take_outside_changes()
         for unit in self.units:
             unit.masters_from_weights()
@@ -227,7 +227,7 @@ class Sharding:
     def weights_from_masters(self) -> None:
         """Bring the master weights of all ranks into the model's weights."""
         self.release_gathered()
-        managed.note_write()
+        note_write()
         if self.states.outside_changes is not None:
             self.states.outside_changes.drop()
         for unit in self.units:
@@ -251,7 +251,7 @@ class Sharding:
 
     def accept_rounded(self) -> None:
         """The model's weights were rounded after an update; master weights keep their values."""
-        managed.note_write()
+        note_write()
         if self.states.outside_changes is not None:
             self.states.outside_changes.accept()
 

@@ -58,7 +58,7 @@ from deepspeed.zero import quantized
 from deepspeed.zero.layout import UnitLayout, even_shard_numel
 from deepspeed.zero.placement import exact_norm
 from deepspeed.zero.unit import Unit
-from deepspeed.zero.unit_groups import UnitGroups
+from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 
 if TYPE_CHECKING:
     from deepspeed.zero.units import Units
@@ -184,7 +184,7 @@ class ZeroStage:
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
         """Return the gradients of a unit whose squares this rank adds up: its shard, or its share of what all have."""
         own = reduced if self.divides_states else reduced.tensor_split(unit.ranks.world_size)[unit.ranks.rank]
-        return unit.ranks.counted(own)
+        return _counted(own, unit.ranks)
 
     def counts_for_norm(self, unit: Unit) -> bool:
         """Whether this rank, among those that have the same gradients of a unit, adds them to the norm."""
@@ -280,6 +280,12 @@ class FixedOrder(ZeroStage):
         return unit.ranks.shard_group.all_gather(sums_N, sums_N[slice(*self.result(unit))], tag=unit.index)
 
 
+def _counted(gradients_S: Tensor, ranks: UnitRanks) -> Tensor:
+    """Return the gradients that this rank adds to the norm: copies, which have the same ones, divide them."""
+    copies = ranks.replicate_group
+    return gradients_S if copies is None else gradients_S.tensor_split(copies.world_size)[copies.rank]
+
+
 def tree_sum(parts_WS: Tensor, sum_S: Tensor) -> None:
     """Write the sum of the rows of `parts_WS`, as many as a power of two, to `sum_S`: neighbors first. The rows are
     overwritten."""
@@ -314,7 +320,7 @@ class LocalGradients(ZeroStage):
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
         if not self.optimizer.keeps_gradients:
             return super().part_for_norm(unit, reduced)
-        own = exact_norm(unit.ranks.counted(reduced)) / math.sqrt(unit.ranks.world_size)
+        own = exact_norm(_counted(reduced, unit.ranks)) / math.sqrt(unit.ranks.world_size)
         return own.reshape(1)  # [Note: the norm of own gradients]
 
     def shown_gradient(self, gradient: Tensor) -> Tensor:

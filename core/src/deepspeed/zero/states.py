@@ -36,6 +36,18 @@ from deepspeed.zero.unit import Unit
 
 #: of those made in this process; ranks make them in the same order
 _numbers = itertools.count()
+_num_writes = 0
+
+
+def note_write() -> None:
+    """An engine writes weights: in an update, a load or a `safe_set_...`."""
+    global _num_writes
+    _num_writes += 1
+
+
+def num_writes() -> int:
+    """Return how often `note_write` was called; if the number is the same later, no engine wrote weights meanwhile."""
+    return _num_writes
 
 
 class States:
@@ -54,7 +66,7 @@ class States:
         self.broken_by: str | None = None
         self.wait_for_copy: Callable[[], None] = lambda: None
         self._number, self._num_restored = next(_numbers), 0
-        self._num_told = failure.num_told()
+        self._num_told = failure.num_told
 
     def require(self, asked: str, *, weights_only: bool = False) -> None:
         """Refuse what needs states that are all there, and all of one step.
@@ -68,8 +80,8 @@ class States:
                 names the call to make.
         """
         self.require_unmoved(asked, weights_only=weights_only)
-        if self.broken_by is None and self._num_told != failure.num_told():
-            self._num_told = failure.num_told()
+        if self.broken_by is None and self._num_told != failure.num_told:
+            self._num_told = failure.num_told
             self.broken_by = failure.broken(self._name) or None
         if self.broken_by is not None:
             raise StateError(

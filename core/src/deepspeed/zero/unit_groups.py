@@ -30,12 +30,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, check_same
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import is_tensor_parallel, part_held, tied_stages
+from deepspeed.parallel.model_part import expert_group_of, expert_sizes, is_tensor_parallel, part_held, tied_stages
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class UnitRanks:
         copies: by copy and shard, the rank of its holder within `reduce_group`; empty: one copy, in the order of ranks.
         is_tied: the replicate group is that of other pipeline stages, which use the parameter in other layers.
         part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
+
+    `world_size` is the number of shards that one copy has, and `rank` the index of the shard that this rank holds.
     """
 
     shard_group: GroupBackend
@@ -60,31 +61,21 @@ class UnitRanks:
     part: int = 0
     num_parts: int = 1
     is_tied: bool = False
+    world_size: int = field(init=False, compare=False)
+    rank: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "world_size", self.shard_group.world_size)
+        object.__setattr__(self, "rank", self.shard_group.rank)
 
     @classmethod
     def over(cls, ranks: GroupBackend, *, part: int = 0, num_parts: int = 1) -> "UnitRanks":
         """One copy, sharded over `ranks`."""
         return cls(ranks, ranks, part=part, num_parts=num_parts)
 
-    @property
-    def world_size(self) -> int:
-        """The number of shards that one copy has."""
-        return self.shard_group.world_size
-
-    @property
-    def rank(self) -> int:
-        """The index of the shard that this rank holds."""
-        return self.shard_group.rank
-
     def holders(self, shard: int) -> tuple[int, ...]:
         """Ranks within `reduce_group` that hold a shard, one in each copy."""
         return tuple(copy[shard] for copy in self.copies) or (shard,)
-
-    def counted(self, gradients_S: Tensor) -> Tensor:
-        """Return the gradients that this rank adds to the norm: copies, which have the same ones, divide them."""
-        if self.replicate_group is None:
-            return gradients_S
-        return gradients_S.tensor_split(self.replicate_group.world_size)[self.replicate_group.rank]
 
 
 def source_in(group: ProcessGroup, global_rank: int) -> int:

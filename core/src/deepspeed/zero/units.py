@@ -30,8 +30,7 @@ from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.stages import STAGES, ZeroStage
-from deepspeed.zero.synchronize import described, settings_of
-from deepspeed.zero.unit import Unit, adopt_state, divide
+from deepspeed.zero.unit import Unit, adopt_state, described, divide, settings_of
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 from deepspeed.zero.update import UpdateBatch, takes_one_pass, takes_one_pass_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import commit, consolidate, consolidate_files, layout
+from deepspeed.checkpoint import consolidate, consolidate_files, layout, store
 from deepspeed.checkpoint import index as indexes
 from deepspeed.errors import CheckpointError
 
@@ -424,7 +424,7 @@ def test_deepspeeds_module_is_a_program(saved, tmp_path):
 
 def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     script = tmp_path / "ckpt" / "zero_to_fp32.py"
-    assert script.read_bytes() == commit.script()
+    assert script.read_bytes() == store.script()
     assert os.access(script, os.X_OK)
     done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ OTHER = "1"
 WRITER = """
 import functools, os, signal, sys
 sys.path[:] = sys.argv[1:-2]
-from deepspeed.checkpoint import commit, locks, store, writer
+from deepspeed.checkpoint import locks, store, writer
 
 def dies(call, is_after):
     @functools.wraps(call)
@@ -39,7 +39,7 @@ BEFORE_FILES = "writer, 'write_file', False"
 BEFORE_REPORT = "locks.Report, 'write', False"
 AFTER_REPORT = "locks.Report, 'write', True"
 BEFORE_PLACE = "store.FolderStore, 'commit', False"
-BEFORE_LATEST = "commit, 'write_latest', False"
+BEFORE_LATEST = "store, 'write_latest', False"
 BEFORE_RESULT = "writer, 'put_in_place', True"
 BEFORE_ANSWER = "locks.Report, 'leave', True"
 BEFORE_ANSWER_OF_COMMITTER = "store.FolderStore, 'discard', True"

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.layout import location
 from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError, ConfigError
-from deepspeed.ops.op_builder.lock import owner_mark
+from deepspeed.ops.op_builder.cache import owner_mark
 
 upath = pytest.importorskip("upath")
 

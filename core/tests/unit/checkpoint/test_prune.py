@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, index, layout
-from deepspeed.checkpoint.commit import plan_prune
 from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.store import plan_prune
 from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 

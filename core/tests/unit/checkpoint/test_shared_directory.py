@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, layout, locks
-from deepspeed.checkpoint.commit import write_script
+from deepspeed.checkpoint.store import write_script
 from deepspeed.checkpoint.tags import write_latest
 from deepspeed.errors import CheckpointError
 

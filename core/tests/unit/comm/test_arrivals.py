@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as torch_dist
-from deepspeed.comm import arrivals
-from deepspeed.comm.arrivals import Arrivals
+from deepspeed.comm import values
+from deepspeed.comm.values import Arrivals
 from deepspeed.errors import CommError
 
 LIMIT_S = 12
@@ -92,13 +92,13 @@ def create_ranks(monkeypatch):
         store, made = TurnStore(turns), []
         monkeypatch.setattr(torch_dist.distributed_c10d, "_get_default_store", lambda: store)
         monkeypatch.setattr(torch_dist, "get_rank", lambda: turns._rank.number)
-        monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=turns.now_s, sleep=lambda _: turns.wait()))
-        monkeypatch.setattr(arrivals.parted, "WARNING_S", _LONG_S)
-        monkeypatch.setattr(arrivals.parted, "NOTED_S", _LONG_S)
-        monkeypatch.setattr(arrivals.parted, "FIRST_LOOK_S", _LONG_S)
-        monkeypatch.setattr(arrivals, "ended_of", lambda ranks: [])
+        monkeypatch.setattr(values, "time", SimpleNamespace(monotonic=turns.now_s, sleep=lambda _: turns.wait()))
+        monkeypatch.setattr(values.parted, "WARNING_S", _LONG_S)
+        monkeypatch.setattr(values.parted, "NOTED_S", _LONG_S)
+        monkeypatch.setattr(values.parted, "FIRST_LOOK_S", _LONG_S)
+        monkeypatch.setattr(values, "ended_of", lambda ranks: [])
         for _ in range(world_size):
-            monkeypatch.setattr(arrivals, "_num_made", {"a group": 0})
+            monkeypatch.setattr(values, "_num_made", {"a group": 0})
             made.append(Arrivals(range(world_size), "a group", LIMIT_S))
         return made, turns
 
@@ -151,7 +151,7 @@ def test_a_rank_that_comes_after_another_gave_up_says_so(create_ranks):
 
 def test_keys_of_past_calls_are_deleted(create_ranks):
     ranks, turns = create_ranks(2, seed=1)
-    store = arrivals.torch_dist.distributed_c10d._get_default_store()._store
+    store = values.torch_dist.distributed_c10d._get_default_store()._store
     for _ in range(4):
         assert have_met(turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]))
         assert store.num_keys() <= 4  # count and end of the last round, and the last round of each rank
@@ -161,7 +161,7 @@ def test_keys_of_past_calls_are_deleted(create_ranks):
 def test_a_rank_that_has_ended_is_not_waited_for(create_ranks, monkeypatch, seed):
     ranks, turns = create_ranks(3, seed)
     assert have_met(turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]))
-    monkeypatch.setattr(arrivals, "ended_of", lambda ranks: [1])
+    monkeypatch.setattr(values, "ended_of", lambda ranks: [1])
     found = turns.run([lambda: ranks[0].wait_for_all("save"), lambda: None, lambda: ranks[2].wait_for_all("save")])
     assert all("rank 1 has ended without it" in str(each) for each in (found[0], found[2]))
 
@@ -179,8 +179,8 @@ def test_a_rank_whose_signal_is_only_noted_waits_on(create_ranks, monkeypatch, s
         first = threading.current_thread().name
         return ranks[0].wait_for_all("save")
 
-    monkeypatch.setattr(arrivals, "any_held", lambda: bool(held) and threading.current_thread().name == first)
-    monkeypatch.setattr(arrivals, "handle_held", held.pop)
+    monkeypatch.setattr(values, "any_held", lambda: bool(held) and threading.current_thread().name == first)
+    monkeypatch.setattr(values, "handle_held", held.pop)
     assert have_met(turns.run([come_first, lambda: come_late(turns, ranks[1], 6)]))
     assert len(held) < 3
     assert have_met(turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]))
@@ -200,6 +200,6 @@ def test_a_rank_whose_signal_raises_leaves_the_others_able_to_meet(create_ranks,
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arrivals, "any_held", lambda: threading.current_thread().name == first)
-    monkeypatch.setattr(arrivals, "handle_held", interrupt)
+    monkeypatch.setattr(values, "any_held", lambda: threading.current_thread().name == first)
+    monkeypatch.setattr(values, "handle_held", interrupt)
     assert turns.run([come_first, lambda: None]) == [None, None]

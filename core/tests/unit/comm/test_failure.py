@@ -18,7 +18,7 @@ def fail(monkeypatch, lines):
     monkeypatch.setattr(torch_dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch_dist.distributed_c10d, "_get_process_group_name", lambda group: "a group")
     rank = SimpleNamespace(number=0)
-    monkeypatch.setattr(failure, "_num_told", 0)
+    monkeypatch.setattr(failure, "num_told", 0)
     monkeypatch.setattr(failure, "_logged", (0, ""))
     monkeypatch.setattr(torch_dist, "get_rank", lambda: rank.number)
     records = [FailureRecord(SimpleNamespace()) for _ in range(2)]

@@ -4,8 +4,8 @@ import os
 
 import pytest
 from deepspeed.errors import ConfigError
-from deepspeed.launcher import numa
-from deepspeed.launcher.numa import available_cores, check_cores, format_cores, parse_core_list, share_cores
+from deepspeed.launcher import resources
+from deepspeed.launcher.resources import available_cores, check_cores, format_cores, parse_core_list, share_cores
 from deepspeed.utils import numa as utils_numa
 
 
@@ -46,19 +46,19 @@ def test_format_is_the_inverse_of_parse():
 
 
 def test_the_cores_of_each_node(monkeypatch):
-    monkeypatch.setattr(numa, "_node_of_core", lambda: {1: 0, 0: 0, 9: 2, 8: 2})
+    monkeypatch.setattr(resources, "_node_of_core", lambda: {1: 0, 0: 0, 9: 2, 8: 2})
     assert utils_numa.get_numa_cores() == [[0, 1], [8, 9]]
-    monkeypatch.setattr(numa, "_node_of_core", dict)
+    monkeypatch.setattr(resources, "_node_of_core", dict)
     assert utils_numa.get_numa_cores() == []
 
 
 def test_a_command_that_binds_a_rank(monkeypatch):
-    monkeypatch.setattr(numa.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(resources.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert utils_numa.check_for_numactl_pkg()
     assert utils_numa.get_numactl_cmd("0-3,8,9", 2, 1) == (3, ["numactl", "-C", "3,8-9"])
     count, command = utils_numa.get_numactl_cmd(None, 1, 0)
     assert utils_numa.parse_range_list(command[2]) == sorted(available_cores())
     assert count == len(available_cores())
-    monkeypatch.setattr(numa.shutil, "which", lambda name: None)
+    monkeypatch.setattr(resources.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="found no command numactl"):
         utils_numa.get_numactl_cmd(None, 1, 0)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 from deepspeed.errors import PluginError
-from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl, probing
+from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, admission, hookimpl
 
 
 class Entry:
@@ -303,12 +303,14 @@ def test_a_module_whose_import_hangs_is_given_up_once(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "released_of_test", threading.Event(), raising=False)
     (tmp_path / "hangs_of_test.py").write_text("import sys\nsys.released_of_test.wait()\n")
-    (tmp_path / "good_of_test.py").write_text("from deepspeed.plugins import probing\nasked = probing.inside_probe()\n")
-    assert probing.import_with_limit("good_of_test").asked is False
+    (tmp_path / "good_of_test.py").write_text(
+        "from deepspeed.plugins import admission\nasked = admission.inside_probe()\n"
+    )
+    assert admission.import_with_limit("good_of_test").asked is False
     monkeypatch.setenv("DS_IMPORT_TIMEOUT", "0.05")
     for _ in range(2):
         with pytest.raises(TimeoutError, match=r"no answer within 0.05 s \(DS_IMPORT_TIMEOUT=<seconds> waits longer\)"):
-            probing.import_with_limit("hangs_of_test")
+            admission.import_with_limit("hangs_of_test")
     sys.released_of_test.set()
 
 

@@ -18,14 +18,13 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops import registry
 from deepspeed.zero.offload import swap_file
 from deepspeed.zero.offload.buffers import HostMemory
-from deepspeed.zero.offload.swap_file import ALIGNMENT, SwapFile, SwapQueue
-from deepspeed.zero.offload.swap_folder import SwapFolder, sweep
+from deepspeed.zero.offload.swap_file import ALIGNMENT, SwapFile, SwapFolder, SwapQueue, sweep
 
 needs_aio = pytest.mark.skipif(registry.resolve("async_io").builder is None, reason="no extension serves async_io here")
 
 OWNER = """
 import sys
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFolder
 folder = SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 (folder.path / "data").write_bytes(b"x")
 print(folder.path, flush=True)
@@ -35,7 +34,7 @@ sys.stdin.read()
 
 WITH_WORKER = """
 import os, sys
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFolder
 folder = SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 if os.fork() == 0:
     print(folder.path, flush=True)
@@ -44,7 +43,7 @@ sys.stdin.read()
 
 CUT_OFF = """
 import os, signal, sys
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFolder
 open_file = os.open
 def stop(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +56,7 @@ SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 
 PAUSED = """
 import os, sys
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFolder
 rename = os.rename
 def pause(*names):
     print("is making it", flush=True)

@@ -10,8 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.training import AioConfig
 from deepspeed.ops import registry
 from deepspeed.zero.offload.buffers import HostMemory
-from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFile, SwapFolder, SwapQueue
 from deepspeed.zero.offload.swap_slots import LEGAL_MOVES, SlotState, SwappedGroup, SwapSlot, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.unit import SubGroup

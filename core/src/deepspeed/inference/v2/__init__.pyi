@@ -3,10 +3,10 @@ from deepspeed.config.inference import DSStateManagerConfig as DSStateManagerCon
 from deepspeed.config.inference import MemoryConfig as MemoryConfig
 from deepspeed.config.inference import RaggedInferenceEngineConfig as RaggedInferenceEngineConfig
 from deepspeed.inference.v2.engine_v2 import InferenceEngineV2 as InferenceEngineV2
-from deepspeed.inference.v2.engine_v2 import SchedulingError as SchedulingError
-from deepspeed.inference.v2.engine_v2 import SchedulingResult as SchedulingResult
 from deepspeed.inference.v2.engine_v2 import build_engine_from_ds_checkpoint as build_engine_from_ds_checkpoint
 from deepspeed.inference.v2.engine_v2 import build_hf_engine as build_hf_engine
+from deepspeed.inference.v2.paged_cache import SchedulingError as SchedulingError
+from deepspeed.inference.v2.paged_cache import SchedulingResult as SchedulingResult
 from deepspeed.inference.v2.scheduler import NewToken as NewToken
 from deepspeed.inference.v2.scheduler import RequestError as RequestError
 from deepspeed.inference.v2.scheduler import Sampling as Sampling

@@ -11,7 +11,6 @@ A call that fails leaves the sequences as they were. Ranks that share a model ma
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from inspect import signature
 from typing import Any
 
@@ -25,13 +24,22 @@ from deepspeed.config import read_config
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
-from deepspeed.errors import ConfigError, StateError, counted, first_line, whole_number
+from deepspeed.errors import ConfigError, counted, first_line, whole_number
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generate import cache_argument
 from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.quantized import dtype_of
-from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch
+from deepspeed.inference.v2.paged_cache import (
+    CachedSequence,
+    LayerShape,
+    PagedCache,
+    RaggedBatch,
+    SchedulingError,
+    SchedulingResult,
+    as_pairs,
+    check_distinct,
+)
 from deepspeed.zero.construct import OnDevice
 
 # quantization_mode -> keys of init_inference
@@ -43,27 +51,6 @@ _PACKED: dict[str, dict[str, Any]] = {
     "wf6af16": {"dtype": "fp6"},
 }
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence of a forward
-
-
-class SchedulingResult(Enum):
-    """Whether a forward can be computed, or which limit forbids it."""
-
-    Success = 0
-    EngineSequenceLimitExceeded = 1
-    BatchSequenceLimitExceeded = 2
-    BatchTokenLimitExceeded = 3
-    KVCacheLimitExceeded = 4
-    SequenceTokenLimitExceeded = 5
-
-
-class SchedulingError(StateError):
-    """A forward is over a limit of the engine, whose sequences are as they were. `result` says which."""
-
-    result: SchedulingResult
-
-    def __init__(self, result: SchedulingResult, text: str = "") -> None:
-        self.result = result
-        super().__init__(text or f"put: {result.name}")
 
 
 class InferenceEngineV2:
@@ -181,7 +168,7 @@ class InferenceEngineV2:
 
     def num_tokens(self, uid: int) -> int:
         """Tokens of a sequence that are in the cache; 0: it is not tracked."""
-        return self._tracked(_whole("num_tokens: uid", uid)).num_tokens
+        return self._tracked(whole_number("num_tokens: uid", uid, least=None)).num_tokens
 
     # ----- one forward -----------------------------------------------------------------------------------------------
 
@@ -201,9 +188,9 @@ class InferenceEngineV2:
             ConfigError: uids that are no integers, or tokens that are not of the vocabulary.
             SchedulingError: a limit of the engine is exceeded.
         """
-        uids = [_whole("put: uid", uid) for uid in batch_uids]
-        _check_distinct(uids)
-        new_tokens = [self._as_tokens(uid, given) for uid, given in _pairs(uids, list(batch_tokens))]
+        uids = [whole_number("put: uid", uid, least=None) for uid in batch_uids]
+        check_distinct(uids)
+        new_tokens = [self._as_tokens(uid, given) for uid, given in as_pairs(uids, list(batch_tokens))]
         if do_checks:
             self._check_values(uids, new_tokens)
         result, text = self._fits(uids, [len(each) for each in new_tokens])
@@ -272,10 +259,10 @@ class InferenceEngineV2:
         Raises:
             ConfigError: uids or lengths that are no integers.
         """
-        known = [_whole("can_schedule: uid", uid) for uid in uids]
+        known = [whole_number("can_schedule: uid", uid, least=None) for uid in uids]
         counts = [
             whole_number(f"can_schedule: the new tokens of uid {uid}", length, least=0)
-            for uid, length in _pairs(known, list(lengths))
+            for uid, length in as_pairs(known, list(lengths))
         ]
         return self._fits(known, counts)[0]
 
@@ -318,7 +305,7 @@ class InferenceEngineV2:
 
         Return (0, 0) if it can take none, also for a uid that is not tracked where no further sequence can be.
         """
-        uid = _whole("query: uid", uid)
+        uid = whole_number("query: uid", uid, least=None)
         if uid not in self._sequences and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
             return 0, 0
         sequence, cache = self._tracked(uid), self._cache
@@ -328,7 +315,7 @@ class InferenceEngineV2:
 
     def get_remaining_block_capacity(self, uid: int) -> int:
         """Tokens that the sequence can take without a block more; 0 where it is not tracked."""
-        sequence = self._tracked(_whole("get_remaining_block_capacity: uid", uid))
+        sequence = self._tracked(whole_number("get_remaining_block_capacity: uid", uid, least=None))
         return len(sequence.blocks) * self._cache.block_size - sequence.num_tokens
 
     def flush(self, uid: int) -> None:
@@ -337,7 +324,7 @@ class InferenceEngineV2:
         Raises:
             ConfigError: it is not tracked, which it is from its first `put` to its `flush`.
         """
-        sequence = self._sequences.pop(_whole("flush: uid", uid), None)
+        sequence = self._sequences.pop(whole_number("flush: uid", uid, least=None), None)
         if sequence is None:
             tracked = ", ".join(map(str, list(self._sequences)[:8])) or "none"
             raise ConfigError(
@@ -505,25 +492,6 @@ def _fused_blocks(model: Any) -> list[FusedBlock]:
                 "generate"
             )
     return sorted(blocks, key=lambda block: block.layer_index)
-
-
-def _whole(asked: str, uid: Any) -> int:
-    return whole_number(asked, uid, least=None)
-
-
-def _check_distinct(uids: Sequence[int]) -> None:
-    if len(set(uids)) < len(uids):
-        again = next(uid for index, uid in enumerate(uids) if uid in uids[:index])
-        raise ConfigError(f"put: found uid {again} twice; give all new tokens of a sequence together")
-
-
-def _pairs(uids: Sequence[int], others: Sequence[Any]) -> list[tuple[int, Any]]:
-    if len(uids) != len(others) or not uids:
-        raise ConfigError(
-            f"InferenceEngineV2: found {counted(len(uids), 'uid')} and {counted(len(others), 'list')} of tokens or "
-            "lengths; give one for each uid, and one uid at least"
-        )
-    return list(zip(uids, others, strict=True))
 
 
 complete(__name__)

@@ -8,13 +8,36 @@ Shape legend: T new tokens of the forward, H query heads, G key-value heads, D h
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.errors import StateError
+from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.ops.transformer import decode_attention
+
+
+class SchedulingResult(Enum):
+    """Whether a forward can be computed, or which limit forbids it."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5
+
+
+class SchedulingError(StateError):
+    """A forward is over a limit of the engine, whose sequences are as they were. `result` says which."""
+
+    result: SchedulingResult
+
+    def __init__(self, result: SchedulingResult, text: str = "") -> None:
+        self.result = result
+        super().__init__(text or f"put: {result.name}")
 
 
 @dataclass
@@ -211,3 +234,20 @@ class PagedCache:
             "model was put into training mode, or one of the layer's parts was replaced or got hooks (adapters do "
             "that); call model.eval(), and merge adapters before the engine is built"
         )
+
+
+def check_distinct(uids: Items[int]) -> None:
+    """Refuse a call that names a sequence twice."""
+    if len(set(uids)) < len(uids):
+        again = next(uid for index, uid in enumerate(uids) if uid in uids[:index])
+        raise ConfigError(f"put: found uid {again} twice; give all new tokens of a sequence together")
+
+
+def as_pairs(uids: Items[int], others: Items[Any]) -> list[tuple[int, Any]]:
+    """Each uid with what the call gives for it."""
+    if len(uids) != len(others) or not uids:
+        raise ConfigError(
+            f"InferenceEngineV2: found {counted(len(uids), 'uid')} and {counted(len(others), 'list')} of tokens or "
+            "lengths; give one for each uid, and one uid at least"
+        )
+    return list(zip(uids, others, strict=True))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain
-from deepspeed.plugins import probing
+from deepspeed.plugins import admission
 
 TIMEOUT_VARIABLE = "DS_COMPILE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 1800.0
@@ -93,7 +93,7 @@ def timeout_s() -> float:
     Raises:
         ConfigError: the variable holds no positive number.
     """
-    return probing.timeout_s(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, ConfigError)
+    return admission.timeout_s(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, ConfigError)
 
 
 def run_commands(op: str, folder: Path, commands: list[list[str]]) -> None:

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger, report
-from deepspeed.ops.op_builder.cache import Cache, Manifest, is_full
+from deepspeed.ops.op_builder.cache import Cache, Manifest, is_full, locked
 from deepspeed.ops.op_builder.compiling import TIMEOUT_VARIABLE, BuildError, compile_spec, no_space, timeout_s
-from deepspeed.ops.op_builder.lock import locked
 from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain
 

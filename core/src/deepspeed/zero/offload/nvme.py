@@ -12,7 +12,7 @@ optimizer's groups and state, and are empty. `fetch` points those of one sub-gro
 gradients go straight there, and the file gets their values when another sub-group needs the slot (`swap_slots.py`).
 States that are not one number per element (`step`, factored moments) stay in memory.
 
-The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_folder.py`).
+The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_file.py`).
 ZeRO-Infinity: arXiv 2104.07857, sections 5.1.1 and 5.2.2.
 
 Legend: S numel of this rank's shard of a unit.
@@ -38,8 +38,7 @@ from deepspeed.ops.aio import preflight
 from deepspeed.optim.saved_state import num_states
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory, Mark
 from deepspeed.zero.offload.host import HostPlacement, stretched
-from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import SwapFile, SwapFolder, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_slots import SwappedGroup, SwappedUnit, SwapPlace, SwapSlots
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 

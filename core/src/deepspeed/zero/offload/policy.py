@@ -33,8 +33,7 @@ from deepspeed.log import log_dist, warn_once
 from deepspeed.zero.offload.buffers import CopyLane, HostMemory, Mark
 from deepspeed.zero.offload.host import HostPlacement, HostShards, UpdateOnDevice
 from deepspeed.zero.offload.nvme import NvmePlacement
-from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
-from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapFolder, SwapQueue, SwapWork
 from deepspeed.zero.placement import OffloadedShard, Placement, ShardHome
 
 

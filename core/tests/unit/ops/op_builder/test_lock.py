@@ -5,7 +5,7 @@ import fcntl
 import os
 
 import pytest
-from deepspeed.ops.op_builder.lock import locked
+from deepspeed.ops.op_builder.cache import locked
 
 
 class Stop(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.ops.op_builder import jit
-from deepspeed.ops.op_builder.lock import has_owner, owner_has_ended, owner_mark, started_at
+from deepspeed.ops.op_builder.cache import has_owner, owner_has_ended, owner_mark, started_at
 
 # flock that says yes to everybody, as with NFS's local_lock between two machines
 NO_LOCKS = "import fcntl\nfcntl.flock = lambda *_: None\nprint(ask())"
