@@ -333,8 +333,15 @@ def again(engine, x, **how):
     return torch.utils.checkpoint.checkpoint(lambda x, scale: engine(x) * scale[0], x, scale, **how)
 
 
+def past_compiled(engine, x):
+    if engine.global_steps == 0 and engine.is_first:
+        engine.compile(backend="eager")
+    return engine.module(x)
+
+
 FORWARDS = {
     "past the engine": (lambda engine, x: engine.module(x)),
+    "past the engine that is compiled": past_compiled,
     "with a hook that draws": noisy,
     "with another one without gradients": twin,
     "with dropout in a part": partly_training,
@@ -372,6 +379,7 @@ def test_every_way_to_call_the_model_has_the_same_random_numbers():
     alone, both = run_ranks(1, forwards, 0)[0], run_ranks(2, forwards, 2)[0]
     for name in FORWARDS:
         assert both[name] == alone[name], name
+    assert alone["past the engine that is compiled"] == alone["past the engine"]
     assert alone["computed again"] == alone["past the engine"]  # and its gradients are those of the same numbers
 
 
@@ -582,6 +590,9 @@ def misuse(name):
             by_boundary(engine, [loss, engine(batches()[0][1])])
         elif name == "again and again":
             by_engine(engine, [again(engine, batches()[0][1], use_reentrant=False)])
+        elif name == "a part":
+            engine.module.blocks[1].norm(torch.ones(2, WIDTH))  # which draws nothing
+            by_engine(engine, [engine.module.blocks[1](torch.ones(2, WIDTH)).sum()])
         elif name == "late":
             by_engine(engine, [loss])
             safe_get_full_grad(engine.module.embedding.weight)
@@ -603,6 +614,7 @@ def misuse(name):
         ("no_sync", "no_sync: deterministic.enabled is true"),
         ("read", "found a backward after the sums of its step were read"),
         ("late", "found a gradient that came after its bucket was sent"),
+        ("a part", "found a forward of blocks.1, a Block, that the script calls past the model's"),
     ],
 )
 def test_a_micro_batch_that_is_no_summand_is_refused(name, expected):
@@ -611,11 +623,11 @@ def test_a_micro_batch_that_is_no_summand_is_refused(name, expected):
 
 
 def written():
-    """What a model says whose forward changes a buffer, and one that changes a cache."""
-    found = []
-    for persistent in (True, False):
+    """What a model says whose forward changes a buffer, from its first forward on and later, and one with a cache."""
+    found = {}
+    for persistent, begins_at in ((True, 0), (True, 2), (False, 0)):
         engine = deepspeed.initialize(
-            model=Counting(persistent),
+            model=Counting(persistent, begins_at),
             config={
                 "train_batch_size": 4 * dist.get_world_size(),
                 "optimizer": {"type": "AdamW"},
@@ -623,26 +635,34 @@ def written():
             },
         )[0]
         try:
-            by_engine(engine, [engine(torch.ones(4, 3)).mean()])
+            for _ in range(6):
+                by_engine(engine, [engine(torch.ones(4, 3)).mean()])
         except ConfigError as error:
-            found.append(str(error))
+            found[persistent, begins_at] = engine.module.num_forwards, str(error)
         engine.destroy()
     return found
 
 
 class Counting(torch.nn.Linear):
-    def __init__(self, persistent):
+    def __init__(self, persistent, begins_at):
         super().__init__(3, 3)
         self.register_buffer("seen", torch.full((), torch.nan), persistent=persistent)
+        self.num_forwards, self.begins_at = 0, begins_at
 
     def forward(self, x):
-        self.seen.data.nan_to_num_().add_(1)
+        self.num_forwards += 1
+        if self.num_forwards == 1 and self.begins_at == 0:
+            self.seen.data.nan_to_num_().add_(1)  # of which torch keeps no count
+        elif self.num_forwards > self.begins_at:
+            self.seen.nan_to_num_().add_(1)
         return super().forward(x)
 
 
 def test_a_buffer_that_follows_the_micro_batches_of_a_rank_is_refused():
-    (message,) = run_ranks(2, written)[0]
-    assert "found the buffer seen of a Counting, which a forward has written" in message
+    found = run_ranks(2, written)[0]
+    assert [(key, at) for key, (at, _) in found.items()] == [((True, 0), 1), ((True, 2), 4)]
+    for _, message in found.values():
+        assert "found the buffer seen of a Counting, which a forward has written" in message
 
 
 def modes(before, warns):

@@ -58,7 +58,8 @@ class OneOrder:
         seed: the same on all ranks.
         world_size: ranks of data parallelism.
         rank: among them.
-        module: its forwards have these numbers too where a script calls it past the engine.
+        module: its forwards have these numbers too where a script calls it past the engine. One of its parts may not
+            draw where a script calls that past the module.
         progress: of the run.
     """
 
@@ -75,9 +76,14 @@ class OneOrder:
         self._num_since = 0  # forwards since the last of the backwards that are counted
         self._has_drawn = False  # a forward since the last step
         self._is_inside = False  # a forward
-        self._unchecked: list[tuple[str, nn.Module, str]] | None = _kept_buffers(module)  # by the first forward
+        self._kept = _kept_buffers(module)
+        self._may_write = True  # whether the next forward with gradients may write one: the first, or the last has
         self._watched = ExitStack()  # the forward of the module that runs
+        self._past: nn.Module | None = None  # a part whose forward runs past the module's
+        self._states: list[Tensor] = []  # of the generators before that forward
+        self._end_compiled: Callable[[], None] | None = None
         self._hooks = [] if module._compiled_call_impl is not None else self._watch(module)
+        self.watch_compiled(module)
         self._give_back = weakref.finalize(self, DeterministicKernels.take())
         self._give_back.atexit = False
 
@@ -93,15 +99,58 @@ class OneOrder:
             if (owner := itself()) is not None:
                 owner._watched.close()
 
-        return [
+        def enter_part(part: nn.Module, _: Any) -> None:
+            owner = itself()
+            if owner is None or owner._is_inside or owner._past is not None or not torch.is_grad_enabled():
+                return
+            if not is_in_backward():  # else a checkpoint inside the model, which restores the generators itself
+                owner._past, owner._states = part, _random_states()
+
+        def leave_part(part: nn.Module, *_: Any) -> None:
+            if (owner := itself()) is not None and owner._past is part:
+                owner._past = None
+                if not all(map(torch.equal, owner._states, _random_states())):
+                    path = next(name for name, each in module.named_modules() if each is part)
+                    _refuse_part(path, part)
+
+        hooks = [
             module.register_forward_pre_hook(enter, prepend=True),
             module.register_forward_hook(leave, always_call=True),
         ]
+        for part in module.modules():
+            if part is not module:
+                hooks.append(part.register_forward_pre_hook(enter_part, prepend=True))
+                hooks.append(part.register_forward_hook(leave_part, always_call=True))
+        return hooks
+
+    def watch_compiled(self, module: nn.Module) -> None:
+        """Give forwards of a module that is compiled in place these numbers where a script calls it past the engine.
+        Hooks would be compiled too."""
+        compiled, itself = module._compiled_call_impl, weakref.ref(self)
+        if compiled is None:
+            return
+
+        def call(*inputs: Any, **kwargs: Any) -> Any:
+            owner = itself()
+            if owner is None or owner._is_inside or not (module.training or torch.is_grad_enabled()):
+                return compiled(*inputs, **kwargs)
+            with OneOrder.of_forward(owner, owner._progress.global_steps):
+                return compiled(*inputs, **kwargs)
+
+        def end() -> None:
+            if module._compiled_call_impl is call:
+                module._compiled_call_impl = compiled
+
+        module._compiled_call_impl = call
+        self._end_compiled = end
 
     def stop_watching(self) -> None:
-        """Only forwards through the engine have these numbers from now on: the module is about to be compiled."""
+        """Leave the module without hooks: it is about to be compiled, or the engine ends."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._end_compiled is not None:
+            self._end_compiled()
+            self._end_compiled = None
 
     def close(self) -> None:
         """The engine ends."""
@@ -135,7 +184,8 @@ class OneOrder:
         """Enclose one forward that trains, after so many steps."""
         is_again = is_in_backward()  # a checkpoint around the engine
         name = self._same_name() if is_again else self._next_name(step)
-        before = self._buffers() if not is_again and torch.is_grad_enabled() else []
+        checks = not is_again and torch.is_grad_enabled()
+        before, marks = (self._buffers(), self._marks()) if checks else ([], [])
         self._is_inside = True
         try:
             with self._drawing(name):
@@ -144,6 +194,9 @@ class OneOrder:
             self._is_inside = False
         for path, former, part, key in before:
             _refuse_written(path, former, part, key)
+        if checks:
+            pairs = zip(marks, self._marks(), strict=True)
+            self._may_write = any(one is not other or was != now for (one, was), (other, now) in pairs)
 
     def of_backward(self, step: int) -> AbstractContextManager[None]:
         """Enclose one backward, after so many steps; call it before `saw_reduction`. What draws there is a hook of the
@@ -194,10 +247,16 @@ class OneOrder:
                 accelerator.set_rng_state(device)
 
     def _buffers(self) -> list[tuple[str, Tensor, nn.Module, str]]:
-        """The buffers as they are, if this is the first forward with gradients."""
-        listed, self._unchecked = self._unchecked or [], None
+        """The buffers as they are, if the forward may write one."""
+        listed = self._kept if self._may_write else []
         found = [(path, part._buffers.get(key), part, key) for path, part, key in listed]
         return [(path, buffer.clone(), part, key) for path, buffer, part, key in found if buffer is not None]
+
+    def _marks(self) -> list[tuple[Tensor | None, int]]:
+        """Return each buffer, and torch's count of the operations that have written it. They find a forward that begins
+        to write later; values are compared from the next one on."""
+        buffers = [part._buffers.get(key) for _, part, key in self._kept]
+        return [(each, 0 if each is None or each.is_inference() else each._version) for each in buffers]
 
 
 class DeterministicKernels:
@@ -232,6 +291,20 @@ def _too_many(found: int) -> StateError:
         f"deterministic.enabled: found {found} backwards in one micro-batch, which have no place in one order of "
         "sums over micro-batches; call backward after each forward and step after it, add the losses up and call "
         "backward once, or enclose the backwards in engine.coalesce_grad_reduction()"
+    )
+
+
+def _random_states() -> list[Tensor]:
+    accelerator = get_accelerator()
+    on_host = accelerator.device_name() == "cpu"
+    return [torch.get_rng_state(), *([] if on_host else [accelerator.get_rng_state()])]
+
+
+def _refuse_part(path: str, part: nn.Module) -> NoReturn:
+    refuse_undetermined(
+        f"a forward of {path}, a {type(part).__name__}, that the script calls past the model's",
+        "which has drawn random numbers that follow no micro-batch",
+        "call it in the model's forward, and that by the engine",
     )
 
 

@@ -397,6 +397,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if self._training.order is not None:
             self._training.order.stop_watching()
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
+        if self._training.order is not None:
+            self._training.order.watch_compiled(self.module)
         self._is_compiled = True
 
     @property
