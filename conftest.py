@@ -6,6 +6,7 @@ import random
 import select
 import shlex
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -34,19 +35,20 @@ def same_random_numbers() -> None:
 @pytest.fixture(scope="session")
 def warm_python(request, tmp_path_factory):
     """`warm_python(*modules)`: a folder with `python`, `deepspeed` and the commands `ds_...` whose processes are forks
-    of one that has imported torch, our engine and these modules (`core/tests/warm_python.py`).
+    of one that has imported torch, our engine and these modules (`core/tests/warm_python.py`); with `is_bare` torch
+    alone, for other copies of us.
 
     It begins `PATH` of tests that run commands. With the sweeps (`-m ''`), and where torch does not survive a fork, the
     folder is that of this Python, and every process a fresh interpreter.
     """
-    folders, ends = {}, []
+    folders, ends, bare = {}, [], []
     executable = sys.executable  # tests may set another
 
-    def start(*modules):
+    def start(*modules, is_bare=False):
         if request.config.option.markexpr == "" or not hasattr(os, "pidfd_open"):
             return Path(executable).parent
-        if modules in folders:
-            return folders[modules]
+        if (modules, is_bare) in folders:
+            return folders[modules, is_bare]
         folder, name = tmp_path_factory.mktemp("warm_python"), uuid.uuid4().hex
         for command in ("python", *COMMANDS):
             script = "" if command == "python" else str(Path(executable).parent / command)
@@ -58,15 +60,23 @@ def warm_python(request, tmp_path_factory):
         ends.append(ours)
         command = [str(WARM_PYTHON), "server", name, str(folder / "python"), *modules]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DS_COMM_")}
-        forked.start(0, command, environment, stdin, stdout, errors=sys.__stderr__.fileno())
+        if is_bare:
+            command = [executable, *command, "torch"]
+            bare.append(
+                subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdin=stdin, stdout=stdout)
+            )
+        else:
+            forked.start(0, command, environment, stdin, stdout, errors=sys.__stderr__.fileno())
         os.close(stdin)
         os.close(stdout)
         assert select.select([answer], [], [], START_LIMIT_S)[0]
         assert os.read(answer, 1) == b"!", f"{WARM_PYTHON} has ended"
         os.close(answer)
-        folders[modules] = folder
+        folders[modules, is_bare] = folder
         return folder
 
     yield start
     for each in ends:
         os.close(each)
+    for each in bare:
+        each.wait(START_LIMIT_S)

@@ -20,7 +20,8 @@ OUTSIDER = Path(__file__).parents[2] / "vendor" / "ds_outsider"
 class Site:
     """A site-packages of the test, first on the path, with a home and a folder for built ops beside it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, python):
+        self.python = python
         self.folder, self.ops, self.home = folder / "site-packages", folder / "built", folder / "home"
         self.folder.mkdir()
         self.ops.mkdir(mode=0o700)
@@ -66,7 +67,7 @@ class Site:
             **environment,
         }
         done = subprocess.run(
-            [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
+            [self.python, "-c", PREAMBLE + textwrap.dedent(code)],
             env=variables, cwd=self.home, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -82,10 +83,16 @@ assert "site-packages" in deepspeed.__file__ and "/home" not in deepspeed.__file
 """
 
 
+@pytest.fixture(scope="session")
+def python(warm_python):
+    """A `python` whose processes are forks of one that has imported torch, and nothing of ours."""
+    return str(warm_python(is_bare=True) / "python")
+
+
 @pytest.fixture(scope="package")
-def site(tmp_path_factory):
+def site(tmp_path_factory, python):
     """Two vendors with the same sources but for their names, installed read-only."""
-    site = Site(tmp_path_factory.mktemp("vendors"))
+    site = Site(tmp_path_factory.mktemp("vendors"), python)
     site.install("ds_outsider", "outsider")
     site.install("ds_stranger", "stranger")
     site.close()

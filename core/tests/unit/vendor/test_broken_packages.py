@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from deepspeed.plugins.hookspecs import PLUGIN_API
 from deepspeed.testing.tiers import swept
 
 GOOD = """
@@ -22,7 +23,10 @@ def ds_accelerator():
 HANGS = "    import threading; threading.Event().wait(60)\n    return"
 BROKEN = {
     "importless": (lambda text: "import a_library_that_is_missing", "No module named 'a_library_that_is_missing'"),
-    "future": (lambda text: text.replace(">=1,<2", ">=2"), "made for plugin API '>=2', and this ds-core speaks 1.2"),
+    "future": (
+        lambda text: text.replace(">=1,<2", ">=2"),
+        f"made for plugin API '>=2', and this ds-core speaks {PLUGIN_API}",
+    ),
     "past": (lambda text: text.replace(">=1,<2", "<1"), "the plugin is too old"),
     "raises": (lambda text: text.replace("    return Offer", "    1 / 0; return Offer"), "ZeroDivisionError"),
     "hangs": (lambda text: text.replace("    return", HANGS, 1), "no answer within 0.3 s"),
@@ -51,7 +55,7 @@ print(json.dumps({"chosen": chosen, "code": code, "report": json.loads(text), "p
 
 
 @pytest.fixture
-def site(tmp_path):
+def site(tmp_path, python):
     """`install(name, source)` as pip does; `run(**environment)` the program, in a process that sees the packages."""
 
     class Site:
@@ -67,7 +71,7 @@ def site(tmp_path):
             variables = {name: value for name, value in os.environ.items() if name not in left_out}
             path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
             done = subprocess.run(
-                [sys.executable, "-c", PROGRAM],
+                [python, "-c", PROGRAM],
                 env={**variables, "PYTHONPATH": path, "DS_PROBE_TIMEOUT": "0.3", **environment},
                 capture_output=True, text=True, check=False, timeout=120,
             )  # fmt: skip

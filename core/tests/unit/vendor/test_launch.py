@@ -46,7 +46,7 @@ with open(f"{os.environ['RANK']}.json", "w") as file:
 
 
 @pytest.fixture
-def command(tmp_path):
+def command(tmp_path, python):
     """Runs a module of deepspeed as its command, with the vendors installed."""
     for name, count, priority in (("gang", 3, 100), ("band", 2, 200)):
         (tmp_path / f"vendor_{name}.py").write_text(VENDOR.format(name=name, count=count, priority=priority))
@@ -60,7 +60,7 @@ def command(tmp_path):
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
         return subprocess.run(
-            [sys.executable, "-m", module, *flags],
+            [python, "-m", module, *flags],
             cwd=tmp_path, env={**environment, **variables}, capture_output=True, text=True, check=False,
         )  # fmt: skip
 
