@@ -101,7 +101,7 @@ def test_one_rank_has_nobody_to_exchange_with():
 
 
 @pytest.fixture
-def run_module(fork_module, monkeypatch):
+def run_module(warm, fork_module, monkeypatch):
     """`python -m`, which no launcher has started."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

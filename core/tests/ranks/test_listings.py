@@ -20,16 +20,16 @@ from deepspeed.testing.tiers import swept
 
 LISTINGS = Path(__file__).with_name("listings")
 ROOT = Path(__file__).parents[3]
-DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 LAUNCHES = {
-    "python": ([sys.executable], 1),
-    "deepspeed": ([DEEPSPEED, "--num_accelerators", "2"], 2),
-    "deepspeed --num_gpus": ([DEEPSPEED, "--num_gpus", "2"], 2),
+    "python": (["python"], 1),
+    "deepspeed": (["deepspeed", "--num_accelerators", "2"], 2),
+    "deepspeed --num_gpus": (["deepspeed", "--num_gpus", "2"], 2),
 }
 
 
 def run(command: list[str], folder: Path) -> str:
     """Standard output of a job; its errors are shown if it fails."""
+    command = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
     launcher_names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {k: v for k, v in os.environ.items() if k not in launcher_names} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -40,7 +40,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("launch", swept(LAUNCHES, lambda launch: launch == "deepspeed"))
-def test_the_tutorials_script_runs_as_it_stands(launch: str, tmp_path: Path) -> None:
+def test_the_tutorials_script_runs_as_it_stands(warm, launch: str, tmp_path: Path) -> None:
     listing = (LISTINGS / "diy_model.txt").read_text()
     (tmp_path / "train.py").write_text(listing.replace("return 1000", "return 64"))
     command, num_ranks = LAUNCHES[launch]
@@ -54,7 +54,7 @@ def test_the_tutorials_script_runs_as_it_stands(launch: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("launch", swept(LAUNCHES, lambda launch: launch == "python"))
-def test_the_three_line_loop_takes_its_config_from_the_command_line(launch: str, tmp_path: Path) -> None:
+def test_the_three_line_loop_takes_its_config_from_the_command_line(warm, launch: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text((LISTINGS / "getting_started.txt").read_text())
     (tmp_path / "ds_config.json").write_text((LISTINGS / "getting_started.json").read_text())
     command, num_ranks = LAUNCHES[launch]
@@ -89,7 +89,7 @@ VERIFIED = {
 
 
 @pytest.mark.parametrize("name", swept(VERIFIED, lambda name: name == "diy_model"))
-def test_ds_verify_finds_a_listing_equal_to_plain_torch(name, tmp_path, monkeypatch, capfd):
+def test_ds_verify_finds_a_listing_equal_to_plain_torch(warm, name, tmp_path, monkeypatch, capfd):
     read, words = VERIFIED[name]
     for beside in (*(ROOT / "examples").glob("*.py"), ROOT / "examples/ds_config.json"):
         (tmp_path / beside.name).write_text(beside.read_text())
