@@ -363,7 +363,7 @@ def test_the_same_announcement_twice_is_one():
 
 
 @pytest.mark.parametrize(
-    "stated", [">=1,<2", "==1.2", ">=0.9", "<=1.2", " > 0.9 , < 1.3 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
+    "stated", [">=1,<2", "==1.3", ">=0.9", "<=1.3", " > 0.9 , < 1.4 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
 )
 def test_api_range_that_fits(stated):
     manager = make_manager(Entry("a", make_plugin("a", DS_PLUGIN_API=stated)))
@@ -383,11 +383,11 @@ sys.exit("packaging.specifiers" in sys.modules)
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.2 .*'>=1,<=1.2'.*--upgrade"),
-        (">=1.3,<2", r"'>=1.3,<2', and this ds-core speaks 1.2 .*this ds-core is too old"),
-        ("<1", r"'<1', and this ds-core speaks 1.2 .*'>=1,<=1.2'.*the plugin is too old: upgrade its package"),
+        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.3 .*'>=1,<=1.3'.*--upgrade"),
+        (">=1.4,<2", r"'>=1.4,<2', and this ds-core speaks 1.3 .*this ds-core is too old"),
+        ("<1", r"'<1', and this ds-core speaks 1.3 .*'>=1,<=1.3'.*the plugin is too old: upgrade its package"),
         ("~=0.3", "the plugin is too old"),
-        (">=0.5,!=1.2,<2", "install versions of the two that fit"),
+        (">=0.5,!=1.3,<2", "install versions of the two that fit"),
         ("===first", "install versions of the two that fit"),
         ("one", "states DS_PLUGIN_API = 'one'; a version range"),
         (1, "states DS_PLUGIN_API = 1; a version range"),
