@@ -1,6 +1,7 @@
 """Times and memory by phase of a step, and the tables that `wall_clock_breakdown` and `memory_breakdown` print.
 
-`see_memory_usage` prints one line about memory where a training script asks for it.
+`see_memory_usage` prints one line about memory where a training script asks for it. `flops_to_string` and its kin write
+numbers with units, as the tables have them.
 """
 
 import io
@@ -40,6 +41,9 @@ _MEMORY_PHASES = ("forward", "backward", "step")
 _names: tuple[Callable[[str], AbstractContextManager[Any]], Callable[[], None] | None] | None = None
 _MIB = 2**20
 _GIB = 2**30
+_SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+_OF_PARAMS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+_PRECISION = 2
 
 
 @dataclass
@@ -244,3 +248,56 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
         ranks,
     )
     accelerator.reset_peak_memory_stats()
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return a number with the prefix of its size: `"12.35 K"`.
+
+    Args:
+        num: any number.
+        units: the prefix, one of T, G, M, K, the empty string, m, u; None: the largest that `num` reaches.
+        precision: digits after the point.
+
+    Raises:
+        ValueError: `units` is another prefix.
+    """
+    return _with_prefix(num, units, precision, _SCALES)
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return a number of parameters: `"2.35 B"`. `units` as in `number_to_string`, with B for 10^9."""
+    return _with_prefix(params_num, units and units.replace("G", "B"), precision, _OF_PARAMS).rstrip()
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return multiply-accumulates: `"3.14 GMACs"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return operations per second: `"81.9 TFLOPS"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return bytes in powers of 1000: `"1.5 MB"`. Arguments as in `number_to_string`."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = _PRECISION) -> str:
+    """Return seconds: `"76.67 ms"`. Arguments as in `number_to_string`; the unit itself (`"ms"`) is taken too."""
+    return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
+
+
+def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[str, float]) -> str:
+    if units is None:
+        # what is smaller than the smallest prefix is shown in it
+        units = next((prefix for prefix, scale in scales.items() if abs(num) >= scale), "u") if num else ""
+    if units not in scales:
+        raise ValueError(f"units: found {units!r}; choose one of {', '.join(map(repr, scales))}")
+    return f"{round(num / scales[units], precision):g} {units}"
+
+
+def rate(flops: float, duration_s: float) -> str:
+    """Operations per second as text; a dash where no time was measured."""
+    return flops_to_string(flops / duration_s) if duration_s > 0 else "-"

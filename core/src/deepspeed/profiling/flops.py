@@ -1,5 +1,4 @@
-"""`FlopsProfiler` counts the operations and measures the time of each module, as documented at
-`deepspeed.profiling.flops_profiler`.
+"""`FlopsProfiler` counts the operations and measures the time of each module (`deepspeed.profiling.flops_profiler`).
 
     profiler = FlopsProfiler(model)
     profiler.start_profile()
@@ -29,7 +28,16 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import StateError
-from deepspeed.profiling.breakdown import text_table
+from deepspeed.profiling.breakdown import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+    rate,
+    text_table,
+)
 from deepspeed.profiling.timer import Stopwatch, create_stopwatch
 
 __all__ = [
@@ -46,58 +54,7 @@ __all__ = [
     "params_to_string",
 ]
 
-_SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
-_OF_PARAMS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
-_PRECISION = 2
 _MODES = ("forward", "generate")
-
-
-def number_to_string(num: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return a number with the prefix of its size: `"12.35 K"`.
-
-    Args:
-        num: any number.
-        units: the prefix, one of T, G, M, K, the empty string, m, u; None: the largest that `num` reaches.
-        precision: digits after the point.
-
-    Raises:
-        ValueError: `units` is another prefix.
-    """
-    return _with_prefix(num, units, precision, _SCALES)
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return a number of parameters: `"2.35 B"`. `units` as in `number_to_string`, with B for 10^9."""
-    return _with_prefix(params_num, units and units.replace("G", "B"), precision, _OF_PARAMS).rstrip()
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return multiply-accumulates: `"3.14 GMACs"`. Arguments as in `number_to_string`."""
-    return f"{number_to_string(macs, units, precision)}MACs"
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return operations per second: `"81.9 TFLOPS"`. Arguments as in `number_to_string`."""
-    return f"{number_to_string(flops, units, precision)}FLOPS"
-
-
-def bytes_to_string(b: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return bytes in powers of 1000: `"1.5 MB"`. Arguments as in `number_to_string`."""
-    return f"{number_to_string(b, units, precision)}B"
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return seconds: `"76.67 ms"`. Arguments as in `number_to_string`; the unit itself (`"ms"`) is taken too."""
-    return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
-
-
-def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[str, float]) -> str:
-    if units is None:
-        # what is smaller than the smallest prefix is shown in it
-        units = next((prefix for prefix, scale in scales.items() if abs(num) >= scale), "u") if num else ""
-    if units not in scales:
-        raise ValueError(f"units: found {units!r}; choose one of {', '.join(map(repr, scales))}")
-    return f"{round(num / scales[units], precision):g} {units}"
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -414,11 +371,6 @@ def write(text: str, output_file: str | None) -> None:
     path = Path(output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n", encoding="utf-8")
-
-
-def rate(flops: float, duration_s: float) -> str:
-    """Operations per second as text; a dash where no time was measured."""
-    return flops_to_string(flops / duration_s) if duration_s > 0 else "-"
 
 
 def _share(part: float, whole: float) -> str:

@@ -11,17 +11,8 @@ import torch
 
 from deepspeed.config.monitor import FlopsProfilerConfig
 from deepspeed.log import log_dist
-from deepspeed.profiling.breakdown import Breakdown
-from deepspeed.profiling.flops import (
-    FlopsProfiler,
-    create_counter,
-    duration_to_string,
-    flops_to_string,
-    get_module_flops,
-    number_to_string,
-    rate,
-    write,
-)
+from deepspeed.profiling.breakdown import Breakdown, duration_to_string, flops_to_string, number_to_string, rate
+from deepspeed.profiling.flops import FlopsProfiler, create_counter, get_module_flops, write
 from deepspeed.profiling.timer import create_stopwatch
 
 #: of the matrices of a product that shows a device's peak; a host takes seconds for larger ones
