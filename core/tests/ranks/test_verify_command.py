@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.cli.verify import DIFFERS, EQUAL, OTHER_DATA, WRONG, main, summary
 from deepspeed.testing.tiers import swept
-from deepspeed.verify.recording import Arithmetic
+from deepspeed.verify.recording import Arithmetic, hooks_of
 from deepspeed.verify.verdict import Bounds, Finding, RunVerdict, read_verdict
 
 SCRIPT = """
@@ -242,6 +243,19 @@ def test_what_of_the_script_both_runs_ran_is_said(script, warm, capfd):
     (engine,) = json.loads(Path("verdict.json").read_text())["run"]["engines"]
     assert engine["hooks"][-1] == "backward of 2"  # those of the last three after `initialize`
     assert "Note: the script's optimizer Descent ran in both runs, and was compared with itself" in said
+
+
+def test_hooks_of_libraries_are_not_the_scripts():
+    def of_library(module, inputs, output):
+        return output
+
+    model = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)), torch.nn.Tanh())
+    of_library.__module__ = "transformers.modeling_utils"
+    model[0].register_forward_hook(partial(of_library))
+    assert hooks_of(model) == []
+    model.register_full_backward_hook(lambda module, inner, outer: None)
+    model[1].register_forward_pre_hook(lambda module, inputs: None)
+    assert hooks_of(model) == ["backward of the model", "forward of 1"]
 
 
 def test_many_hooks_are_counted(tmp_path):

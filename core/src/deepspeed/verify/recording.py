@@ -44,6 +44,8 @@ from deepspeed.parallel.model_part import expert_group_of, expert_sizes, parts_h
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.zero.param_unit import shape_of
 
+#: whose hooks are no script's
+_LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "lightning", "peft", "trl")
 GRADIENT, WEIGHT, RANDOM, DEVICE_RANDOM = "gradient/", "weight/", "random/", "device_random/"
 
 
@@ -187,7 +189,7 @@ class WatchedForwards:
 
 def hooks_of(module: Module) -> list[str]:
     """Name what a script has registered hooks on, in the order of the model: parameters, and modules with which of
-    their passes. Hooks of torch, and of the engine, are none of the script's."""
+    their passes. Hooks of torch, of the engine and of libraries that models are made with, are none of these."""
     found = []
     for name, param in module.named_parameters():
         if any(map(_is_of_script, (param._backward_hooks, param._post_accumulate_grad_hooks))):  # type: ignore[attr-defined]
@@ -202,7 +204,7 @@ def hooks_of(module: Module) -> list[str]:
 
 
 def _is_of_script(hooks: Mapping[int, Callable[..., Any]] | None) -> bool:
-    return any(_origin(hook) not in ("torch", "deepspeed") for hook in (hooks or {}).values())
+    return any(_origin(hook) not in _LIBRARIES for hook in (hooks or {}).values())
 
 
 def _origin(hook: Callable[..., Any]) -> str:
