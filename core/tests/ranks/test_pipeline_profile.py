@@ -6,7 +6,8 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, module
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import layers as pipe_layers
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
 
@@ -38,7 +39,7 @@ class Timed(nn.Linear):
 def cuts_job(seconds, num_stages, interleave, method):
     deepspeed.init_distributed()
     layers = [LayerSpec(Timed, each) for each in seconds]
-    with patch.object(module, "time", Clock):
+    with patch.object(pipe_layers, "time", Clock):
         model = PipelineModule(
             layers,
             num_stages=num_stages,
