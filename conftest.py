@@ -61,7 +61,7 @@ def warm_python(request, tmp_path_factory):
         command = [str(WARM_PYTHON), "server", name, str(folder / "python"), *modules]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DS_COMM_")}
         if is_bare:
-            command = [executable, *command, "torch"]
+            command = [executable, *command, "torch._dynamo"]  # torch imports it for an optimizer
             bare.append(
                 subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdin=stdin, stdout=stdout)
             )
