@@ -81,6 +81,7 @@ class Ranks:
             process.join(timeout=10)
             if process.is_alive():
                 process.terminate()
+                process.join()  # so that its time is counted
         self._cleanup.close()
 
 

@@ -120,7 +120,8 @@ def serve(name, modules):
             os.close(number)
         ended = os.pidfd_open(pid)
         forks[ended], clients[client.fileno()] = (pid, client, request["leads"]), ended
-        client.send(str(pid).encode())
+        with contextlib.suppress(BrokenPipeError):  # killed just now
+            client.send(str(pid).encode())
     for each in forks.values():
         _end(*each)
     return None

@@ -64,7 +64,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "0 and less are errors; DeepSpeed fails in the first step with 0, and prints each step with -1. Write null "
             "to print none.",
         ),
-        ("watch", W, "A section of this project's own: ranks compare weights and times. DeepSpeed ignores it."),
+        (
+            "watch",
+            W,
+            "A section of this project's own: ranks compare weights and times, and count faults of devices.",
+        ),
         (
             "elasticity of version 0.2",
             D,

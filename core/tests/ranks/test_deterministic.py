@@ -1,5 +1,6 @@
 """`deterministic`: losses that are bitwise the same for every number of ranks, stage, placement and accumulation."""
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -9,6 +10,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.activation.rng import get_rng_tracker
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -593,15 +595,29 @@ def misuse(name):
         elif name == "a part":
             engine.module.blocks[1].norm(torch.ones(2, WIDTH))  # which draws nothing
             by_engine(engine, [engine.module.blocks[1](torch.ones(2, WIDTH)).sum()])
+        elif name == "a part with numbers of its own":
+            tracker = get_rng_tracker()
+            tracker.add("own", 7)
+            part = engine.module.blocks[1]
+            part.forward = partial(drawn, tracker)
+            by_engine(engine, [part(torch.ones(2, WIDTH)).sum()])
+        elif name == "a part of a copy":
+            copy.deepcopy(engine.module).blocks[1](torch.ones(2, WIDTH))
         elif name == "late":
             by_engine(engine, [loss])
             safe_get_full_grad(engine.module.embedding.weight)
     except (ConfigError, StateError) as error:
         return str(error)
     finally:
+        get_rng_tracker().reset()
         engine.destroy()
         torch.use_deterministic_algorithms(False)
     return "nothing was refused"
+
+
+def drawn(tracker, x):
+    with tracker.fork("own"):
+        return x * torch.rand(())
 
 
 @pytest.mark.parametrize(
@@ -615,6 +631,8 @@ def misuse(name):
         ("read", "found a backward after the sums of its step were read"),
         ("late", "found a gradient that came after its bucket was sent"),
         ("a part", "found a forward of blocks.1, a Block, that the script calls past the model's"),
+        ("a part with numbers of its own", "found a forward of blocks.1, a Block, that the script calls past"),
+        ("a part of a copy", "nothing was refused"),
     ],
 )
 def test_a_micro_batch_that_is_no_summand_is_refused(name, expected):

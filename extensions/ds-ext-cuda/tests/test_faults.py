@@ -64,5 +64,5 @@ def test_a_driver_that_is_gone_is_an_error(nvml):
 def test_without_the_package_the_error_says_which(monkeypatch):
     faults._nvml.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match="pip install nvidia-ml-py"):
+    with pytest.raises(ImportError, match=r"pip install ds-ext-cuda\[faults\]"):
         faults.count(0)

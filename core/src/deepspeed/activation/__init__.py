@@ -1,5 +1,5 @@
 """Activation checkpointing: blocks whose inputs are kept and whose activations are computed again in the backward.
 
-May import `precision`, `optim`, `parallel` and below. Read `checkpointing.py`, which is
-`deepspeed.checkpointing`, and where inputs are kept, then `rng.py` (named random states).
+May import `precision`, `optim`, `parallel` and below. Read `checkpointing.py` (`deepspeed.checkpointing`, and where
+inputs are kept), then `rng.py` (named random states).
 """

@@ -13,7 +13,7 @@ The room receives plain dicts and gives plain dicts: it knows neither the engine
 needs no torch. Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then
 `layout.py` (names), `store.py` (where bytes go, and how a folder takes the place of its former version), `stores.py`
 (which ones there are), `durable.py` (how a file is written), `background.py` (asynchronous saving), `index.py` (sizes
-and checksums, and their comparison; `tags.py` lists tags with them), `store.py`, `consolidate.py`. What other ranks,
+and checksums, and their comparison; `tags.py` lists tags with them), `consolidate.py`. What other ranks,
 stages and programs saved: `saved_states.py`, `tensors.py`, `reader.py` (`dcp_file.py`), `deepspeed_files.py`; for
 other programs: `convert.py`, `saved_run.py`, `other_formats.py`.
 """

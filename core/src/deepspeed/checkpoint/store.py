@@ -1,5 +1,5 @@
 """`Store`: where a checkpoint's bytes go. What another kind of storage, or another way of writing, implements.
-`FolderStore`: each version of a folder whole or not there. Imports no torch, for the writer process (`writer.py`).
+`FolderStore`: each version of a folder whole or not there. Imports no torch: the writer process needs none.
 
 [Note: how a folder is replaced] The new version is written into a staging folder beside the old one, every file of it
 fsynced, and takes its place by renames. Where a former version of the same tag exists, two renames are needed:
@@ -21,8 +21,7 @@ A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder;
 `put_in_place` makes the last steps of a save, on one rank: every file is there, so the checkpoint takes its place,
 `latest` names it, and old tags are removed (`checkpoint.keep_last`; `ds_ckpt prune` does it by hand).
 
-`zero_to_fp32.py`, which a save puts beside the tags, is one program out of several files of this folder. Imports no
-torch: where saves are asynchronous, the writer process does this.
+`zero_to_fp32.py`, which a save puts beside the tags, is one program out of several files of this folder.
 """
 
 import ast

@@ -272,19 +272,19 @@ def _device(choice: "AcceleratorChoice") -> dict[str, Any]:
 
 
 def _faults(accelerator: Any) -> dict[str, dict[str, int]] | str:
-    """The counts of each device's faults by its name."""
+    """Return the counts of each device's faults by its name, or why there are none."""
     import torch
 
     manager = plugin_manager()
     if not manager.providers("ds_device_faults"):
         return "not counted by any plugin"
-    found = {}
+    found: dict[str, dict[str, int]] = {}
     for number in range(accelerator.device_count()):
         device = torch.device(accelerator.device_name(number))
-        answers, failures = manager.ask_all("ds_device_faults", index=device.index)
-        for error in failures.values():
-            raise error
-        found[str(device)] = {kind: count for answer in answers.values() for kind, count in answer.items()}
+        counts, reasons = manager.device_faults(device.index)
+        if reasons and not counts:
+            return "; ".join(reasons)
+        found[str(device)] = {kind: count for (_, kind), count in counts.items()}
     return found
 
 
@@ -330,14 +330,14 @@ def _show_all(report: dict[str, Any], console: Console, options: argparse.Namesp
     show_machine(report, console)
     show_choice(report, console, verbose)
     if report["device"]:
-        console.print(_table("The chosen device", ("what", "answer"), _told(report["device"]).items()))
+        console.print(_table("The chosen device", ("what", "answer"), _shown_device(report["device"]).items()))
     if not options.hide_operator_status:
         _show_ops(report["ops"], console, remarks=not options.hide_errors_and_warnings)
     show_features(report["features"], console, verbose)
 
 
-def _told(device: dict[str, Any]) -> dict[str, Any]:
-    """The answers for people: of faults those that there were."""
+def _shown_device(device: dict[str, Any]) -> dict[str, Any]:
+    """Return the answers for people: of faults those that there were."""
     faults = device["faults"]
     if not isinstance(faults, dict):
         return device

@@ -329,7 +329,7 @@ def _state(builder: Any) -> tuple[str, str | None, str]:
 
 
 _PARTS = ("versions", "chosen", "device", "paths", "machine")
-_NEVER_EQUAL = frozenset({"machine.shared_memory_free_bytes"})
+_NEVER_EQUAL = frozenset({"machine.shared_memory_free_bytes", "device.faults"})
 
 
 def facts_of(report: Mapping[str, Any]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the collectives of ZeRO.
 
-May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_group.py`
-and `transports.py` (how one is chosen for a group, and met over gloo and others), `start.py`
-(how a process joins), then `comm.py` (the public collectives).
+May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_group.py` (the
+contract over gloo and other libraries of torch), `transports.py` (how an implementation is chosen for a group),
+`start.py` (how a process joins), then `comm.py` (the public collectives).
 """
 
 from torch.distributed import ProcessGroup, ReduceOp

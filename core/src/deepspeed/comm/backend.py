@@ -4,8 +4,8 @@
 gives it, and all stages of ZeRO use it. `torch_group.TorchGroup` is the implementation over `torch.distributed`; a
 plugin gives another one with the hook `ds_comm_backend`.
 
-Its `Work`s are those of torch as one, one with a local step after it, and one that is done. Functions say of torch's
-process groups which libraries serve them.
+Three kinds of `Work` are here: several of torch's as one, one with a local step after it, and one that is done.
+Functions say which libraries serve torch's process groups.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """

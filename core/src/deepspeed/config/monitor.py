@@ -145,7 +145,8 @@ class TimersConfig(Section):
 
 
 class WatchConfig(Section):
-    """`watch`: what ranks find out about one another while they train. DeepSpeed ignores it, having no such section."""
+    """`watch`: what ranks find out about one another, and about their devices, while they train. DeepSpeed ignores it,
+    having no such section."""
 
     compare_weights_every: Int = key(
         0,

@@ -6,7 +6,7 @@ Whether the name of an optimizer or a scheduler exists is known to `deepspeed.op
 
 Data-parallel ranks are those that see different samples (`Mesh.size("dp")`); ranks that divide a sequence or a model
 are not counted again. Any two of the three give the third; the train size or the micro size alone gives all, with one
-accumulation step. Pure integers; `root.DeepSpeedConfig` calls it once.
+accumulation step (`resolve_batch`).
 """
 
 from dataclasses import dataclass

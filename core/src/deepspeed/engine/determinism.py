@@ -12,7 +12,7 @@ per engine.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -109,16 +109,17 @@ class OneOrder:
         def leave_part(part: nn.Module, *_: Any) -> None:
             if (owner := itself()) is not None and owner._past is part:
                 owner._past = None
-                if not all(map(torch.equal, owner._states, _random_states())):
-                    path = next(name for name, each in module.named_modules() if each is part)
-                    _refuse_part(path, part)
+                if not _are_same(owner._states, _random_states()):
+                    path = next((name for name, each in module.named_modules() if each is part), None)
+                    if path is not None:  # else it is a part of a copy of the model
+                        _refuse_part(path, part)
 
         hooks = [
             module.register_forward_pre_hook(enter, prepend=True),
             module.register_forward_hook(leave, always_call=True),
         ]
         for part in module.modules():
-            if part is not module:
+            if part is not module and part._compiled_call_impl is None:
                 hooks.append(part.register_forward_pre_hook(enter_part, prepend=True))
                 hooks.append(part.register_forward_hook(leave_part, always_call=True))
         return hooks
@@ -297,7 +298,12 @@ def _too_many(found: int) -> StateError:
 def _random_states() -> list[Tensor]:
     accelerator = get_accelerator()
     on_host = accelerator.device_name() == "cpu"
-    return [torch.get_rng_state(), *([] if on_host else [accelerator.get_rng_state()])]
+    named = get_rng_tracker().states_.values()
+    return [torch.get_rng_state(), *([] if on_host else [accelerator.get_rng_state()]), *named]
+
+
+def _are_same(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    return len(before) == len(now) and all(map(torch.equal, before, now))
 
 
 def _refuse_part(path: str, part: nn.Module) -> NoReturn:

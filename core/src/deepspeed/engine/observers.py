@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import FlopsProfilerConfig, MonitorConfig, ThroughputTimerConfig, WatchConfig
 from deepspeed.config.training import AutotuningConfig
-from deepspeed.errors import counted
+from deepspeed.engine.device import local_rank
 from deepspeed.log import warn_once
 from deepspeed.monitor.monitor import MonitorMaster, is_writer, step_events
 from deepspeed.parallel.mesh import Mesh
@@ -424,50 +424,43 @@ class DeviceFaults:
 
     def __init__(self, device: torch.device, every: int) -> None:
         self._device, self._every = device, every
-        self._num_steps = 0  # since the last reading
-        self._last = read_faults(device)
+        self._num_steps = 0  # since they were last read
+        self._last: dict[tuple[str, str], int] = {}
+        self._read()
 
     def step_ended(self, _: StepStats) -> None:
         """A step is over."""
         self._num_steps += 1
-        if self._num_steps < self._every:
-            return
-        self._num_steps = 0
-        found = read_faults(self._device)
-        if risen := _risen(self._last, found):
+        if self._num_steps == self._every:
+            self._num_steps = 0
+            self._read()
+
+    def _read(self) -> None:
+        """Read the counts, and warn of new faults. A count that was not there before has none yet."""
+        found, reasons = plugin_manager().device_faults(self._device.index)
+        for reason in reasons:
+            warn_once(reason, (-1,))
+        new = {key: count - self._last.get(key, count) for key, count in found.items()}
+        risen = [f"{more} more {key[1]} ({found[key]} in all)" for key, more in new.items() if more > 0]
+        if risen:
             log.logger.warning(
-                f"watch.device_faults_every: in the last {counted(self._every, 'step')} {_name(self._device)} of "
-                f"{platform.node()} had {', '.join(risen)}. Look at the log of the machine's kernel; if they go on, "
-                "train without this device (launcher: --exclude)"
+                f"watch.device_faults_every: since they were last read, {_name(self._device)} of {platform.node()} had "
+                f"{', '.join(risen)}. Look at the log of the machine's kernel; if they go on, train without it "
+                "(launcher: --exclude)"
             )
         self._last |= found
 
 
-def read_faults(device: torch.device) -> dict[str, int]:
-    """The count of each kind of fault of `device` so far, all plugins together. One that fails is named once."""
-    answers, failures = plugin_manager().ask_all("ds_device_faults", index=device.index)
-    for plugin, error in failures.items():
-        warn_once(f"plugin {plugin!r} failed in ds_device_faults: {type(error).__name__}: {error}", (-1,))
-    return {kind: int(count) for answer in answers.values() for kind, count in answer.items()}
-
-
 def create_device_faults(config: WatchConfig, device: torch.device) -> DeviceFaults | None:
-    """Create what watches the device of this rank; None: it is not asked for, or nobody counts."""
+    """Create what watches the device of this rank; None: it is not asked for, nobody counts, or the first rank of this
+    host watches it for all."""
     every = config.device_faults_every
-    if every == 0:
+    if every == 0 or (device.index is None and local_rank(None) != 0):
         return None
     if not plugin_manager().providers("ds_device_faults"):
         warn_once(_NOBODY_COUNTS.format(every=every, device=_name(device)))
         return None
     return DeviceFaults(device, every)
-
-
-def _risen(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """A phrase for each kind that is higher than before; one that was not counted before has nothing new yet."""
-    new = {kind: count - before.get(kind, count) for kind, count in now.items()}
-    return [
-        f"{number} more {kind} ({now[kind]} since its driver started)" for kind, number in new.items() if number > 0
-    ]
 
 
 def _name(device: torch.device) -> str:

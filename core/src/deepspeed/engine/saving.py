@@ -377,13 +377,15 @@ class Saving:
 
     def _say_batch_size(self, saved: Mapping[str, Any]) -> None:
         """Say where the run that saved a model file made its steps of other numbers of samples."""
-        size, world_size = self._state.training.train_batch_size, self._state.sharding.world_size
+        size = self._state.training.train_batch_size
         former = _batch_size(saved.get("ds_config"), saved.get("dp_world_size"))
-        if former in (None, size) or _batch_size(self._state.config, world_size) != size:  # ranks share samples
+        if former in (None, size):
             return
+        if saved.get("global_samples") != former * saved.get("global_steps", 0):
+            return  # the run had other batches than its configuration, whose ranks may have shared samples
         announce(
-            f"train_batch_size is {size}, and was {former} when the checkpoint was saved: the learning rate goes on by "
-            "steps, which have other numbers of samples now"
+            f"train_batch_size is {size}, and was {former} when the checkpoint was saved: schedules count steps, which "
+            "have other numbers of samples now"
         )
 
 

@@ -1,6 +1,6 @@
 """`InferenceEngine`: a model in evaluation mode, on this rank's device, called as the model itself.
 
-[Note: graphs] Forwards are captured once for each kind of inputs and then replayed. A small model's forward takes the
+Forwards are captured once for each kind of inputs and then replayed. A small model's forward takes the
 host longer than the device: each of its kernels is launched by itself. A replay launches all of them at once. What a
 graph reads and writes stays where it was when it was captured, so inputs are copied to there, and outputs copied from
 there.

@@ -3,8 +3,7 @@
 The cache is a `Cache` of transformers. Its class is made on first use, because core imports transformers only when a
 model of it generates.
 
-[Note: the loop] It is that of greedy and sampled generation over fused blocks, transformers' own, with less around each
-token.
+The loop is that of greedy and sampled generation over fused blocks, transformers' own, with less around each token.
 
 `model.generate` of transformers does everything before the first token: it reads the configuration, makes the objects
 that process logits and stop, pads, and repeats prompts. Then it calls this loop in the place of its own. Logits,

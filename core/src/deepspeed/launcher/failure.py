@@ -10,6 +10,7 @@ import re
 import signal
 import sysconfig
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 from deepspeed.uncaught import Uncaught
@@ -119,7 +120,8 @@ def _line_of_script(frames: Sequence[str]) -> str:
         match = _SHOWN_FRAME.match(frame)
         assert match is not None, frame
         file = match["file"]
-        if not file.startswith(("<", *(folder + os.sep for folder in installed))):
+        packages = {"site-packages", "dist-packages"} & set(PurePath(file).parts)  # of the user, or of the distribution
+        if not packages and not file.startswith(("<", *(folder + os.sep for folder in installed))):
             return f"{file}:{match['line']}"
     return ""
 

@@ -7,9 +7,7 @@ serves all experts (`StackedExperts`):
 
 The weights are [L, out, in], those of expert e at index e. Their numbers are those of single `ExpertMLP`s.
 
-Shape legend: N rows sorted by expert, L experts of this rank, H width, F inner width, I inputs, O outputs.
-
-AutoEP: the experts of a transformers model, divided over ranks (`expert_parallel` of the configuration).
+AutoEP divides the experts of a transformers model over ranks (`expert_parallel` of the configuration).
 
     {"expert_parallel": {"enabled": true, "autoep_size": 2}}
 
@@ -19,8 +17,8 @@ and their weights. Its class declares what differs: biases, [E, in, out] in plac
 its own (GPT-OSS). Such a module is replaced by `DividedExperts`. Parameters keep their names and stay the same objects,
 so an optimizer that has them already is right; router, shared experts and losses are the model's own.
 
-Shape legend: T tokens, K experts of a token, N rows, E experts of all ranks, L experts of this rank, H width, F inner
-width.
+Shape legend: T tokens, K experts of a token, N rows sorted by expert, E experts of all ranks, L experts of this rank,
+H width, F inner width, I inputs, O outputs.
 """
 
 import copy

@@ -13,8 +13,6 @@ Losses: load balance, E * sum over e of mean(p_e) * f_e, where f_e is the share 
 Sources: GShard, arXiv 2006.16668, section 2.2 and algorithm 1; Switch Transformer, arXiv 2101.03961, section 2.2;
 random token selection, arXiv 2109.10465, section 3; z loss, ST-MoE, arXiv 2202.08906, section 3.3.
 
-Shape legend: T tokens, E experts, K choices of a token (k), H hidden size.
-
 `top1gating`, `top2gating` and `topkgating` give GShard's masks of capacity, for layers that dispatch by einsum.
 
     loss, combine_TEC, dispatch_TEC, counts = top2gating(logits_TE, capacity_factor=1.0, min_capacity=4)
@@ -24,7 +22,7 @@ Shape legend: T tokens, E experts, K choices of a token (k), H hidden size.
 `deepspeed.moe.sharded_moe` has these functions, which Megatron's layers call. The choices, weights and losses are those
 of the gate, in training. `MoE` itself needs no masks, which grow with the square of the tokens.
 
-Shape legend: T tokens, E experts, K choices of a token, C capacity, H width.
+Shape legend: T tokens, E experts, K choices of a token, C capacity, H hidden size.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Memory and traffic of training on paper: `plan`, behind `ds_plan`.
 
 `shape.py` (the model, and what a rank has of it), `tape.py` and `blocks.py` (activations), `memory.py`
-(units, states, buffers, the peak), `search.py` (bytes sent), `search.py` (all meshes).
+(units, states, buffers, the peak), `search.py` (bytes sent, all meshes).
 """
 
 from deepspeed.planning.memory import Memory, estimate_measured, estimate_memory

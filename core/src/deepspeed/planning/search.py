@@ -1,9 +1,10 @@
 """`plan`: every mesh and stage of ZeRO that a number of ranks allows, those that fit first by the time of a token.
 
-`traffic` counts the bytes that a rank sends in a step, by what they are for, and estimates the time of a step. A ring
+`estimate_traffic` counts the bytes that a rank sends in a step, by what they are for, and estimates its time. A ring
 sends 2 (W - 1) / W of the tensor in an all-reduce, and half of that in a reduce-scatter or an all-gather (Patarasuk and
 Yuan 2009); an all-to-all sends (W - 1) / W. What is sent when: ZeRO arXiv 1910.02054, section 7; tensor parallelism
-1909.08053, section 3; Ulysses 2309.14509, section 3.2; experts `moe/dispatch.py`."""
+1909.08053, section 3; Ulysses 2309.14509, section 3.2; experts `moe/dispatch.py`.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The hooks, in three groups: what a plugin can say to the core. This file is the reference page.
+"""The hooks, in four groups: what a plugin can say to the core. This file is the reference page.
 
 A plugin writes only the hooks it needs, with as many of the named arguments as it uses:
 
@@ -11,7 +11,7 @@ A plugin writes only the hooks it needs, with as many of the named arguments as 
         return Offer("xyz", priority=100, reason="2 devices")
 
 Order of calls: `ds_probe` -> `ds_accelerator` -> `ds_op_builders`, `ds_check_config` -> the hooks by name, while the
-engine is built -> the events. No hook is called per parameter or per bucket.
+engine is built -> the events and the readings. No hook is called per parameter or per bucket.
 
 `Offer` is what an accelerator plugin answers when it is asked whether its device is here. Whether there is a device is
 half of the answer, whether the installed torch can use it is the other. `torch_build` finds which torch this process
@@ -314,10 +314,10 @@ def ds_checkpoint_saved(directory: str, tag: str) -> None:
 
 @hookspec
 def ds_device_faults(index: int | None) -> "Mapping[str, int]":  # type: ignore[empty-body]
-    """Count what has gone wrong with a device since its driver started. New in plugin API 1.3.
+    """Count what has gone wrong with a device, since its driver started or in all. New in plugin API 1.3.
 
     Called every `watch.device_faults_every` steps, on every rank for its own device, and by `ds_report`. Answer within
-    milliseconds, from files or from the driver's library; open no device context and do not wait for the device.
+    milliseconds, from files or from the driver's library, and do not wait for the device.
 
     Args:
         index: of the device among those that this process sees; None: the host.

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -212,6 +212,31 @@ class PluginManager:
             except Exception as error:  # noqa: BLE001 - a plugin, whatever it raises; the caller reports it
                 failures[impl.plugin_name] = error
         return answers, failures
+
+    def device_faults(self, index: int | None) -> tuple[dict[tuple[str, str], int], list[str]]:
+        """Ask every active plugin for its counts of a device's faults.
+
+        Args:
+            index: of the device; None: the host.
+
+        Returns:
+            (plugin, kind of fault) -> count, and a sentence for each plugin that failed or did not answer by counts.
+        """
+        answers, failures = self.ask_all("ds_device_faults", index=index)
+        reasons = [
+            f"plugin {plugin!r} failed in ds_device_faults: {type(error).__name__}: {error}"
+            for plugin, error in failures.items()
+        ]
+        counts: dict[tuple[str, str], int] = {}
+        for plugin, answer in answers.items():
+            if isinstance(answer, Mapping) and all(isinstance(count, int) for count in answer.values()):
+                counts |= {(plugin, str(kind)): count for kind, count in answer.items()}
+            elif answer is not None:
+                reasons.append(
+                    f"plugin {plugin!r} answered ds_device_faults by {answer!r:.80}; a mapping of kinds of faults to "
+                    "whole numbers is expected"
+                )
+        return counts, reasons
 
     def probe(self, name: str) -> Offer:
         """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.

@@ -298,14 +298,14 @@ class VerifiedEngine(DeepSpeedEngine):
     save_fp16_model = save_16bit_model
 
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, *arguments: Any, **named: Any
+        self, load_dir: str | Path, tag: str | None = None, *arguments: Any, **named: Any
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load nothing where there is nothing, as of a script that goes on from its last checkpoint if it has one.
 
         Raises:
             ConfigError: there is a checkpoint; the other run would need the same states.
         """
-        if tag is None and "://" not in load_dir and not _may_load(Path(load_dir)):
+        if tag is None and "://" not in str(load_dir) and not _may_load(Path(load_dir)):
             warn_once(f"ds_verify: load_checkpoint finds no checkpoint in {load_dir}")
             return None, None
         raise ConfigError(

@@ -284,7 +284,7 @@ class GatheredChanges:
 class _Change(NamedTuple):
     name: str
     rank: int  # global, that changed it
-    is_rounded: bool  # see [Note: up to rounding]
+    is_rounded: bool  # undone up to rounding, as after `merge_adapter()` and `unmerge_adapter()` of peft
 
 
 class _KeptValue:

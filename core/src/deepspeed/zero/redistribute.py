@@ -3,7 +3,9 @@
 `join_parts` makes a whole value of parts that may overlap. A file of stage 3 has, of a parameter that no optimizer
 trains, one of W parts of ceil(n / W) elements, the last ones padded with zeros; rank r saves part r.
 
-[Note: state dicts] `state_dict()` and `load_state_dict()` are called on modules whose parameters are sharded (stage 3,
+Shape legend: M numel of a rank before, T after.
+
+`state_dict()` and `load_state_dict()` are called on modules whose parameters are sharded (stage 3,
 `zero.Init`). A sharded parameter is an empty tensor, so that a plain `state_dict()` would be saved without weights, and
 a load would end in torch's words about shapes, one for each parameter. `watch` puts hooks on the modules: a plain
 `state_dict()` says once how to get whole weights, and a load of sharded parameters is refused with the way to do it.

@@ -5,7 +5,8 @@ import platform
 import deepspeed
 import pytest
 import torch
-from deepspeed.engine.observers import DeviceFaults
+from deepspeed.config.monitor import WatchConfig
+from deepspeed.engine.observers import DeviceFaults, create_device_faults
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
 
 
@@ -15,14 +16,14 @@ class Counting:
     DS_PLUGIN_API = ">=1.3,<2"
 
     def __init__(self):
-        self.counts, self.indices = {}, []
+        self.counts, self.indices, self.answer = {}, [], ...
 
     @hookimpl
     def ds_device_faults(self, index):
         self.indices.append(index)
         if isinstance(self.counts, Exception):
             raise self.counts
-        return dict(self.counts)
+        return dict(self.counts) if self.answer is ... else self.answer
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def test_risen_counts_are_told_once_and_at_their_step(plugin, lines):
     ((level, text),) = lines
     assert level == "WARNING"
     assert text.startswith(
-        f"watch.device_faults_every: in the last 2 steps meta:3 of {platform.node()} had 2 more memory errors, "
-        "corrected (9 since its driver started)."
+        f"watch.device_faults_every: since they were last read, meta:3 of {platform.node()} had 2 more memory errors, "
+        "corrected (9 in all)."
     )
     assert "fans" not in text  # it may have been 1 before
     for _ in range(2):
@@ -65,7 +66,31 @@ def test_a_reading_that_fails_costs_nothing_but_itself(plugin, lines):
     plugin.counts = {"sparks": 3}
     faults.step_ended(None)
     assert "the host of" in lines[1][1]
-    assert "had 2 more sparks (3 since" in lines[1][1]
+    assert "had 2 more sparks (3 in all)" in lines[1][1]
+
+
+@pytest.mark.parametrize("answer", [["sparks"], {"sparks": 1.5}, 7])
+def test_an_answer_that_is_no_counts_is_named_and_training_goes_on(plugin, lines, answer):
+    plugin.answer = answer
+    faults = DeviceFaults(torch.device("cpu"), 1)
+    faults.step_ended(None)
+    ((_, text),) = lines
+    assert f"answered ds_device_faults by {answer!r}; a mapping of kinds" in text
+
+
+def test_a_plugin_that_answers_nothing_counts_nothing(plugin, lines):
+    plugin.answer = None
+    DeviceFaults(torch.device("cpu"), 1).step_ended(None)
+    assert lines == []
+
+
+def test_one_rank_watches_a_host_for_all(plugin, monkeypatch):
+    config = WatchConfig(device_faults_every=1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert create_device_faults(config, torch.device("cpu")) is None
+    assert create_device_faults(config, torch.device("meta", 1)) is not None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert create_device_faults(config, torch.device("cpu")) is not None
 
 
 def test_an_engine_reads_between_its_steps(plugin, single_rank, lines):

@@ -210,3 +210,16 @@ def test_a_checkpoint_of_other_batches_is_told(saved, keys, flags, former, tmp_p
     wanted = f"train_batch_size is {engine.train_batch_size()}, and was {former} when the checkpoint was saved: "
     assert [text.startswith(wanted) for text in said] == [True] * (former is not None)
     engine.destroy()
+
+
+def test_a_batch_that_the_configuration_did_not_ask_for_is_not_told(tmp_path, single_rank, lines):
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=CONFIG)[0]
+    engine.set_train_batch_size(3 * engine.train_batch_size())
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    engine.save_checkpoint(str(tmp_path))
+    lines.clear()
+    engine.load_checkpoint(str(tmp_path))
+    engine.destroy()
+    assert not [text for _, text in lines if "train_batch_size" in text]

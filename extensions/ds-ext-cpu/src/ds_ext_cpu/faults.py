@@ -4,6 +4,7 @@ Memory: EDAC, one pair of counts per memory controller (Documentation/driver-api
 that this process may use were slowed down. Virtual machines and hosts without these drivers have neither.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -18,19 +19,25 @@ def count(root: Path = Path("/")) -> dict[str, int]:
     """
     system = root / _SYSTEM
     controllers = sorted((system / "edac/mc").glob("mc[0-9]*"))
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+    throttles = [system / f"cpu/cpu{each}/thermal_throttle/core_throttle_count" for each in _cores()]
     files = {
         "memory errors, corrected": [each / "ce_count" for each in controllers],
         "memory errors, not corrected": [each / "ue_count" for each in controllers],
-        "slowdowns by heat": [system / f"cpu/cpu{each}/thermal_throttle/core_throttle_count" for each in cores],
+        "slowdowns by heat": throttles,
     }
     found = {kind: [_number(path) for path in paths] for kind, paths in files.items()}
     counts = {kind: [each for each in numbers if each is not None] for kind, numbers in found.items()}
     return {kind: sum(numbers) for kind, numbers in counts.items() if numbers}
 
 
+@functools.cache
+def _cores() -> tuple[int, ...]:
+    """Return the cores that this process might use when they were first counted: others would seem to be new faults."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
 def _number(path: Path) -> int | None:
-    """The number in a file of the kernel; None: there is none, or it cannot be read here."""
+    """Return the number in a file of the kernel; None: there is none, or it cannot be read here."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

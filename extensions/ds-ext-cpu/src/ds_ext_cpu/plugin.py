@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ds_ext_cpu.accelerator import CPU_Accelerator
 
-DS_PLUGIN_API = ">=1,<2"
+DS_PLUGIN_API = ">=1.3,<2"
 
 # Any real device wins over the host.
 _PRIORITY = 0
@@ -68,7 +68,7 @@ def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | 
 
 @hookimpl
 def ds_device_faults() -> Mapping[str, int]:
-    """The host's, whatever the device is called: it is the one that this extension stands for."""
+    """Count the host's, whatever the device is called: it is the one that this extension stands for."""
     return faults.count()
 
 

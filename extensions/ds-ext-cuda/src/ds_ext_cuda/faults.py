@@ -1,15 +1,14 @@
 """Counts of faults that the driver keeps of an NVIDIA device, for the hook `ds_device_faults`, by NVML.
 
-NVML is read through NVIDIA's own package, `nvidia-ml-py` (`pip install ds-ext-cuda[faults]`). It makes no context on
-the device and waits for nothing that runs there.
+NVML is read through NVIDIA's own package, `nvidia-ml-py` (`pip install ds-ext-cuda[faults]`). It waits for nothing that
+runs on the device. The name by which it knows a device comes from torch, which initializes CUDA in this process. Slices
+of a device (MIG) have no counts of their own.
 """
 
 import functools
 from typing import Any
 
-_NO_NVML = (
-    "counts of faults are read with NVIDIA's package nvidia-ml-py, which is not installed; pip install nvidia-ml-py"
-)
+_NO_NVML = "faults are counted by NVIDIA's package nvidia-ml-py, which is missing: pip install ds-ext-cuda[faults]"
 
 
 def count(index: int | None) -> dict[str, int]:
@@ -59,7 +58,7 @@ def _nvml() -> Any:
 
 @functools.cache
 def _uuid(index: int) -> str:
-    """The name that the driver has for a device, whatever CUDA_VISIBLE_DEVICES makes of its number."""
+    """Return the name that the driver has for a device, whatever CUDA_VISIBLE_DEVICES makes of its number."""
     import torch
 
     uuid = str(torch.cuda.get_device_properties(index).uuid)

@@ -11,7 +11,7 @@ from ds_ext_cuda.installed_torch import cuda_of_torch
 if TYPE_CHECKING:
     from ds_ext_cuda.accelerator import CUDA_Accelerator
 
-DS_PLUGIN_API = ">=1,<2"
+DS_PLUGIN_API = ">=1.3,<2"
 
 # a real device: above the host's 0
 _PRIORITY = 100
@@ -53,7 +53,7 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_device_faults(index: int | None) -> Mapping[str, int]:
-    """The device's errors of memory, its replaced rows and its slowdowns."""
+    """Count the device's errors of memory, its replaced rows and its slowdowns."""
     return faults.count(index)
 
 
