@@ -26,6 +26,7 @@ import platform
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -284,7 +285,10 @@ def _faults(accelerator: Any) -> dict[str, dict[str, int]] | str:
         counts, reasons = manager.device_faults(device.index)
         if reasons and not counts:
             return "; ".join(reasons)
-        found[str(device)] = {kind: count for (_, kind), count in counts.items()}
+        by_kind: Counter[str] = Counter()
+        for (_, kind), count in counts.items():
+            by_kind[kind] += count
+        found[str(device)] = dict(by_kind)
     return found
 
 

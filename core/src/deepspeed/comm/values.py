@@ -1,4 +1,4 @@
-"""Ranks tell each other values here: `all_gather_values` gives small plain values of every rank, as JSON text in
+"""Ranks exchange small values here: `all_gather_values` gives plain values of every rank, as JSON text in
 tensors; nothing is pickled. `check_same` compares texts. At `Arrivals` a rank that does not come is named.
 
 Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times. A rank that

@@ -319,3 +319,15 @@ def test_headings_and_rows_that_people_paste(capsys):
         assert any(line.startswith(f"{name} ...") for line in lines), name
     report.main(["--hide_operator_status"])
     assert "extension op report" not in capsys.readouterr().out
+
+
+def test_counts_of_faults_of_several_plugins_are_added_up(monkeypatch):
+    counts = {("one", "sparks"): 1, ("other", "sparks"): 2, ("other", "fans that stand"): 0}
+    monkeypatch.setattr(report.plugin_manager(), "providers", lambda _: ["one", "other"])
+    monkeypatch.setattr(report.plugin_manager(), "device_faults", lambda _: (counts, ["a third failed"]))
+    device = types.SimpleNamespace(device_count=lambda: 1, device_name=lambda _: "meta:0")
+    faults = report._faults(device)
+    assert faults == {"meta:0": {"sparks": 3, "fans that stand": 0}}
+    assert report._shown_device({"faults": faults})["faults"] == "meta:0: 3 sparks"
+    counts.clear()
+    assert report._faults(device) == "a third failed"
