@@ -10,7 +10,7 @@ def plant(patches):
     connect = Gradients.connect
 
     def forgetting(self, module, rows):
-        self.average_factor = 1.0
+        self.postsum_factor = 1.0
         connect(self, module, rows)
 
     patches.setattr(Gradients, "connect", forgetting)

@@ -1,7 +1,7 @@
 """`ParamFetcher`: which units are whole at which moment (stage 3).
 
-Modules call it through their hooks (`module_hooks.py`): `use` before a unit is read, `drop` when a module does not need
-it any more. The fetcher gathers, keeps what is needed again soon, gathers ahead, and releases.
+Modules call it through their hooks (`module_hooks.py`): `use` before a module reads a unit, `release_or_keep` when the
+module is done with it. The fetcher gathers, gathers ahead, keeps units that are used again soon, and releases the rest.
 
 [Note: the order of use] Prefetching needs to know what comes next. Each use is noted as the successor of the two uses
 before it. The next time these two follow each other, the noted unit is gathered ahead, then its own successor, and so
@@ -120,7 +120,7 @@ class ParamFetcher:
             if (reduction := self._live_reduction()) is not None and unit.gathered_over is unit.ranks:
                 reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
 
-    def drop(self, unit: ParamUnit) -> None:
+    def release_or_keep(self, unit: ParamUnit) -> None:
         """Release a unit that its last user is done with, or keep it whole for its next use (`max_reuse_numel`).
 
         What is kept is released when room is needed or when the weights change, at the latest in the step.

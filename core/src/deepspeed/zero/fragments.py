@@ -64,7 +64,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
         gradient = sharding.options.stage.shown_gradient(gradient)
     if holders is not None:
         gradient = join_parts(gradient, param, holders)
-    return None if gradient is None else _widened(gradient, sharding.gradients.average_factor)
+    return None if gradient is None else _widened(gradient, sharding.gradients.postsum_factor)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -137,7 +137,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     gradient = _local(sharding, unit, index, GRADIENT, _gradient)
     if gradient is None:
         return None
-    return _widened(sharding.options.stage.shown_gradient(gradient), sharding.gradients.average_factor)
+    return _widened(sharding.options.stage.shown_gradient(gradient), sharding.gradients.postsum_factor)
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
@@ -186,7 +186,7 @@ def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callab
     sharding, unit, index = _managed(param, asked)
     sharding.gradients.collect_unseen_grads()
     sharding.gradients.reduce()
-    value = value / sharding.gradients.average_factor if isinstance(value, Tensor) else value
+    value = value / sharding.gradients.postsum_factor if isinstance(value, Tensor) else value
     write(param, value, asked, GRADIENT, _gradient)
     sharding.gradients.were_replaced(unit.first_index + index)
 

@@ -92,7 +92,7 @@ class Gradients:
         gathering: of parameters that are divided themselves; None in other stages.
         was_used: by attached parameter, whether some rank has a gradient of this step; known after `reduce()`.
         rows: for an optimizer that takes sparse gradients only.
-        average_factor: the rest of the division by the number of ranks, by which the update multiplies. 1.0 where all
+        postsum_factor: the rest of the division by the number of ranks, by which the update multiplies. 1.0 where all
             of it is done before the sum, that is without `gradient_predivide_factor`.
     """
 
@@ -106,8 +106,10 @@ class Gradients:
         self.rows: TouchedRows | None = None
         self.reduction = self._create_reduction()  # of nothing yet
         self.gathering = self._create_gathering(Module())
-        self._average = options.predivide_factor or float(backend.world_size)  # by this before the sum
-        self.average_factor = self._average / backend.world_size
+        self._presum_divisor = options.predivide_factor or float(
+            backend.world_size
+        )  # divides gradients before their sum over the ranks
+        self.postsum_factor = self._presum_divisor / backend.world_size
         self._plan: Callable[[bool], BackwardPlan]  # these two are given to `attach`
         self._dropped: Callable[[], None]
         self._enclosing = ExitStack()  # the backward that runs
@@ -188,7 +190,7 @@ class Gradients:
         self._norm = None
         self.reduction.begin(
             reduces=plan.reduces or (self._stage.reduces_every_backward and not plan.postpones),
-            factor=plan.factor * self._stage.begin_backward(self._average, self._backend.world_size),
+            factor=plan.factor * self._stage.begin_backward(self._presum_divisor, self._backend.world_size),
             refusal=plan.refusal,
         )
         if self.gathering is not None:
@@ -296,8 +298,8 @@ class Gradients:
 
     @abandons_on_error
     def _agree_on_norm(self, squares: Scalar) -> None:
-        self._norm = self._facts.root_over_model(squares) * self.average_factor
-        if self._stage.shows_gradients and self.average_factor == 1.0:
+        self._norm = self._facts.root_over_model(squares) * self.postsum_factor
+        if self._stage.shows_gradients and self.postsum_factor == 1.0:
             self._show()
 
     def _show(self) -> None:

@@ -212,7 +212,7 @@ class ModuleHooks:
         for unit in units:
             unit.num_users = max(unit.num_users - 1, 0)
             if unit.num_users == 0 and has_graph is not None:
-                self.param_coordinator.drop(unit)
+                self.param_coordinator.release_or_keep(unit)
         if module is self.module and not torch.is_grad_enabled():
             self.param_coordinator.compare_order()
 
@@ -268,7 +268,7 @@ class ModuleHooks:
             hooks = own()
             for unit in units:
                 if hooks is not None and unit.num_missing == 0:
-                    hooks.param_coordinator.drop(unit)
+                    hooks.param_coordinator.release_or_keep(unit)
 
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -365,7 +365,7 @@ def _members(output: Any) -> Iterator[Any]:
 
 
 class ParamGathering:
-    """`ParamGathering` decides which parameters of one engine are whole at which moment of its steps.
+    """`ParamGathering` connects one engine's module hooks and gradients to its `ParamFetcher`, which gathers and frees.
 
     Args:
         module: the model.
@@ -404,13 +404,13 @@ class ParamGathering:
         """
         unit.num_missing -= 1
         if unit.num_missing == 0 and unit.num_users == 0:
-            self._fetcher.drop(unit)
+            self._fetcher.release_or_keep(unit)
 
     def end_backward(self) -> None:
         """Drop what no module uses."""
         for unit in self.units.all:
             if unit.num_users == 0:
-                self._fetcher.drop(unit)
+                self._fetcher.release_or_keep(unit)
 
     def refuse_left_whole(self) -> None:
         """A step begins: refuse changes of parameters that an evaluation left whole."""

@@ -113,7 +113,7 @@ def check(sharding: Sharding, saved: SavedStates, *, with_states: bool, strict: 
     if saved.are_mapped:
         _check_elements(sharding, saved, names)
     others = {key for its in odd.values() for key in its}
-    if others and sharding.stage > 0 and not sharding.units.is_whole:
+    if others and sharding.stage > 0 and not sharding.units.keeps_params_whole:
         raise CheckpointError(
             f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "
             f"{sharding.stage} divides parameters; load it with the stage of the save"

@@ -177,7 +177,7 @@ class Sharding:
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
             self.release_gathered()
-            scale = scale * self.gradients.average_factor
+            scale = scale * self.gradients.postsum_factor
             if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
                 scale = scale.item()
             if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host

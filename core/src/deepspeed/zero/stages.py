@@ -94,19 +94,19 @@ class ZeroStage:
     # ---- the layout of a unit -----------------------------------------------------------------------------------
 
     def layout(
-        self, numels: Sequence[int], world_size: int, *, is_whole: bool, max_fragment_numel: int | None
+        self, numels: Sequence[int], world_size: int, *, keeps_params_whole: bool, max_fragment_numel: int | None
     ) -> UnitLayout:
         """Return which rank owns which elements of a unit; where nothing is divided, every rank owns all.
 
         Args:
             numels: of its parameters.
             world_size: ranks that share it.
-            is_whole: a parameter has one owner, whose optimizer looks at more than one element at a time.
+            keeps_params_whole: a parameter has one owner, whose optimizer looks at more than one element at a time.
             max_fragment_numel: elements of one parameter that are updated as one tensor, at most.
         """
         if not self.divides_states:
             return UnitLayout.single(numels, max_fragment_numel)
-        if is_whole:
+        if keeps_params_whole:
             return UnitLayout.whole(numels, world_size)
         return UnitLayout.even(numels, world_size, max_fragment_numel)
 
@@ -125,7 +125,7 @@ class ZeroStage:
         is_alone = unit.ranks.world_size == 1 and not unit.placement.is_offloaded
         return self.divides_gradients and not is_alone
 
-    def refuse(self, optimizer: Optimizer) -> None:
+    def refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that needs whole parameters where they are divided.
 
         Raises:
@@ -152,13 +152,15 @@ class ZeroStage:
 
     # ---- the step of a unit -------------------------------------------------------------------------------------
 
-    def begin_backward(self, average: float, world_size: int) -> float:
-        """Return by what the gradients of the backward that begins are multiplied before their sum over the ranks.
+    def begin_backward(self, presum_divisor: float, world_size: int) -> float:
+        """Begin a backward; return the factor that turns its gradients into terms of an average over the ranks.
+
+        `Bucket` multiplies gradients by the factor as it stores them, before `reduce` sums them over the ranks.
 
         Args:
-            average: what they are divided by before the sum; the update divides by the rest of `world_size`.
+            presum_divisor: divides gradients before the sum; the update divides the sum by the rest of `world_size`.
         """
-        return 1.0 / average
+        return 1.0 / presum_divisor
 
     def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
         """Start to sum a bucket over the ranks that share its unit, into the `result` part of `wire_N`."""
@@ -243,9 +245,11 @@ class FixedOrder(ZeroStage):
         return cls(**asked | {"reduces_every_backward": True})
 
     def layout(
-        self, numels: Sequence[int], world_size: int, *, is_whole: bool, max_fragment_numel: int | None
+        self, numels: Sequence[int], world_size: int, *, keeps_params_whole: bool, max_fragment_numel: int | None
     ) -> UnitLayout:
-        layout = super().layout(numels, world_size, is_whole=is_whole, max_fragment_numel=max_fragment_numel)
+        layout = super().layout(
+            numels, world_size, keeps_params_whole=keeps_params_whole, max_fragment_numel=max_fragment_numel
+        )
         if self.divides_states:
             return layout
         padded_numel = even_shard_numel(layout.numel, world_size) * world_size  # ranks sum equal parts
@@ -307,9 +311,10 @@ class LocalGradients(ZeroStage):
         """False: one kind of step would show averages and the other none."""
         return False
 
-    def begin_backward(self, average: float, world_size: int) -> float:
+    def begin_backward(self, presum_divisor: float, world_size: int) -> float:
         self.optimizer.begin_phase()
-        return world_size / average if self.optimizer.keeps_gradients else super().begin_backward(average, world_size)
+        factor = super().begin_backward(presum_divisor, world_size)
+        return world_size * factor if self.optimizer.keeps_gradients else factor
 
     def contributed(self, unit: Unit) -> tuple[int, int]:
         return self.result(unit) if self.optimizer.keeps_gradients else super().contributed(unit)

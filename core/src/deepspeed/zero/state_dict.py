@@ -106,7 +106,7 @@ class SavedGroup:
             return in_parameters(self.numels, world_size), size
         if sharding.stage == 0:
             return contiguous(self.numels, (0, sum(self.numels))), sum(self.numels)
-        cut = parameter_cuts if sharding.units.is_whole else even_cuts
+        cut = parameter_cuts if sharding.units.keeps_params_whole else even_cuts
         cuts = cut(self.numels, world_size)
         return contiguous(self.numels, cuts), cuts[self.ranks.rank + 1] - cuts[self.ranks.rank]
 
@@ -435,7 +435,7 @@ def _move_by_parameter(
     """
     if sharding.stage == 0:
         return values
-    if not sharding.units.is_whole:
+    if not sharding.units.keeps_params_whole:
         raise CheckpointError(
             f"optimizer state {name!r}: found a shape that is not the parameter's, and stage {sharding.stage} divides "
             "parameters; save it with stage 0"

@@ -68,7 +68,7 @@ class Unit:
         ranks: the groups over which the gradients are summed.
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
-        is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
+        keeps_params_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
         has_optimizer: without one there are no master weights.
         placement: where the master weights live.
         sharded: the weights, if they are divided themselves (stage 3); they are in the model's dtype already.
@@ -85,7 +85,7 @@ class Unit:
         ranks: UnitRanks,
         model_dtype: torch.dtype | None,
         is_flat: bool,
-        is_whole: bool,
+        keeps_params_whole: bool,
         has_optimizer: bool = True,
         placement: Placement | None = None,
         sharded: ParamUnit | None = None,
@@ -109,7 +109,7 @@ class Unit:
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
         if sharded is None:
             self._place_weights()
-        self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(self.rank)]
+        self.shards = [self._create_shard(fragment, keeps_params_whole) for fragment in layout.owned_by(self.rank)]
 
     def _has_weights_in(self, placement: Placement) -> bool:
         """Whether the optimizer finds the weights in its own memory."""
@@ -144,7 +144,7 @@ class Unit:
                 # fused optimizers want weight and gradient laid out alike
                 param.data = param.data.to(self.dtype).contiguous()
 
-    def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
+    def _create_shard(self, fragment: Fragment, keeps_params_whole: bool) -> ParamShard:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
         if self.sharded is None and self.flat_N is None and self.master_S is None:
@@ -152,7 +152,7 @@ class Unit:
             return ParamShard(index, self.param_group, fragment, param.data, param, None, placement=self.placement)
         weight = _elements(param, fragment) if self.sharded is None else self._slice(self.sharded.shard_S, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
-        if is_whole:
+        if keeps_params_whole:
             assert fragment.numel == param.numel(), fragment
             weight, master = weight.view(param.shape), master.view(param.shape)
         stored, placement = self._stored(fragment), self.placement

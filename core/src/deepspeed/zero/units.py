@@ -83,7 +83,7 @@ class Units:
         named_parameters: all parameters of the module, also those that are not attached.
         optimizer: the user's, whose groups have the units' shards; None: the engine only evaluates.
         saved_groups: attached parameters, by index, as a checkpoint has them.
-        is_whole: a parameter has one owner, as the optimizer is not known to be elementwise.
+        keeps_params_whole: a parameter has one owner, as the optimizer is not known to be elementwise.
         modules: where parameters are divided themselves: the units by module.
     """
 
@@ -91,7 +91,7 @@ class Units:
         self.params: list[Parameter] = []
         self.named_parameters: list[tuple[str, Parameter]] = []
         self.saved_groups: list[list[int]] = []
-        self.is_whole = False
+        self.keeps_params_whole = False
         self.ranks = options.groups or UnitGroups(UnitRanks.over(backend))
         self._options = options
         self._stage = options.stage
@@ -156,9 +156,9 @@ class Units:
             ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
         """
         self.optimizer = optimizer
-        self.is_whole = not is_elementwise
-        if self.is_whole and optimizer is not None:
-            self._stage.refuse(optimizer)
+        self.keeps_params_whole = not is_elementwise
+        if self.keeps_params_whole and optimizer is not None:
+            self._stage.refuse_not_elementwise(optimizer)
         groups = optimizer.param_groups if optimizer is not None else []
         if self._stage.divides_parameters:
             self.modules = self._divide(module, [param for group in groups for param in group["params"]])
@@ -249,7 +249,7 @@ class Units:
         dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
         facts = {
             "zero_optimization.stage": f"{self._stage.number}, offloaded: {self._placement.is_offloaded}",
-            "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self.is_whole}",
+            "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self.keeps_params_whole}",
             "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
             "the optimizer's settings": "; ".join(
                 map(settings_of, [*optimizer.param_groups, phase_settings(optimizer)] if optimizer else ())
@@ -341,17 +341,19 @@ class Units:
         """Make one unit; `sharded`: the weights of its parameters, if these are divided themselves."""
         ranks = self.ranks.of(params[0])
         numels = [shape_of(param).numel() for param in params]
-        is_whole, max_numel = self.is_whole, self._max_fragment_numel()
+        keeps_whole, max_numel = self.keeps_params_whole, self._max_fragment_numel()
         unit = Unit(
             params,
             index=len(self._all),
             first_index=len(self.params),
             param_group=param_group,
-            layout=self._stage.layout(numels, ranks.world_size, is_whole=is_whole, max_fragment_numel=max_numel),
+            layout=self._stage.layout(
+                numels, ranks.world_size, keeps_params_whole=keeps_whole, max_fragment_numel=max_numel
+            ),
             ranks=ranks,
             model_dtype=self._options.model_dtype,
             is_flat=sharded is None and self._stage.divides_states,
-            is_whole=is_whole,
+            keeps_params_whole=keeps_whole,
             has_optimizer=self.optimizer is not None,
             placement=self._placement.of_unit(sum(numels)),
             sharded=sharded,
@@ -375,7 +377,7 @@ class Units:
         numel = min(self._options.bucket_numel, wish)
         largest = max(param.numel() for param in params)
         world_size = self.ranks.of(params[0]).world_size
-        return max(numel, largest * world_size) if self.is_whole and self._stage.divides_states else numel
+        return max(numel, largest * world_size) if self.keeps_params_whole and self._stage.divides_states else numel
 
     def _third(self) -> int:
         return max(MIN_BUCKET_NUMEL, self._total_numel // 3)
@@ -398,7 +400,7 @@ class Units:
 
     def _max_fragment_numel(self) -> int | None:
         """Fragments are as long as possible, but where gradients are widened, or weights sent, part by part."""
-        is_divided = (self._widens or self._placement.is_offloaded) and not self.is_whole
+        is_divided = (self._widens or self._placement.is_offloaded) and not self.keeps_params_whole
         return self._batch_numel() if is_divided else None
 
     def _batch_numel(self) -> int:

@@ -75,7 +75,7 @@ class Model:
             unit = self.units[name]
             self.fetcher.use(unit)
             assert unit.status is AVAILABLE
-            self.fetcher.drop(unit)
+            self.fetcher.release_or_keep(unit)
         return list(self.log)
 
     def whole(self):
@@ -155,9 +155,9 @@ def test_a_reused_unit_is_told_apart_by_what_was_used_before_it():
     model.log.clear()
     model.fetcher.use(model.units["a"])
     assert launches(model.log) == "ab"
-    model.fetcher.drop(model.units["a"])
+    model.fetcher.release_or_keep(model.units["a"])
     model.fetcher.use(model.units["b"])
-    model.fetcher.drop(model.units["b"])
+    model.fetcher.release_or_keep(model.units["b"])
     model.log.clear()
     model.fetcher.use(model.units["a"])
     assert launches(model.log) == "c", "after b, a is followed by c"
@@ -171,7 +171,7 @@ def test_no_more_is_gathered_ahead_than_may_live():
         for name in "abcd":
             model.fetcher.use(model.units[name])
             assert model.live <= 20
-            model.fetcher.drop(model.units[name])
+            model.fetcher.release_or_keep(model.units[name])
         model.forget_place()
 
 
@@ -181,7 +181,7 @@ def test_what_is_in_use_may_exceed_the_limit():
         model.fetcher.use(model.units[name])
     assert model.whole() == ["a", "b", "c"]
     for name in "abc":
-        model.fetcher.drop(model.units[name])
+        model.fetcher.release_or_keep(model.units[name])
     assert model.live == 0
 
 

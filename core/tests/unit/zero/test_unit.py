@@ -21,9 +21,9 @@ def used_memory(numel, dtype, device):
     return torch.full((numel,), 7.0, dtype=dtype, device=device)
 
 
-def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
+def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, keeps_params_whole=False):
     numels = [param.numel() for param in params]
-    divide = UnitLayout.whole if is_whole else UnitLayout.even
+    divide = UnitLayout.whole if keeps_params_whole else UnitLayout.even
     return Unit(
         params,
         index=0,
@@ -33,14 +33,14 @@ def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, 
         ranks=UnitRanks.over(SimpleNamespace(rank=rank, world_size=world_size, allocate=used_memory)),
         model_dtype=model_dtype,
         is_flat=is_flat,
-        is_whole=is_whole,
+        keeps_params_whole=keeps_params_whole,
     )
 
 
 def test_without_sharding_in_fp32_the_parameter_is_the_master():
     params = make_params()
     homes = [param.data_ptr() for param in params]
-    group = make_group(params, is_flat=False, is_whole=True)
+    group = make_group(params, is_flat=False, keeps_params_whole=True)
     assert [shard.master for shard in group.shards] == params
     assert [param.data_ptr() for param in params] == homes
     assert not any(shard.has_master for shard in group.shards)
@@ -73,7 +73,7 @@ def test_a_master_starts_from_the_users_weights_before_they_are_rounded():
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_low_precision_gets_masters_flat_or_not(is_flat):
     params = make_params()
-    group = make_group(params, model_dtype=torch.float16, is_flat=is_flat, is_whole=True)
+    group = make_group(params, model_dtype=torch.float16, is_flat=is_flat, keeps_params_whole=True)
     assert [shard.master.shape for shard in group.shards] == [param.shape for param in params]
     assert {param.dtype for param in params} == {torch.float16}
     assert group.master_S.numel() == 12
@@ -92,9 +92,9 @@ def test_a_rank_holds_master_weights_of_its_own_shard_only(rank):
         assert shard.index == 10 + shard.fragment.param
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_what_no_parameter_covers_is_zero(is_whole):
-    group = make_group(make_params(), world_size=3 if is_whole else 5, is_whole=is_whole)
+@pytest.mark.parametrize("keeps_params_whole", [False, True])
+def test_what_no_parameter_covers_is_zero(keeps_params_whole):
+    group = make_group(make_params(), world_size=3 if keeps_params_whole else 5, keeps_params_whole=keeps_params_whole)
     gaps = group.layout.gaps
     assert gaps
     assert all(group.flat_N[start:stop].tolist() == [0.0] * (stop - start) for start, stop in gaps)
@@ -111,7 +111,11 @@ def test_a_fragment_of_a_sharded_fp32_group_shares_the_models_memory():
 
 def test_whole_shards_keep_the_parameters_shape():
     params = make_params()
-    shards = [shard for rank in (0, 1) for shard in make_group(params, rank=rank, world_size=2, is_whole=True).shards]
+    shards = [
+        shard
+        for rank in (0, 1)
+        for shard in make_group(params, rank=rank, world_size=2, keeps_params_whole=True).shards
+    ]
     assert [tuple(shard.master.shape) for shard in shards] == SHAPES
 
 
