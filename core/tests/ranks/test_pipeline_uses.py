@@ -96,6 +96,23 @@ def test_evaluation_is_that_of_the_whole_model(interleave):
             assert (found["own"], logits, found["outputs"]) == (None, None, None)
 
 
+def frozen_job():
+    model = mlp()
+    if model.stage_id == 0:
+        model.requires_grad_(False)
+    engine = create(model, optimizer=None)
+    loss = engine.eval_batch(samples()).item()
+    engine.destroy()
+    return loss
+
+
+def test_stages_without_an_optimizer_may_have_nothing_to_train():
+    model = whole()
+    data = [(inputs, labels) for inputs, labels in samples(count=MICROS)]
+    wanted = sum(F.cross_entropy(model(inputs), labels).item() for inputs, labels in data) / MICROS
+    assert run_ranks(2, frozen_job) == pytest.approx([wanted] * 2, rel=1e-6)
+
+
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +262,75 @@ def test_a_checkpoint_resumes(tmp_path, stage):
         assert resumed == going_on
 
 
+class WeighedLoss(nn.Module):
+    """The loss has a parameter that trains, and a buffer."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, OUT))
+        self.part = part
+
+    def forward(self, outputs, labels):
+        return F.cross_entropy(outputs * self.scale, labels, weight=self.weights)
+
+
+def loss_module_job(folder):
+    engine = create(mlp(loss_fn=WeighedLoss()), gradient_clipping=0.0)
+    names = [name for name, _ in engine.module.named_parameters() if "loss" in name]
+    data = samples()
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    engine.save_checkpoint(folder)
+    losses += [engine.train_batch(data).item() for _ in range(3)]
+    engine.destroy()
+    resumed = []
+    for num_stages in (2, 1):
+        engine = create(mlp(loss_fn=WeighedLoss(), num_stages=num_stages), gradient_clipping=0.0)
+        engine.load_checkpoint(folder)
+        data = samples()
+        for _ in range(3 * MICROS):
+            next(data)
+        resumed.append([engine.train_batch(data).item() for _ in range(3)])
+        engine.destroy()
+    return names, losses, resumed
+
+
+def test_a_loss_with_parameters_trains_and_is_saved_on_the_last_stage(tmp_path):
+    model, loss_fn = whole(), WeighedLoss()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1)
+    data, wanted = samples(), []
+    for _ in range(6):
+        total = 0.0
+        for _ in range(MICROS):
+            inputs, labels = next(data)
+            loss = loss_fn(model(inputs), labels) / MICROS
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(total)
+    found = run_ranks(2, loss_module_job, str(tmp_path))
+    assert [names for names, _, _ in found] == [[], ["loss_fn.scale"]]
+    for _, losses, resumed in found:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        for each in resumed:
+            assert each == pytest.approx(losses[3:], rel=1e-6)
+
+
+def reentrant_job():
+    engine = create(mlp(activation_checkpoint_interval=1, activation_checkpoint_func=torch.utils.checkpoint.checkpoint))
+    result = outcome(lambda: engine.train_batch(samples()))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant", "ignore:None of the inputs")
+def test_a_checkpoint_function_that_drops_gradients_is_named():
+    *_, (kind, text) = run_ranks(2, reentrant_job)
+    assert kind == "ConfigError"
+    assert re.search(r"no gradient.*activation_checkpoint_func \(checkpoint\) is reentrant.*use_reentrant=False", text)
+
+
 # ---- wrong uses -----------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +368,9 @@ def wrong_module_job(name):
         "module twice": lambda: mlp(layers=[shared, torch.tanh, shared], partition_method="uniform"),
         "tied by hand": lambda: mlp(layers=nn.Sequential(nn.Linear(IN, IN), shared, with_weight_of(shared))),
         "in an argument": lambda: mlp(layers=[LayerSpec(nn.Sequential, shared), torch.tanh, shared]),
+        "in the loss": lambda: mlp(layers=[shared, torch.tanh, nn.Linear(IN, OUT)], loss_fn=WeighedLoss(shared)),
+        "inside": lambda: create(nn.ModuleDict({"text": mlp(), "head": nn.Linear(OUT, OUT)})),
+        "nothing trains": lambda: create(mlp().requires_grad_(False)),
         "schedule": lambda: create(pipeline={"schedule": "gpipe"}),
     }
     return outcome(cases[name])
@@ -309,6 +398,9 @@ def wrong_module_job(name):
         ),
         ("tied by hand", r"in layer 1 \(Linear, stage 0\) and in layer 2 \(Linear, stage 1\)"),
         ("in an argument", r"in layer 0 \(Sequential, stage 0\) and in layer 2 \(Linear, stage 1\)"),
+        ("in the loss", r"in layer 0 \(Linear, stage 0\) and in loss_fn \(WeighedLoss, stage 1\)"),
+        ("inside", r"'text' of the model \(ModuleDict\) is a PipelineModule of 2 stages.*pass it alone"),
+        ("nothing trains", "no parameters that train on any stage; to evaluate only, leave the optimizer out"),
         ("schedule", "pipeline.schedule"),
     ],
 )

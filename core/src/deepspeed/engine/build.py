@@ -46,7 +46,7 @@ from deepspeed.engine.optimizers import (
     trainable,
     warn_without_optimizer,
 )
-from deepspeed.engine.pipeline import PipelineEngine, mesh_of_pipeline
+from deepspeed.engine.pipeline import PipelineEngine, mesh_of_pipeline, refuse_inner_pipeline
 from deepspeed.engine.saving import create_saving
 from deepspeed.engine.sharding import (
     asked_dtypes,
@@ -197,12 +197,14 @@ def _initialize(
             "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed with the engine, and use its loader"
         )
     refuse_wrapped(model, settings.zero_optimization.stage)
+    refuse_inner_pipeline(model)
     warn_of_shared_memory(model, settings.zero_optimization.stage)
     if optimizer is not None and "gradient_clipping" not in settings.model_fields_set:
         settings.gradient_clipping = 0.0  # a script that brings its optimizer gets its gradients as they are
     _start_communication(dist_init_required, distributed_port)
     if isinstance(model, PipelineModule):
-        mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
+        has_optimizer = optimizer is not None or settings.optimizer is not None
+        mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings), has_optimizer=has_optimizer)
     else:
         needed = ranks_asked_by(model) if mpu is None else None
         is_divided = any(map(is_tensor_parallel, model.parameters()))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from deepspeed._absent_members import absent_members
+from deepspeed.activation import checkpointing
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.comm.torch_group import group_backend
@@ -387,9 +388,17 @@ class _Compute:
                 loss = self._module.loss_fn(outputs, labels)
             _check_scalar(loss, "loss_fn", "return the mean over the micro-batch")
         if torch.is_grad_enabled() and not loss.requires_grad:
+            func = self._module.activation_checkpoint_func
+            reentrant = (
+                f"; or activation_checkpoint_func ({getattr(func, '__name__', type(func).__name__)}) is reentrant, and "
+                "drops the gradients of layers whose inputs have none: pass "
+                "functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)"
+                if self._module.activation_checkpoint_interval and func is not checkpointing.checkpoint
+                else ""
+            )
             raise ConfigError(
                 "PipelineModule: the loss of a micro-batch has no gradient; return one that depends on the outputs, "
-                "without detach() or no_grad()"
+                f"without detach() or no_grad(){reentrant}"
             )
         self._losses.append(loss.detach())
         return loss
@@ -418,8 +427,24 @@ def _check_scalar(loss: Any, source: str, remedy: str) -> None:
         raise ConfigError(f"PipelineModule: {source} returned {found}, which is no loss; {remedy}")
 
 
+def refuse_inner_pipeline(model: torch.nn.Module) -> None:
+    """Raises ConfigError if a part of the model is a `PipelineModule` of several stages, which only an engine runs."""
+    for name, part in model.named_modules():
+        if name and isinstance(part, PipelineModule) and part.num_stages > 1:
+            raise ConfigError(
+                f"initialize: {name!r} of the model ({type(model).__name__}) is a PipelineModule of "
+                f"{part.num_stages} stages, of which each rank has one; a pipeline is a whole model, so pass it alone, "
+                "with all else as layers of its list"
+            )
+
+
 def mesh_of_pipeline(
-    module: PipelineModule, mpu: Any, mesh_param: object, asked: Mapping[str, tuple[int, str]]
+    module: PipelineModule,
+    mpu: Any,
+    mesh_param: object,
+    asked: Mapping[str, tuple[int, str]],
+    *,
+    has_optimizer: bool = True,
 ) -> Mesh:
     """The mesh of an engine: from the arguments of `initialize` or the configuration, else from the module's topology.
     A collective.
@@ -427,6 +452,7 @@ def mesh_of_pipeline(
     Args:
         module: built for some number of stages.
         mpu, mesh_param, asked: as `groups.create_mesh` takes them.
+        has_optimizer: each stage has something to train.
 
     Raises:
         ConfigError: on every rank: they place ranks in other stages than the module, cut layers elsewhere, or have a
@@ -438,7 +464,8 @@ def mesh_of_pipeline(
         mesh = groups.create_mesh(mpu, mesh_param, {"pp": (module.num_stages, "PipelineModule.num_stages"), **asked})
         _check_stages(module, mesh)
     _check_cuts(module, mesh)
-    _check_trains(module, mesh)
+    if has_optimizer:
+        _check_trains(module, mesh)
     return mesh
 
 
@@ -466,6 +493,11 @@ def _check_cuts(module: PipelineModule, mesh: Mesh) -> None:
 def _check_trains(module: PipelineModule, mesh: Mesh) -> None:
     trains = any(param.requires_grad for param in module.parameters())
     idle = {stage for stage, has in all_gather_values([mesh.rank("pp"), trains], mesh.norm_group) if not has}
+    if len(idle) == module.num_stages:
+        raise ConfigError(
+            "PipelineModule: found an optimizer, and no parameters that train on any stage; to evaluate only, leave "
+            "the optimizer out"
+        )
     if idle:
         raise ConfigError(
             f"PipelineModule: found no parameters that train on stage {', '.join(map(str, sorted(idle)))}; its cuts "

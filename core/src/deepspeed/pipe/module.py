@@ -54,7 +54,8 @@ class PipelineModule(Module):
             and all ranks build their stages together.
         num_stages: default: that of `topology`.
         topology: places all ranks; default: `num_stages` stages, and data parallelism over the ranks that remain.
-        loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss.
+        loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss. The
+            parameters of a module are the last stage's.
         seed_layers: seed the random generators with `base_seed` plus the layer's number before each layer is built, so
             that first weights do not depend on the number of stages.
         seed_fn: called with that seed, in place of `torch.manual_seed`.
@@ -110,7 +111,7 @@ class PipelineModule(Module):
             self.interleave = interleave if self.num_stages > 1 else 1
             coord = self._topology.get_coord(dist.get_rank())
             self.stage_id = int(getattr(coord, "pipe", 0))
-            self.loss_fn = loss_fn
+            self._set_loss(loss_fn)
             self.seed_layers, self.base_seed = seed_layers, base_seed
             self.seed_fn = seed_fn or torch.manual_seed
             self.activation_checkpoint_func = activation_checkpoint_func
@@ -277,21 +278,31 @@ class PipelineModule(Module):
                     f"PipelineModule: layer {index} is {type(spec).__name__}; give a LayerSpec, a module or a function"
                 )
 
+    def _set_loss(self, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+        if isinstance(loss_fn, Module) and self.stage_id < self.num_stages - 1:
+            vars(self)["loss_fn"] = loss_fn  # no part of this stage: its parameters would be a copy that never trains
+        else:
+            self.loss_fn = loss_fn
+
     def _check_shared(self) -> None:
         """A parameter that trains is in layers of one stage only, unless these layers are tied: each stage would have a
-        copy, which goes its own way. The layers are modules here, or are given modules as arguments."""
-        first: dict[int, int] = {}  # the layer, by id of the parameter
-        for index, spec in enumerate(self._specs):
-            for param in _given_parameters(spec):
-                other = first.setdefault(id(param), index)
-                stages, keys = (
-                    {call(at) for at in (other, index)} for call in (self.stage_owner, lambda at: _key(self._specs[at]))
-                )
-                if len(stages) > 1 and (len(keys) > 1 or None in keys):
+        copy, which goes its own way. The layers are modules here, or are given modules as arguments. The loss function
+        is on the last stage."""
+        users: list[tuple[str, int, str | None, list[Parameter]]] = [
+            (f"layer {index} ({_name(spec)}, ", self.stage_owner(index), _key(spec), _given_parameters(spec))
+            for index, spec in enumerate(self._specs)
+        ]
+        if isinstance(self.loss_fn, Module):
+            loss = self.loss_fn
+            users.append((f"loss_fn ({_name(loss)}, ", self.num_stages - 1, None, _given_parameters(loss)))
+        first: dict[int, tuple[str, int, str | None]] = {}  # the user, by id of the parameter
+        for name, stage, key, params in users:
+            for param in params:
+                other, other_stage, other_key = first.setdefault(id(param), (name, stage, key))
+                if stage != other_stage and (key is None or key != other_key):
                     raise ConfigError(
-                        f"PipelineModule: found a parameter of shape {list(param.shape)} in layer {other} "
-                        f"({_name(self._specs[other])}, stage {self.stage_owner(other)}) and in layer {index} "
-                        f"({_name(spec)}, stage {self.stage_owner(index)}), of which each stage would train a copy of "
+                        f"PipelineModule: found a parameter of shape {list(param.shape)} in {other}stage "
+                        f"{other_stage}) and in {name}stage {stage}), of which each stage would train a copy of "
                         "its own; give both layers as TiedLayerSpec of one key, whose copies stay equal, or use a "
                         "partition_method that has them in one stage"
                     )
