@@ -148,7 +148,8 @@ def create_sharding(
     if optimizer is None and zero.stage < 3:
         return Sharding(options, ranks, group)
     is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
-    is_refused = zero.stage == 3 and not is_elementwise(optimizer)  # by `ZeroStage.refuse`, whatever is allowed
+    # `ZeroStage.refuse_not_elementwise` refuses it, whatever is allowed
+    is_refused = zero.stage == 3 and not is_elementwise(optimizer)
     if not is_tested and not is_refused and not config.zero_allow_untested_optimizer:
         raise ConfigError(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "

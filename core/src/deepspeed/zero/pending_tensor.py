@@ -1,7 +1,7 @@
 """`PendingTensor`: a tensor of a save whose values are copied while training goes on, from where they are.
 
-Whoever changes such values, or moves them, first waits for the copy (`Sharding.wait_for_copy`). In their place nothing
-reads them by mistake: it is no tensor.
+Code that changes or moves such values first waits for the copy (`Checkpointer.wait_for_copy`). A `PendingTensor` is no
+tensor, so that nothing reads it by mistake before.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """A stage's state as plain values, with the keys of DeepSpeed's `*_optim_states.pt`, and back.
 
-Per group of `Holding.saved_groups`, this rank's part of it, T elements:
+Per group of `Units.saved_groups`, this rank's part of it, T elements:
 
     single_partition_of_fp32_groups   [T] the weights that the optimizer updates (`fp32_flat_groups` in stage 3)
     base_optimizer_state              {"state": {group: {name: [T] tensor or scalar}}, "param_groups": [...]}
