@@ -1,7 +1,7 @@
 """The launcher: one command that starts one process per device and ends them together.
 
-`deepspeed script.py` (`runner.py`) parses and validates, loads no torch, and replaces itself by `launch.py`, the
-per-node process, in which torch's elastic agent (`node_agent.py`) runs the ranks; with `--launcher NAME` of a plugin,
-by that launcher's command (`multinode/`). May import every floor below; nothing imports it. Read `runner.py`, then
-`plan.py` (what the first process tells the second), `launch.py`, `node_agent.py`.
+`deepspeed script.py` (`runner.py`) parses and validates the command line without loading torch. The process then
+replaces itself with `launch.py`, the per-node process, where torch's elastic agent (`node_agent.py`) runs the ranks.
+With `--launcher NAME` of a plugin, it becomes that launcher's command (`multinode/`). The package may import every
+floor below; nothing imports it. Read `runner.py`, then `plan.py` (the data between them), `launch.py`, `node_agent.py`.
 """

@@ -1,7 +1,7 @@
-"""The command line of `deepspeed`: every documented flag, and what this version does with it.
+"""The command line of `deepspeed`: this module defines, parses and checks every flag.
 
 `runner.main` calls `parse_arguments`; `docs/generate/launcher.py` writes the reference page from `create_parser`.
-Whatever is wrong raises `ConfigError` in one line that starts with the flag.
+A wrong command line raises `ConfigError` with one line that starts with the flag.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LAUNCHERS = ("pdsh", "ssh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Raises instead of printing the usage, so that each error is one line."""
+    """A parser that raises `ConfigError` instead of printing the usage, so that each error is one line."""
 
     def error(self, message: str) -> NoReturn:
         if "user_script" in message:
@@ -31,7 +31,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """The parser alone, with no check between flags; called by `parse_arguments` and by the reference page."""
+    """Return the parser alone, with no check between flags; called by `parse_arguments` and by the reference page."""
     parser = _OneLineParser(
         prog="deepspeed",
         usage="deepspeed [flags] script.py [script arguments]",
@@ -223,7 +223,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check `argv` (without the program's name).
 
     Raises:
-        ConfigError: the first thing that is wrong, in one line: the flag, what was found, what to do.
+        ConfigError: the first error, in one line: the flag, the value found, and what to do.
     """
     parser = create_parser()
     args, unknown = parser.parse_known_args(list(argv))
@@ -242,11 +242,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_launcher(args: argparse.Namespace) -> None:
-    """Refuse a launcher that nobody has, and flags of many nodes that contradict each other. Called unless a plugin's
-    launcher starts the job.
+    """Refuse an unknown launcher, and multi-node flags that contradict each other. Not called when a plugin's launcher
+    starts the job.
 
     Raises:
-        ConfigError: naming the flags.
+        ConfigError: the message names the flags.
     """
     if args.launcher is not None and args.launcher not in LAUNCHERS:
         raise ConfigError(
@@ -272,7 +272,7 @@ def elastic_limits(args: argparse.Namespace, num_nodes: int) -> ElasticLimits:
         num_nodes: the number of nodes that the job starts with.
 
     Raises:
-        ConfigError: more nodes are needed than may take part.
+        ConfigError: --min_elastic_nodes is above the maximum number of nodes.
     """
     if not args.elastic_training:
         return ElasticLimits()
@@ -383,7 +383,7 @@ def _check_program(program: str) -> None:
 
 
 def _count(text: str) -> int | None:
-    """A type for argparse: a whole number of at least 1; DeepSpeed's -1 for "all" is accepted as well."""
+    """Parse a whole number of at least 1 for argparse. DeepSpeed's -1 ("all") gives None."""
     try:
         number = int(text)
     except ValueError:

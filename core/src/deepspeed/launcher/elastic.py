@@ -1,9 +1,9 @@
-"""A node of an elastic job: torch's elastic agent, which forms its ranks again when `membership.py` says so.
+"""One node of an elastic job: torch's elastic agent, which restarts its ranks when `membership.py` starts a round.
 
-`NodeLink` is the connection to the process that keeps the list of nodes. `ElasticRendezvous` gives the agent its place
-in each round, and a store that the round's first node opens, so that no round depends on a node that was lost.
-`ElasticAgent` is `NodeAgent` for several rounds: a failure, here or on another node, ends the ranks, and torch's loop
-asks for the next round. What a rank wrote belongs to its round.
+`NodeLink` is the connection to the coordinator, the process that keeps the list of nodes. `ElasticRendezvous` gives the
+agent its node rank in each round, and a store. The round's first node opens this store, so no round depends on a lost
+node. `ElasticAgent` is `NodeAgent` for several rounds: a failure on any node ends the ranks, and torch's loop requests
+the next round. Each round has its own output reader.
 """
 
 import json
@@ -37,44 +37,44 @@ from deepspeed.launcher.plan import NodeFailure
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
 _STORE_TIMEOUT_S = 60.0
-_ANY_NUMBER = 1_000_000  # of restarts for torch: `membership.py` counts them
+_ANY_NUMBER = 1_000_000  # restarts that torch allows; `membership.py` applies the real limit
 _CHUNK_BYTES = 65536
-_TOLD_TO_END = 128 + signal.SIGTERM  # of ranks that saved because one node was told to end, and others go on
+_TOLD_TO_END = 128 + signal.SIGTERM  # exit code of ranks that saved because one node got SIGTERM; other nodes go on
 _GONE = {"kind": "end", "exit_code": 1, "failure": None, "is_blamed": False}
 
 
 class NodeLink:
-    """The connection of this node.
+    """The connection from this node to the coordinator.
 
     Args:
-        address, port: of the process that keeps the list.
-        hello: what it is told first: run_id, name, node_rank, num_ranks.
+        address, port: address of the coordinator.
+        hello: the first message: run_id, name, node_rank, num_ranks.
 
     Raises:
-        ConfigError: nobody answers there for 15 minutes.
+        ConfigError: no connection was possible for 15 minutes.
     """
 
     def __init__(self, address: str, port: int, hello: Message) -> None:
         self._address, self._port = address, port
         self._socket = self._connect()
-        self.own_address = str(self._socket.getsockname()[0])  # by which the others reach this node
+        self.own_address = str(self._socket.getsockname()[0])  # other nodes reach this node at this address
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.end: Message | None = None  # how the job ended, once that is known
-        self.notify: Callable[[], None] = lambda: None  # called in a thread when there is a message
+        self.end: Message | None = None  # the message that says how the job ended; None before it arrives
+        self.notify: Callable[[], None] = lambda: None  # called in the reader thread for each message
         self.send({"kind": "hello", **hello})
         self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Say something; nothing where the connection is gone, for that is in the inbox."""
+        """Send a message. A lost connection is ignored here, because the reader thread puts an end into the inbox."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             return
 
     def close(self) -> None:
-        """Take leave."""
-        with suppress(OSError):  # the other end was faster
+        """Close the connection and join the reader thread."""
+        with suppress(OSError):  # the coordinator closed it first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
@@ -119,22 +119,22 @@ class NodeLink:
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """Gives torch's agent the place of this node in each round, until the job has ended.
+    """Gives torch's agent the rank of this node in each round, until the job has ended.
 
     Args:
-        link: to the process that keeps the list.
-        run_id: of the job.
+        link: connection to the coordinator.
+        run_id: id of the job.
     """
 
     def __init__(self, link: NodeLink, run_id: str) -> None:
         self.round = -1
-        self.counts: list[int] = []  # ranks of each node, in their order
+        self.counts: list[int] = []  # number of ranks per node, in node order
         self._link = link
         self._run_id = run_id
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a place in the next round.
+        """Wait until the coordinator assigns this node a place in the next round.
 
         Raises:
             RendezvousGracefulExitError: the job has ended.
@@ -157,14 +157,14 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RendezvousGracefulExitError("the job has ended")
 
     def _open(self, message: Message) -> tuple[str, int]:
-        """Open the store of the round, and send the others its address."""
+        """Open the store of the round, and send its address to the other nodes."""
         self._store = TCPStore(self._link.own_address, 0, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False)
         address = (self._link.own_address, int(self._store.port))
         self._link.send({"kind": "store", "round": message["round"], "address": address})
         return address
 
     def _connect(self, message: Message) -> tuple[str, int] | None:
-        """Join the store of the round's first node; None where the round ends before that."""
+        """Connect to the store of the round's first node. Return None if the round ends first."""
         told = self._link.inbox.get()
         if told["kind"] != "store" or told["round"] != message["round"]:
             if told["kind"] == "end":
@@ -194,10 +194,10 @@ class ElasticRendezvous(RendezvousHandler):
         return self._link.end is not None
 
     def set_closed(self) -> None:
-        """Only the process that keeps the list ends the job."""
+        """Do nothing: only the coordinator ends the job."""
 
     def num_nodes_waiting(self) -> int:
-        return 0  # a node that waits has the round ended by a message
+        return 0  # for a waiting node the coordinator ends the round with a message
 
     def shutdown(self) -> bool:
         self._store = None
@@ -208,15 +208,15 @@ class ElasticAgent(NodeAgent):
     """Runs the ranks of this node, round after round.
 
     Args:
-        commands: of each local rank.
-        rendezvous: of this node.
-        link: that of the rendezvous.
-        make_output: makes the reader of a round; True: of a later one, whose logs follow those of the first.
-        say: shows a text to the user.
-        max_restarts: for the ranks' environment.
+        commands: one command per local rank.
+        rendezvous: rendezvous of this node.
+        link: the link that `rendezvous` uses.
+        make_output: makes the output reader of a round. The argument is True for later rounds: they append to the logs.
+        say: prints a text for the user.
+        max_restarts: value for the ranks' environment.
         is_watched, grace_s: see `NodeAgent`.
 
-    `on_signal` is called where this node is told to end; set by the one that keeps the list.
+    `on_signal` is called when this node gets a signal to end. The node that runs the coordinator sets it.
     """
 
     on_signal: Callable[[NodeFailure], None] | None = None
@@ -240,13 +240,13 @@ class ElasticAgent(NodeAgent):
         self._max_restarts = max_restarts
 
     def finish_output(self) -> None:
-        """Read what the ranks of the last round wrote."""
+        """Read the rest of the output of the last round's ranks."""
         self._output.finish()
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the workers by the round's counts. torch's own method asks the store, and waits for a lost node."""
+        """Number the workers by the round's counts. torch's own method uses the store and may wait for a lost node."""
         counts = self._rendezvous_handler.counts
         first, total = sum(counts[:group_rank]), sum(counts)
         return [
@@ -272,7 +272,7 @@ class ElasticAgent(NodeAgent):
         return super()._start_workers(worker_group)
 
     def describe(self) -> str:
-        """The report on the rank that failed."""
+        """Return the report on the rank that failed."""
         assert self.cause is not None
         return describe_job(self.cause, [end for end in self.ends() if end.rank != self.cause.rank])
 
@@ -286,7 +286,7 @@ class ElasticAgent(NodeAgent):
     def _meet_peers(self, worker_group: WorkerGroup) -> None:
         ended = self._ended
         self._link.notify = lambda: ended.put(ELSEWHERE)
-        if not self._link.inbox.empty():  # it came before there was somebody to notify
+        if not self._link.inbox.empty():  # a message arrived before `notify` was set
             ended.put(ELSEWHERE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -296,7 +296,7 @@ class ElasticAgent(NodeAgent):
         self._link.send({"kind": "done", "round": self._rendezvous_handler.round})
         while self._link.inbox.empty():
             self._wait_for_end()
-        # the end is success; else other nodes need this one again, or what it has saved
+        # either the job succeeded, or other nodes need this node, or its checkpoint, for another round
         succeeded = self._link.end is not None and self._link.end["exit_code"] == 0
         return result if succeeded else RunResult(state=WorkerState.UNHEALTHY)
 
@@ -316,7 +316,7 @@ class ElasticAgent(NodeAgent):
         if failure.stopped_by:
             if self.on_signal is not None:
                 self.on_signal(failure)
-            return  # else this node leaves alone; the end of its connection says so
+            return  # without a coordinator here, this node leaves alone: its connection ends
         if failure.exit_code == _TOLD_TO_END:
             failure = failure._replace(is_consequence=True)
         uncaught = None if failure.rank is None else self._output.uncaught(failure.rank)
@@ -324,10 +324,10 @@ class ElasticAgent(NodeAgent):
         self._link.send(_failed(self._rendezvous_handler.round, failure, is_final))
 
     def _exit_barrier(self) -> None:
-        """`_monitor_workers` has waited for the others."""
+        """Do nothing: `_monitor_workers` has already waited for the other nodes."""
 
     def leave(self) -> None:
-        """Take leave of the other nodes; after the run, however it ended."""
+        """Close the link to the coordinator. Called after the run, whatever its result."""
         self._link.notify = lambda: None
         self._link.close()
 

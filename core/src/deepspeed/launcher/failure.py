@@ -1,8 +1,8 @@
-"""The last words of a job that failed: which rank is the cause, and why.
+"""The report on a failed job: which rank is the cause, and why.
 
-`node_agent.py` asks `may_be_a_consequence` which failure to blame. `launch.py` prints `describe_job` after everything
-else, so that the cause is not buried under what the other ranks said when it took them down. Of what stands on the
-console already only the exception is repeated.
+`node_agent.py` calls `may_be_a_consequence` to decide which failure to blame. `launch.py` prints `describe_job` last,
+so that the errors of the other ranks do not bury the cause. If the traceback is already on the console, the report
+repeats only the exception.
 """
 
 import os
@@ -21,13 +21,13 @@ _TRACEBACK = re.compile(
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _ASIDE = re.compile(
     r"^(Exception ignored |Exception in thread )"
-)  # a traceback under such a line is not why a process ended
+)  # a traceback under such a line did not end the process
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _SHOWN_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in ')
-_NUM_FRAMES = 12  # shown of a rank that was stopped
-_LAST_LINES = 20  # shown of a rank that left no traceback
-# How a rank reports that another one is gone: our errors, torch's, and the messages of communication libraries.
+_NUM_FRAMES = 12  # shown for a rank that was stopped
+_LAST_LINES = 20  # shown for a rank that left no traceback
+# Errors of a rank that lost a peer: ours, torch's, and messages of communication libraries.
 _CONSEQUENCE = re.compile(
     r"^(\S+\.)?(CommError|PeerFailed|HeardFailure|PeerLeft|PeerGone|Dist\w*Error|ConnectionResetError|ConnectionAbortedError|BrokenPipeError)\b"
     r"|closed by peer|reset by peer|connection (was )?(likely )?closed|broken pipe|remote process exited"
@@ -35,7 +35,7 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
-_LOCAL_RANK = re.compile(r"--local_rank\b")  # in the words of a script that does not take it
+_LOCAL_RANK = re.compile(r"--local_rank\b")  # in the error of a script that does not accept the flag
 _LOCAL_RANK_ADVICE = (
     ". The launcher adds --local_rank to the script's arguments: let the script take it "
     '(parser.add_argument("--local_rank", type=int)), or give `deepspeed` the flag --no_local_rank'
@@ -43,16 +43,16 @@ _LOCAL_RANK_ADVICE = (
 
 
 class RankEnd(NamedTuple):
-    """A `RankEnd` says how one rank ended, and holds what the rank wrote at its end.
+    """A `RankEnd` says how one rank ended, and holds the last output of the rank.
 
     Args:
         rank: global rank.
-        pid: its process.
+        pid: process id of the rank.
         return_code: as in `subprocess`: negative for a signal.
-        uncaught: its uncaught exception, if it reported one.
-        stderr_tail: the end of its stderr.
+        uncaught: the uncaught exception, if the rank reported one.
+        stderr_tail: the end of stderr.
         shown: whether stderr went to the console.
-        stacks: of its threads, when it was asked where it is before it was stopped (lines of `faulthandler`).
+        stacks: stacks of the rank's threads (lines of `faulthandler`), if requested before the rank was stopped.
     """
 
     rank: int
@@ -65,16 +65,16 @@ class RankEnd(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The exception in one line, else the last line on stderr; "" if there is none."""
+        """The first line of the exception, or else the last line of stderr; "" if there is neither."""
         if self.uncaught is not None:
             return _first_line(self.uncaught.exception)
         return _last_words(find_traceback(self.stderr_tail), self.stderr_tail)
 
 
 def may_be_a_consequence(end: RankEnd) -> bool:
-    """Whether `end` may be another rank's fault: a lost connection, or an error of a collective.
+    """Return whether `end` may be another rank's fault: a lost connection, or an error of a collective.
 
-    A signal is a cause, but for SIGABRT, by which communication libraries end a process whose peers are gone.
+    A signal is always a cause, except SIGABRT: communication libraries abort a process after they lose a peer.
     """
     if end.return_code < 0 and end.return_code != -signal.SIGABRT:
         return False
@@ -82,10 +82,10 @@ def may_be_a_consequence(end: RankEnd) -> bool:
 
 
 def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
-    """The report on a job that failed: where ranks stood that were stopped, a line for each other exception, and the
+    """Return the report on a failed job: the stacks of ranks that were stopped, one line per other exception, and the
     cause last.
 
-    A `ConfigError` is one line, as the `deepspeed` command writes those of its own command line.
+    A `ConfigError` takes one line, like the errors in the command line of `deepspeed`.
     """
     lines = [*describe_standing(others), *_describe_others(cause, others)]
     if cause.uncaught is not None and cause.uncaught.is_config_error:
@@ -99,9 +99,9 @@ def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
 
 
 def describe_standing(ends: Sequence[RankEnd]) -> list[str]:
-    """Say where each rank stood that still ran when another failed for want of a peer: its innermost frames, as Python
-    prints a traceback. The last frame is what the rank waits for, or what keeps it from coming; the heading names the
-    line of the script's own code, which may be far above."""
+    """Return the innermost frames of each rank that still ran when another rank failed because a peer was missing, in
+    the format of a traceback. The last frame shows where the rank waits or hangs. The heading names the line of the
+    script's own code, which may be far up the stack."""
     found = []
     for end in ends:
         if end.uncaught is None and (frames := _frames_of_script(end.stacks)):
@@ -114,23 +114,23 @@ def describe_standing(ends: Sequence[RankEnd]) -> list[str]:
 
 
 def _line_of_script(frames: Sequence[str]) -> str:
-    """Return the innermost frame in no installed package, and not in Python's library, as "train.py:7"; else ""."""
+    """Return the innermost frame outside installed packages and the standard library, as "train.py:7"; else ""."""
     installed = (os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
     for frame in reversed(frames):
         match = _SHOWN_FRAME.match(frame)
         assert match is not None, frame
         file = match["file"]
-        packages = {"site-packages", "dist-packages"} & set(PurePath(file).parts)  # of the user, or of the distribution
+        packages = {"site-packages", "dist-packages"} & set(PurePath(file).parts)  # per user or per distribution
         if not packages and not file.startswith(("<", *(folder + os.sep for folder in installed))):
             return f"{file}:{match['line']}"
     return ""
 
 
 def _frames_of_script(stacks: Sequence[str]) -> list[str]:
-    """The frames of the thread that runs the script, outermost first.
+    """Return the frames of the thread that runs the script, outermost first.
 
-    `faulthandler` writes a heading per thread, and below it the innermost frame first: `  File "a.py", line 3 in f`.
-    The script's thread is the one that began in a module; else the last, for threads come newest first.
+    `faulthandler` writes a heading per thread, then the frames, innermost first: `  File "a.py", line 3 in f`.
+    The script's thread is the thread that started in a module, or else the last thread: threads come newest first.
     """
     threads: list[list[str]] = []
     for line in stacks:
@@ -144,7 +144,7 @@ def _frames_of_script(stacks: Sequence[str]) -> list[str]:
 
 
 def _describe_others(cause: RankEnd, others: Sequence[RankEnd]) -> list[str]:
-    """One line per exception that differs from the cause, with the ranks that raised it."""
+    """Return one line per exception that differs from the cause, with the ranks that raised it."""
     ranks_of: dict[str, list[str]] = {}
     for end in others:
         if end.uncaught is not None and end.last_words != cause.last_words:
@@ -158,10 +158,10 @@ def exit_code_of(return_code: int) -> int:
 
 
 def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str, shown: bool = False) -> str:
-    """The report on the rank that ended first with a failure.
+    """Return the report on the rank that ended first with a failure.
 
-    `return_code` is as in `subprocess`: negative for a signal. A traceback stands last; a signal's name stands last
-    where there is no traceback, for then it is the whole story. `shown`: stderr was passed on to the console.
+    `return_code` is as in `subprocess`: negative for a signal. The traceback comes last; without a traceback the exit
+    code or signal comes last. `shown`: stderr is on the console already.
     """
     traceback = find_traceback(stderr_tail) if return_code > 0 else ""
     advice = _LOCAL_RANK_ADVICE if _LOCAL_RANK.search(_last_words(traceback, stderr_tail)) else ""
@@ -177,7 +177,7 @@ def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str, sh
 
 
 def find_traceback(text: str) -> str:
-    """The last traceback in `text` with the exceptions that led to it; empty if there is none."""
+    """Return the last traceback in `text` together with its chained exceptions; "" if there is none."""
     lines = text.rstrip().splitlines()
     starts = [n for n, line in enumerate(lines) if _TRACEBACK.match(line) and not _is_aside(lines, n)]
     if not starts:
@@ -195,7 +195,7 @@ def find_traceback(text: str) -> str:
 
 
 def _shown_above(traceback: str, stderr_tail: str) -> str:
-    """One line that points back: the exception, else the last words; "" when there are none."""
+    """Return a sentence that repeats the exception, or else the last line of stderr; "" if there is neither."""
     words = _last_words(traceback, stderr_tail)
     return f" Its last words on stderr, shown above: {words}" if words else ""
 
@@ -209,7 +209,7 @@ def _first_line(text: str) -> str:
 
 
 def _exception_of(traceback: str) -> str:
-    """The line after the frames, which are indented; the first of a message of several."""
+    """Return the line after the indented frames: the exception and the first line of its message."""
     lines = traceback.splitlines()
     start = max(n for n, line in enumerate(lines) if _TRACEBACK.match(line))
     match = _TRACEBACK.match(lines[start])

@@ -1,11 +1,11 @@
 """The per-node process, which `runner.py` becomes or starts on each host; its arguments are PLAN NODE_RANK SCRIPT
 ARGUMENTS...
 
-It asks the current accelerator for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
-the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
-flag or an accelerator that cannot be had. A node that is watched by `multinode/start.py` takes its signals from stdin:
-a number per line, `stop` where another host failed; the end of stdin, when the connection or the watcher is gone, is a
-SIGTERM.
+The process gets the devices from the current accelerator, writes one command per rank, runs the commands with
+`node_agent.py`, and prints the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for
+signal n, 2 for a wrong flag or an unavailable accelerator. A node that `multinode/start.py` watches reads its signals
+from stdin: one number per line, or `stop` when another host failed. The end of stdin (the connection or the watcher is
+gone) acts as SIGTERM.
 """
 
 import logging
@@ -36,14 +36,14 @@ _NUM_ARGUMENTS = 3  # at least: PLAN NODE_RANK SCRIPT
 
 
 class NodePlacement(NamedTuple):
-    """A `NodePlacement` says how many ranks run here, and holds the variables that show them their devices."""
+    """A `NodePlacement` holds the number of ranks on this node, and the variables that select their devices."""
 
     num_ranks: int
     environment: dict[str, str]
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """`argv`: the encoded plan, the rank of this node, the script, and the script's arguments."""
+    """Run the node. `argv` holds the encoded plan, the rank of this node, the script, and the script's arguments."""
     if len(argv) < _NUM_ARGUMENTS or argv[0].startswith("-"):
         text = (
             f"deepspeed.launcher.launch: error: found the arguments {' '.join(argv) or '(none)'}; the deepspeed "
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequence[str]) -> int:
-    """Run every rank of this node to its end; the exit code for the shell."""
+    """Run every rank of this node to its end, and return the exit code for the shell."""
     orders = _Orders()
     if plan.is_watched:
         orders.start()
@@ -71,14 +71,14 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
     plan = plan.on_node(node_rank)
     placement = place_ranks(plan, get_accelerator())
     commands = make_commands(plan, placement, script, script_args)
-    if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
+    if "LOGLEVEL" not in os.environ:  # the agent's log lines about signals would hide the cause
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     return (_run_elastic if plan.is_elastic else _run_fixed)(plan, node_rank, commands, orders)
 
 
 def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
-    """Run the ranks of a node whose job ends with the first failure."""
+    """Run the ranks of a node in a job that ends at the first failure."""
     from deepspeed.launcher.failure import describe_job, describe_standing, exit_code_of, may_be_a_consequence
     from deepspeed.launcher.node_agent import NodeAgent
     from deepspeed.launcher.nodes import NodeRendezvous
@@ -108,7 +108,7 @@ def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", 
 
 
 def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
-    """Run the ranks of a node whose job goes on when nodes are lost. Node 0 keeps the list, unless it is watched."""
+    """Run the ranks of a node in a job that survives the loss of nodes. An unwatched node 0 runs the coordinator."""
     from deepspeed.launcher.elastic import ElasticAgent, ElasticRendezvous, NodeLink
     from deepspeed.launcher.membership import Coordinator
 
@@ -145,7 +145,7 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
 
 
 def _ended_by(plan: LaunchPlan, number: int) -> int:
-    """Say which signal ended the run, unless the process that watches this node has had it; the exit code."""
+    """Print which signal ended the run, unless a watcher prints it, and return the exit code."""
     if not plan.is_watched:
         _say(f"deepspeed: the run was ended by {signal.Signals(number).name}")
     return 128 + number
@@ -158,7 +158,7 @@ def _make_output(plan: LaunchPlan, appends: bool = False) -> "OutputReader":
 
 
 def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[], None]) -> int | None:
-    """Run the agent to its end; the signal that ended it, if one did."""
+    """Run the agent to its end, and return the number of the signal that ended it, or None."""
     from deepspeed.launcher.node_agent import SignalException
 
     _raise_on_signals(SignalException, agent.told_to_end)
@@ -175,12 +175,12 @@ def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[]
 
 
 def place_ranks(plan: LaunchPlan, accelerator: Any) -> NodePlacement:
-    """Number of ranks and visible devices, from what was asked and what the current accelerator has.
+    """Choose the number of ranks and the visible devices from the plan and the current accelerator.
 
-    On an accelerator that computes on the host any number of ranks may be started, and nothing needs hiding.
+    On an accelerator that computes on the host, any number of ranks may start, and no device is hidden.
 
     Raises:
-        ConfigError: a device was asked for that is not there.
+        ConfigError: the plan asks for a device that does not exist.
     """
     shares_host = bool(accelerator.is_synchronized_device())
     count = plan.num_slots if plan.num_slots is not None else accelerator.device_count()
@@ -206,7 +206,7 @@ def place_ranks(plan: LaunchPlan, accelerator: Any) -> NodePlacement:
 
 
 def _asked_slots(plan: LaunchPlan, count: int) -> tuple[str, list[int]]:
-    """The flag that decides, and the slots it asks for in ascending order."""
+    """Return the flag that selects the slots, and these slots in ascending order."""
     if plan.include is not None:
         return "--include", list(plan.include)
     if plan.exclude is not None:
@@ -219,7 +219,7 @@ def _asked_slots(plan: LaunchPlan, count: int) -> tuple[str, list[int]]:
 
 
 def _visible(accelerator: Any, slots: Sequence[int]) -> list[Any]:
-    """Slots count within what the environment already shows (a scheduler may have given this job devices 4 to 7)."""
+    """Map slots to the devices that the environment already limits (a scheduler may have set devices 4 to 7)."""
     for variable in accelerator.visible_devices_envs():
         shown = os.environ.get(variable)
         if shown:
@@ -232,7 +232,7 @@ def _visible(accelerator: Any, slots: Sequence[int]) -> list[Any]:
 def make_commands(
     plan: LaunchPlan, placement: NodePlacement, script: str, script_args: Sequence[str]
 ) -> "list[RankCommand]":
-    """One command per local rank: program, `--local_rank=N` right after the script, the script's own arguments."""
+    """Return one command per local rank: the program and script, `--local_rank=N`, the script's own arguments."""
     from deepspeed.launcher.node_agent import RankCommand
 
     if plan.no_python:
@@ -247,7 +247,7 @@ def make_commands(
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         elif placement.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: otherwise every rank takes every core
+            environment["OMP_NUM_THREADS"] = "1"  # like torchrun: otherwise every rank uses every core
         rank_flag = [] if plan.no_local_rank else [f"--local_rank={local_rank}"]
         commands.append(RankCommand([*program, *rank_flag, *script_args], environment, cores))
     return commands
@@ -266,10 +266,10 @@ def _core_shares(plan: LaunchPlan, num_ranks: int) -> list[list[int]] | None:
 
 
 def choose_port(asked: int | None) -> int:
-    """The port for the store: the one asked for, or the default, or a free one if the default is taken.
+    """Return the port for the store: `asked`, or the default, or a free port if the default is taken.
 
     Raises:
-        ConfigError: the port that was asked for is taken.
+        ConfigError: the port `asked` is taken.
     """
     port = asked if asked is not None else DEFAULT_MASTER_PORT
     if _is_free(port):
@@ -282,7 +282,7 @@ def choose_port(asked: int | None) -> int:
 
 
 def find_free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -296,9 +296,9 @@ def _is_free(port: int) -> bool:
 
 
 def _raise_on_signals(exception: type, note: Callable[[int], None]) -> None:
-    """From now on a signal becomes an exception in the main thread, which the agent turns into an orderly end.
+    """Install handlers that turn signals into an exception in the main thread; the agent then shuts down in order.
 
-    Where Python ignores exceptions (hooks of a fork, `__del__`) the agent still has what `note` was told.
+    Python ignores exceptions in some places (fork hooks, `__del__`). There the call of `note` still informs the agent.
     """
 
     def stop(number: int, frame: Any) -> None:
@@ -311,16 +311,16 @@ def _raise_on_signals(exception: type, note: Callable[[int], None]) -> None:
 
 
 def _pass_on_signals(pass_on: Callable[[int], None]) -> None:
-    """From now on each rank gets the signals that ask for a save or a report, as it would without a launcher."""
+    """Install handlers that forward the signals for a save or a report to each rank."""
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: pass_on(number))
 
 
 class _Orders:
-    """`_Orders` reads, in a thread and from the start on, what the process that watches this node writes to stdin.
+    """`_Orders` reads the orders of the watcher from stdin, in a thread, from the start of the process.
 
-    `agent` is set once there is one. Until its ranks run, every order to end is a plain SIGTERM.
+    `_run_agent` sets `agent`. Before the agent's ranks run, `stop` acts as SIGTERM to this process.
     """
 
     agent: "NodeAgent | None" = None
@@ -344,7 +344,7 @@ class _Orders:
 
 
 def _report(plan: LaunchPlan, report: NodeReport) -> int:
-    """Print why this node failed, or tell the process that watches the nodes; the exit code."""
+    """Print why this node failed, or send the report to the watcher, and return the exit code."""
     if plan.is_watched:
         sys.stdout.flush()
         write_console(2, report.lines().encode())
@@ -354,7 +354,7 @@ def _report(plan: LaunchPlan, report: NodeReport) -> int:
 
 
 def _say(text: str) -> None:
-    """The command's answer, not a log line. The exit code counts even if nobody reads it."""
+    """Print a text for the user on stderr. A closed console is ignored, so the exit code does not change."""
     sys.stdout.flush()
     write_console(2, f"{text}\n".encode(errors="replace"))
 
@@ -362,7 +362,7 @@ def _say(text: str) -> None:
 def start() -> NoReturn:
     """Entry point of the process that `runner.py` becomes."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch loads, Ctrl-C ends without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends the process without a traceback
     main(sys.argv[1:])
 
 
@@ -374,14 +374,14 @@ if __name__ == "__main__":
 
 @contextmanager
 def pid_file() -> Iterator[Path]:
-    """The file of `--save_pid` exists inside the `with`, also if a signal ends it early: `/tmp/<pid>.ds`.
+    """Create the file of `--save_pid`, `/tmp/<pid>.ds`, and remove it at the end, also when a signal ends the block.
 
     Raises:
-        ConfigError: it cannot be written, or another user's file of that name is there.
+        ConfigError: the file cannot be written, or another user's file has the name.
     """
     path = PID_FOLDER / f"{os.getpid()}.ds"
     _exit_on_signals()
-    others = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it is sure that the file will be removed
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the `try` below guards the file
     try:
         inode = _write_pid(path)
     except OSError as error:
@@ -397,7 +397,7 @@ def pid_file() -> Iterator[Path]:
 
 
 def _write_pid(path: Path) -> int:
-    """Replace what an older process of this number left, and return the new file's inode."""
+    """Replace the file of an older process with this pid, and return the new file's inode."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -411,7 +411,7 @@ def _write_pid(path: Path) -> int:
 
 
 def _remove_pid(path: Path, inode: int) -> None:
-    """Remove the file unless it is another one by now. The job's exit code does not depend on it."""
+    """Remove the file unless another process replaced it. A failure only warns and keeps the exit code."""
     try:
         if path.lstat().st_ino == inode:
             path.unlink()
@@ -422,7 +422,7 @@ def _remove_pid(path: Path, inode: int) -> None:
 
 
 def _exit_on_signals() -> None:
-    """Until `_run_agent` installs its own handlers, end by an exception, so that the file is removed."""
+    """Install handlers that exit by exception, so that the file is removed, until `_run_agent` installs its own."""
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))

@@ -1,13 +1,13 @@
-"""The nodes of an elastic job: they come, are lost and end, and the ranks are formed again with those that are there.
+"""The coordinator of an elastic job: nodes join and are lost, and each round restarts the ranks on the present nodes.
 
-One process keeps the list: the one that started the nodes (`multinode/start.py`), else that of node 0. Each node's
-agent (`elastic.py`) has a connection to it; the end of the connection is the loss of the node. Messages are lines of
+The coordinator runs in the process that started the nodes (`multinode/start.py`), or else on node 0. Each node's agent
+(`elastic.py`) has a connection to the coordinator; when the connection ends, the node is lost. Messages are lines of
 JSON, each an object with `kind`:
 
-    from a node    hello, ready (its ranks are stopped), store (of the round's first node), failed, done
+    from a node    hello, ready (its ranks are stopped), store (from the round's first node), failed, done
     to a node      round (its place), store, reform (stop the ranks), end, refused
 
-`Membership` is the rules alone; `Coordinator` carries them out in a thread. No torch.
+`Membership` holds the rules; `Coordinator` applies them in a thread. Neither loads torch.
 """
 
 import json
@@ -24,10 +24,10 @@ from deepspeed.errors import ConfigError, counted
 from deepspeed.launcher.plan import NodeFailure
 
 MEETING_TIMEOUT_S = 900.0
-LAST_CALL_S = 30.0  # the first round waits this long for more nodes than the least
-_LEAVE_S = 10.0  # until nodes that were told to end have closed their connections
+LAST_CALL_S = 30.0  # once the minimum is there, the first round waits this long for more nodes
+_LEAVE_S = 10.0  # wait after the end message until all nodes close their connections
 _CHUNK_BYTES = 65536
-_KEEPALIVE_S = 5  # a host that is silent for four times as long is lost
+_KEEPALIVE_S = 5  # a host that is silent for four times this long is lost
 
 Message = dict[str, Any]
 
@@ -44,23 +44,23 @@ class _Member:
 
 
 class JobEnd(NamedTuple):
-    """A `JobEnd` says how the job ended; `failure` is None where all went well, or a signal ended the job."""
+    """A `JobEnd` says how the job ended; `failure` is None if the job succeeded or a signal ended it."""
 
     exit_code: int
     failure: NodeFailure | None
 
 
 class Membership:
-    """`Membership` decides which nodes take part. Each node is known by a number that the caller gives it.
+    """`Membership` decides which nodes take part. The caller identifies each node by a number.
 
     Args:
-        min_nodes: fewer do not train; they wait.
-        max_nodes: more are kept as spares.
-        max_restarts: how often the ranks are formed again because one of them failed; nodes that come or are lost do
-            not count.
-        num_expected: nodes that the first round waits for.
-        send: tells a node something.
-        say: a line for the user.
+        min_nodes: with fewer nodes the job waits.
+        max_nodes: further nodes are spares.
+        max_restarts: how many restarts after a failed rank are allowed; restarts for joined or lost nodes do not
+            count.
+        num_expected: number of nodes that the first round waits for.
+        send: sends a message to a node.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class Membership:
         self._send = send
         self._say = say
         self._members: dict[int, _Member] = {}
-        self._placed: list[int] = []  # the nodes of the round, in the order of their ranks
+        self._placed: list[int] = []  # the nodes of the round, in rank order
         self._round = -1
         self._is_forming = True
-        self._causes: list[tuple[int, NodeFailure, bool]] = []  # node, failure, whether forming again is of no use
-        self._is_smaller = False  # a node of the round was lost, which explains failures that blame others
-        self._since = time.monotonic()  # when the nodes began to meet
+        self._causes: list[tuple[int, NodeFailure, bool]] = []  # node, failure, whether a restart cannot help
+        self._is_smaller = False  # a node of the round was lost, which explains consequent failures
+        self._since = time.monotonic()  # when the wait for this round began
         self.verdict: JobEnd | None = None
 
     def join(self, node: int, hello: Message) -> None:
-        """A node is there."""
+        """Add a node that has connected."""
         self._members[node] = _Member(hello)
 
     def take(self, node: int, message: Message) -> None:
-        """A node says something."""
+        """Process a message from a node."""
         member, kind = self._members[node], message["kind"]
         is_current = message.get("round") == self._round and node in self._placed
         if self.verdict is not None:
@@ -112,7 +112,7 @@ class Membership:
                 self._end(0, None)
 
     def lose(self, node: int) -> None:
-        """A node is gone."""
+        """Remove a node that was lost, and restart the round if the node took part in it."""
         member = self._members.pop(node)
         if self.verdict is not None or node not in self._placed:
             return
@@ -122,29 +122,29 @@ class Membership:
         self._reform(node)
 
     def expect(self, num_nodes: int) -> None:
-        """So many nodes may still come to the first round."""
+        """Lower the number of nodes that the first round waits for to `num_nodes`."""
         self._num_expected = min(self._num_expected, num_nodes)
         self._form_if_complete()
 
     def stop(self) -> None:
-        """The nodes were told to end: nothing is formed again."""
+        """Note that the nodes were told to end: no further round starts."""
         if self.verdict is None:
             self.verdict = JobEnd(1, None)
 
     def give_up(self, failure: NodeFailure) -> None:
-        """The process that keeps the list ends, as `failure` says: so does the job."""
+        """End the job because the coordinator's process ends; `failure` says why."""
         if self.verdict is None:
             self._end(failure.exit_code, failure)
 
     def wait_s(self, now_s: float) -> float | None:
-        """Return how many seconds it is until `pass_time` has something to do; None if nothing is waited for."""
+        """Return the seconds until `pass_time` has something to do; None if no round is forming."""
         if self.verdict is not None or not self._is_forming:
             return None
         limit = LAST_CALL_S if self._round < 0 and self._num_ready() >= self._min_nodes else MEETING_TIMEOUT_S
         return min(limit, max(0.0, self._since + limit - now_s))  # a sum of floats may be rounded up
 
     def pass_time(self, now_s: float) -> None:
-        """Go on with the nodes that are there once the others had their time, or give up."""
+        """After the time limit, start the round with the nodes that are ready, or end the job if there are too few."""
         if self.wait_s(now_s) != 0.0:
             return
         if self._num_ready() >= self._min_nodes:
@@ -167,7 +167,7 @@ class Membership:
             self._say(f"{member.name} has come and is kept as a spare: --max_elastic_nodes is {self._max_nodes}")
 
     def _reform(self, because_of: int) -> None:
-        """Have the ranks of the round stopped."""
+        """Tell the nodes of the round to stop their ranks."""
         if not self._is_forming:
             self._is_forming, self._since = True, time.monotonic()
             for node in self._placed:
@@ -182,7 +182,7 @@ class Membership:
         if not self._is_forming or self.verdict is not None:
             return
         if not all(self._members[node].is_ready for node in self._placed):
-            return  # some still stop their ranks
+            return  # some nodes are still stopping their ranks
         own = self._own_causes()
         if own and (self._num_restarts == self._max_restarts or any(is_final for *_, is_final in own)):
             node, failure, _ = next((cause for cause in own if cause[2]), own[0])
@@ -193,12 +193,12 @@ class Membership:
             self._form()
 
     def _own_causes(self) -> list[tuple[int, NodeFailure, bool]]:
-        """The failures that count: of ranks that blame no other, else all, unless a lost node explains them."""
+        """Return the failures that are no consequences; else all failures, or none if a lost node explains them."""
         own = [cause for cause in self._causes if not cause[1].is_consequence]
         return own or ([] if self._is_smaller else self._causes)
 
     def _form(self) -> None:
-        """Begin a round with the nodes that are ready."""
+        """Start a round with the nodes that are ready."""
         ready = [node for node, member in self._members.items() if member.is_ready]
         before = {node: place for place, node in enumerate(self._placed)}
         ready.sort(key=lambda node: (before.get(node, len(before)), self._members[node].node_rank, node))
@@ -224,15 +224,15 @@ class Membership:
 
 
 class Coordinator:
-    """Carries out the rules of `Membership` for the nodes that connect to a port of this machine.
+    """Applies the rules of `Membership` to the nodes that connect to a port of this machine.
 
     Args:
-        port: where it listens; 0: any, see the attribute.
-        run_id: of the job; nodes of another are refused.
+        port: port to listen on; 0 takes any free port, which the attribute `port` names.
+        run_id: id of the job; nodes of other jobs are refused.
         min_nodes, max_nodes, max_restarts, num_expected, say: see `Membership`.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
 
     def __init__(
@@ -267,27 +267,27 @@ class Coordinator:
 
     @property
     def verdict(self) -> JobEnd | None:
-        """The verdict that says how the job ended; None while the job goes on."""
+        """How the job ended; None while the job runs."""
         return self._membership.verdict
 
     def start(self) -> None:
-        """Begin to listen; once."""
+        """Start the thread that serves the nodes. Called once."""
         self._thread.start()
 
     def expect(self, num_nodes: int) -> None:
-        """So many nodes may still come to the first round."""
+        """See `Membership.expect`."""
         self._order(lambda: self._membership.expect(num_nodes))
 
     def stop(self) -> None:
-        """The job was told to end."""
+        """See `Membership.stop`."""
         self._order(self._membership.stop)
 
     def give_up(self, failure: NodeFailure) -> None:
-        """The process that keeps the list was told to end."""
+        """See `Membership.give_up`."""
         self._order(lambda: self._membership.give_up(failure))
 
     def finish(self) -> None:
-        """Wait for the nodes to take leave, and close the port."""
+        """End the job, wait until the nodes disconnect, and close the port."""
 
         def leave() -> None:
             words = "it keeps the list of nodes, and has ended"
@@ -305,17 +305,17 @@ class Coordinator:
         try:
             while not self._is_over():
                 self._turn()
-        finally:  # whatever happens here, the nodes hear of the end
+        finally:  # also after an error: closed connections inform the nodes
             for each in (self._listener, self._wake_read, self._wake_write, *self._connections.values()):
                 each.close()
             self._selector.close()
 
     def _turn(self) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for one event, and process it."""
         ready = self._selector.select(self._wait_s())
         if any(key.fileobj is self._wake_read for key, _ in ready):
-            self._wake_read.recv(_CHUNK_BYTES)  # before the orders are taken: one that comes later wakes the next turn
-        while not self._orders.empty():  # first: a node may have taken leave for what was ordered
+            self._wake_read.recv(_CHUNK_BYTES)  # before the orders are read: a later order wakes the next turn
+        while not self._orders.empty():  # orders first: a node may have disconnected because of an order
             self._orders.get()()
         for key, _ in ready:
             if key.fileobj is self._listener:
@@ -340,7 +340,7 @@ class Coordinator:
         try:
             connection, _ = self._listener.accept()
             keep_alive(connection)
-        except OSError:  # who came is gone already
+        except OSError:  # the peer has disconnected already
             return
         connection.setblocking(False)
         node = connection.fileno()
@@ -349,7 +349,7 @@ class Coordinator:
 
     def _read(self, node: int) -> None:
         connection = self._connections.get(node)
-        if connection is None:  # closed by what another node said in this turn
+        if connection is None:  # a message of another node in this turn closed it
             return
         try:
             data = connection.recv(_CHUNK_BYTES)
@@ -367,7 +367,7 @@ class Coordinator:
         try:
             message = json.loads(line)
             kind = message["kind"]
-        except (ValueError, TypeError, KeyError):  # some other program has found the port
+        except (ValueError, TypeError, KeyError):  # another program connected to the port
             self._drop(node)
             return
         if node in self._joined:
@@ -396,7 +396,7 @@ class Coordinator:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have a host that answers no more noticed without a word being sent."""
+    """Enable TCP keepalive, so that a dead host is noticed without traffic."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", _KEEPALIVE_S), ("TCP_KEEPINTVL", _KEEPALIVE_S), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):  # Linux

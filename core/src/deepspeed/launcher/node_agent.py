@@ -1,15 +1,15 @@
-"""`NodeAgent` is torch's elastic agent for one node, with our way of starting, watching and ending the ranks.
+"""`NodeAgent` is torch's elastic agent for one node, and starts, watches and ends the ranks in its own way.
 
-The agent (`SimpleElasticAgent`) owns the rendezvous, the store, the numbering of ranks and the loop; it calls the four
-methods below, in this order: `_start_workers` once, `_monitor_workers` until it reports an end, `_stop_workers` after a
-failure, `_shutdown` always. What is our own, and why:
+The base class `SimpleElasticAgent` owns the rendezvous, the store, the numbering of ranks and the loop. It calls four
+methods, in this order: `_start_workers` once, `_monitor_workers` until it reports an end, `_stop_workers` after a
+failure, `_shutdown` always. The differences to torch, and the reasons:
 
-- `_monitor_workers` sleeps until a process ends instead of polling ten times a second, so the order in which ranks fail
-  is known even if they follow each other within milliseconds. A rank that failed because a peer did may end before that
-  peer, which has to tear down first: `_find_cause` then waits for the peer;
+- `_monitor_workers` sleeps until a process ends instead of polling ten times a second. So the order of failures is
+  known even if ranks fail within milliseconds. A rank that failed because of a peer may end before that peer, which
+  still tears down: `_find_cause` then waits for the peer;
 - peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
-- ranks that still run are told that one has ended (`comm/failure.py`), for which they would wait;
-- with several nodes a failure on one ends the ranks of all (`nodes.py`);
+- ranks that still run learn that a rank has ended (`comm/failure.py`), so that they do not wait for it;
+- with several nodes, a failure on one node ends the ranks of all nodes (`nodes.py`);
 - a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
 """
 
@@ -44,17 +44,17 @@ from deepspeed.launcher.plan import DEFAULT_GRACE_S, NodeFailure
 from deepspeed.uncaught import PIPE_VARIABLE, STACK_SIGNAL
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
-CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead of that other's end
-# What ranks get when the launcher itself is told to end: (signal, seconds to wait after it), and SIGKILL at the end.
+CAUSE_GRACE_S = 5.0  # how long `_find_cause` waits for the end of the rank that caused a consequent failure
+# Signals for ranks when the launcher itself must end: (signal, seconds to wait after it); SIGKILL follows the last one.
 # Ctrl-C: a rank that waits in a collective cannot see SIGINT, so SIGTERM follows soon. SIGTERM: schedulers announce
-# preemption with it, and a rank may want to save, for which it has --grace_period.
+# preemption with it, and a rank may want to save within --grace_period.
 INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
-STACKS_GRACE_S = 2.0  # how long ranks have to say where they are before they are stopped
+STACKS_GRACE_S = 2.0  # how long ranks have to write their stacks before they are stopped
 _STACKS_INTERVAL_S = 0.05
-_REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
-_MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
-ELSEWHERE = -1  # among the local ranks that ended: another node failed
-_TOLD_TO_END = -2  # among them: this process has had a signal
+_REPORT_INTERVAL_S = 0.1  # how often `_find_cause` looks for a report, which comes before its rank ends
+_MONITOR_INTERVAL_S = 0.001  # torch sleeps this long between two calls; the real wait is in _monitor_workers
+ELSEWHERE = -1  # in the queue of ended local ranks: another node failed
+_TOLD_TO_END = -2  # in the queue of ended local ranks: this process got a signal
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -69,9 +69,9 @@ class RankCommand(NamedTuple):
 class NodeAgent(SimpleElasticAgent):
     """Runs the ranks of this node.
 
-    After a run that failed, `cause` is the end of the rank to blame, or `cause_elsewhere` the failure of another node.
-    `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others. `max_restarts`: how often
-    torch forms the ranks again. `grace_s`: the seconds that ranks have to end after a SIGTERM to this process.
+    After a failed run, `cause` is the end of the rank to blame, or `cause_elsewhere` is the failure of another node.
+    `is_watched`: a watcher uses stdin, and ends the other nodes together with this one. `max_restarts`: how often
+    torch restarts the ranks. `grace_s`: the seconds that ranks have to end after a SIGTERM to this process.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class NodeAgent(SimpleElasticAgent):
         self._commands = commands
         self._output = output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks in the order in which they ended
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks, in the order of their ends
         self._running: set[int] = set()
-        self._signal = 0  # by which this process was told to end
+        self._signal = 0  # the signal that told this process to end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -130,7 +130,7 @@ class NodeAgent(SimpleElasticAgent):
         return rank_environment(worker_group, worker)
 
     def _meet_peers(self, worker_group: WorkerGroup) -> None:
-        """From now on hear of the failures of other nodes."""
+        """Start to watch for failures of other nodes."""
         num_nodes = worker_group.group_world_size
         assert worker_group.store is not None
         assert num_nodes is not None
@@ -139,15 +139,15 @@ class NodeAgent(SimpleElasticAgent):
             self._peers.watch(lambda: self._ended.put(ELSEWHERE))
 
     def told_to_end(self, number: int) -> None:
-        """Note a signal to this process, whose handler raises `SignalException` too. Called by that handler.
+        """Note a signal to this process. The signal handler calls this method, and then raises `SignalException`.
 
-        Python ignores an exception in some places, as in its hooks after a fork; then `_wait_for_end` raises it.
+        Python ignores an exception in some places, such as its fork hooks; then `_wait_for_end` raises it.
         """
         self._signal = number
         self._ended.put(_TOLD_TO_END)
 
     def _wait_for_end(self, timeout: float | None = None) -> int:
-        """The next local rank to end, or `ELSEWHERE`. Raises queue.Empty, and SignalException where a signal came."""
+        """Wait for the next local rank to end, or `ELSEWHERE`. Raises queue.Empty, and SignalException on a signal."""
         local_rank = self._ended.get(timeout=timeout)
         if local_rank == _TOLD_TO_END:
             raise SignalException(f"signal {self._signal}", signal.Signals(self._signal))
@@ -175,10 +175,10 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 
     def _find_cause(self, first: int) -> int:
-        """The local rank to blame: `first`, which failed, unless its failure may be a peer's.
+        """Return the local rank to blame: `first`, which failed, unless its failure may be the consequence of a peer's.
 
-        Then it is the next one with a reason of its own, that ends within `CAUSE_GRACE_S` or has reported an uncaught
-        exception, or `ELSEWHERE` if another node tells of such a one; `first` if there is none.
+        In that case, wait up to `CAUSE_GRACE_S` for a rank that fails, or reports an uncaught exception, for a reason
+        of its own, and return it; or `ELSEWHERE` if another node reports such a failure; or else `first`.
         """
         if not may_be_a_consequence(self._end_of(first)):
             return first
@@ -193,16 +193,16 @@ class NodeAgent(SimpleElasticAgent):
         return first
 
     def _has_cause_elsewhere(self) -> bool:
-        """Whether another node tells of a failure that blames nobody else."""
+        """Return whether another node reports a failure that is no consequence."""
         return self._peers is not None and any(not failure.is_consequence for failure in self._peers.failures())
 
     def _tell(self, failure: NodeFailure) -> None:
-        """Tell the other nodes why this one ends its ranks."""
+        """Report to the other nodes why this node ends its ranks."""
         if self._peers is not None:
             self._peers.post(failure)
 
     def _next_end(self, seconds: float) -> list[int]:
-        """The next local rank to end; none if none does in time."""
+        """Return a list with the next local rank to end; [] if none ends in time."""
         try:
             local_rank = self._wait_for_end(seconds)
         except queue.Empty:
@@ -223,43 +223,43 @@ class NodeAgent(SimpleElasticAgent):
         if found is not None and found.is_consequence:
             self._ask_where_ranks_are()
         self._end_ranks(steps, is_asked=stopped_by == signal.SIGTERM)
-        found = found if self._peers is None else self._peers.cause()  # a better one may have come
+        found = found if self._peers is None else self._peers.cause()  # a better cause may have arrived
         self.cause_elsewhere = found or NodeFailure(0, None, 1, True, "the process that watches the nodes ended them")
         return RunResult(state=WorkerState.FAILED)
 
     def end_elsewhere(self) -> bool:
-        """End the ranks because another node has failed; False if none runs. Called in any thread."""
+        """End the ranks because another node has failed; return False if no rank runs. Called in any thread."""
         is_running = bool(self._processes) and self._worker_group.state != WorkerState.SUCCEEDED
         if is_running:
             self._ended.put(ELSEWHERE)
         return is_running
 
     def _exit_barrier(self) -> None:
-        """Wait on node 0 for the other nodes. torch's own barrier waits for five minutes, also for nodes that fail."""
+        """On node 0, wait for the other nodes. torch's own barrier waits up to five minutes, even for failed nodes."""
         if self._peers is not None and self._node_rank == 0:
             self._peers.wait_for_others()
             self.cause_elsewhere = self._peers.cause()
 
     def leave(self) -> None:
-        """Take leave of the other nodes; after the run, however it ended."""
+        """Report the end of this node to the other nodes. Called after the run, whatever its result."""
         if self._peers is not None:
             self._peers.leave(failed=self._worker_group.state != WorkerState.SUCCEEDED or bool(self.cause_elsewhere))
 
     def _blame(self, local_rank: int) -> None:
-        """Stop the job because of this rank."""
+        """Stop the job because this rank failed."""
         stopped = local_rank in self._running
         end = self._end_of(local_rank)
         failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
         self._tell(NodeFailure(self._node_rank, end.rank, *failure))
-        if may_be_a_consequence(end):  # of a rank that did not come, as far as is known
+        if may_be_a_consequence(end):  # the cause is perhaps a rank that hangs
             self._ask_where_ranks_are()
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
         end = self._end_of(local_rank)
-        # our SIGTERM in its teardown is not how an uncaught exception ends a process
+        # our SIGTERM hit the teardown after an uncaught exception, which alone would have given exit code 1
         self.cause = end._replace(return_code=1) if stopped and end.return_code < 0 else end
 
     def _end_of(self, local_rank: int) -> RankEnd:
-        """Return how a rank ended, as far as is known by now; the return code of a rank that still runs is 0."""
+        """Return the end of a rank as known by now; the return code of a running rank is 0."""
         rank = self._worker_group.workers[local_rank].global_rank
         process = self._processes[local_rank]
         self._output.drain(rank)
@@ -274,7 +274,7 @@ class NodeAgent(SimpleElasticAgent):
         )
 
     def _ask_where_ranks_are(self) -> None:
-        """Have the ranks that still run write their stacks, and read these: until nothing more comes."""
+        """Request the stacks of the ranks that still run, and read until no more lines arrive."""
         workers = self._worker_group.workers
         asked = [at for at in self._running if self._output.shows_stacks(workers[at].global_rank)]
         for local_rank in asked:
@@ -291,11 +291,11 @@ class NodeAgent(SimpleElasticAgent):
             before = now
 
     def ends(self) -> list[RankEnd]:
-        """Return how each rank ended. Called after the run."""
+        """Return the end of each rank. Called after the run."""
         return [self._end_of(local_rank) for local_rank in self._processes]
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to each rank that runs, not to what it started. Called by a signal handler."""
+        """Send a signal to each running rank, but not to its child processes. Called by a signal handler."""
         for process in self._processes.values():
             _signal_alone(process, number)
 
@@ -303,22 +303,22 @@ class NodeAgent(SimpleElasticAgent):
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
-        """torch passes timeouts that differ between its versions; ours are the steps above."""
+        """End the ranks in the steps for `death_sig`; torch's own timeouts, which differ by version, are ignored."""
         if self._running and not self._is_watched:
             self._tell(NodeFailure(self._node_rank, None, 128 + death_sig, False, "", int(death_sig)))
         self._end_ranks(self._steps_after(death_sig), is_asked=death_sig == signal.SIGTERM)
 
     def _steps_after(self, number: int) -> tuple[tuple[signal.Signals, float], ...]:
-        """Return the steps by which the ranks are ended when the launcher gets this signal."""
+        """Return the steps that end the ranks when the launcher gets this signal."""
         return INTERRUPT_STEPS if number == signal.SIGINT else ((signal.SIGTERM, self._grace_s),)
 
     def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]], is_asked: bool = False) -> None:
-        """End every rank that still runs, and the process groups of all that did not end well. Idempotent.
+        """End every running rank, and the process groups of ranks that failed. Idempotent.
 
         Args:
             steps: signals, and seconds to wait after each.
-            is_asked: a rank may save before it ends, and needs the processes that it started (of a data loader) for
-                that: if it is a Python script, the signals are for it alone.
+            is_asked: a rank may save before it ends, and may need its child processes (of a data loader) to do so.
+                Signals then go only to the rank, if it is a Python script.
         """
         send = _signal_alone if is_asked and self._are_scripts else _signal_group
         try:
@@ -326,10 +326,10 @@ class NodeAgent(SimpleElasticAgent):
                 for local_rank in self._running:
                     send(self._processes[local_rank], number)
                 self._wait_for_ends(wait_s)
-        except SignalException:  # asked a second time: no more patience
+        except SignalException:  # a second signal: kill at once
             pass
         for process in self._processes.values():
-            if process.returncode is None:  # not reaped: a group with this number is surely ours
+            if process.returncode is None:  # not reaped, so the group with this number is ours
                 _signal_group(process, signal.SIGKILL)
                 process.wait()
         self._running.clear()
@@ -344,8 +344,8 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def _watch(local_rank: int, process: "subprocess.Popen[bytes]", ended: "queue.SimpleQueue[int]") -> None:
-    """Body of one thread per rank: report its end. The process stays unreaped, so that its group's number stays
-    taken."""
+    """Report the end of a rank; one thread per rank runs this. The process stays unreaped, so that the number of its
+    group stays reserved."""
     if hasattr(os, "waitid"):
         try:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -357,7 +357,7 @@ def _watch(local_rank: int, process: "subprocess.Popen[bytes]", ended: "queue.Si
 
 
 def rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
-    """Return the variables that torchrun gives a rank, and those that DeepSpeed's launcher adds."""
+    """Return the variables that torchrun sets for a rank, and those that DeepSpeed's launcher adds."""
     spec = group.spec
     return {
         "RANK": str(worker.global_rank),
@@ -404,14 +404,14 @@ def _start(
 
 
 def _child_setup(cores: Sequence[int] | None) -> Callable[[], None]:
-    """Return what a rank runs between fork and exec: it asks to die with the launcher (Linux), and binds to `cores`."""
+    """Return what a rank runs between fork and exec: die with the launcher (Linux), and bind to `cores`."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     launcher_pid = os.getpid()
 
     def set_up() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-            if os.getppid() != launcher_pid:  # it died before the call above
+            if os.getppid() != launcher_pid:  # the launcher died before the call above
                 os._exit(1)
         if cores is not None:
             os.sched_setaffinity(0, cores)
@@ -420,7 +420,7 @@ def _child_setup(cores: Sequence[int] | None) -> Callable[[], None]:
 
 
 def _peek(process: "subprocess.Popen[bytes]") -> int:
-    """The return code of an ended process, as in `subprocess`, without reaping it where the system allows that."""
+    """Return the return code of an ended process, as in `subprocess`, without reaping it if the system allows that."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.wait()
     info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -429,13 +429,13 @@ def _peek(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _signal_alone(process: "subprocess.Popen[bytes]", number: int) -> None:
-    """Signal a rank, and not what it started."""
+    """Signal a rank, but not its child processes."""
     if process.returncode is None:  # not reaped, so the number is still its own
         os.kill(process.pid, number)
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
-    """Signal a rank and everything it started; each rank leads a session of its own."""
+    """Signal a rank and its child processes; each rank leads its own session."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:  # all of them are gone already

@@ -1,8 +1,8 @@
-"""The nodes of a job: how their agents meet, and what they tell each other over the job's store.
+"""The rendezvous of a job's nodes, and their messages about failures through the job's store.
 
-Node 0 has the store. `NodeRendezvous` is the rendezvous of torch's elastic agent; with one node it meets itself. With
-several, `NodePeers` carries a failure from one node to all others within a second, whoever started the nodes, and keeps
-node 0 until the others have ended. Nothing here blocks in a library for long: a signal is served at once.
+Node 0 hosts the store. `NodeRendezvous` is the rendezvous of torch's elastic agent. With several nodes, `NodePeers`
+reports a failure of one node to all others within a second, whatever started the nodes, and keeps node 0 alive until
+the others have ended. No call blocks in a library for long, so that signals are handled at once.
 """
 
 import json
@@ -23,21 +23,21 @@ from deepspeed.log import logger
 MEETING_TIMEOUT_S = 900.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
-_SHOW_MISSING_S = 30.0  # how long until it is said which nodes are waited for
+_SHOW_MISSING_S = 30.0  # after this time a warning names the missing nodes
 _LEAVE_S = 10.0  # how long node 0 waits after a failure for the others to end
-_REQUESTS_PER_S = 2000  # of all nodes together to the store, while they wait
+_REQUESTS_PER_S = 2000  # to the store, from all waiting nodes together
 
 
 class NodeRendezvous(RendezvousHandler):
     """Brings the agents of all nodes together in one store on node 0.
 
     Args:
-        master_addr: of node 0, where its store listens.
-        master_port: of that store.
-        find_free_port: gives another port if that one is taken; None where it was asked for, or others know of it.
-        node_rank: of this node.
-        num_nodes: that meet.
-        run_id: of the job; nodes of different ones do not meet.
+        master_addr: address of node 0, where the store listens.
+        master_port: port of the store.
+        find_free_port: returns another port if `master_port` is taken; None if the port is fixed.
+        node_rank: rank of this node.
+        num_nodes: number of nodes in the job.
+        run_id: id of the job; nodes of different jobs do not meet.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def _meet(self, store: Store) -> None:
-        """Wait until each node is here once, and agrees on the number of nodes.
+        """Wait until every node has joined; check that the nodes agree on their number.
 
         Raises:
-            ConfigError: they contradict each other, or some did not come.
+            ConfigError: the nodes contradict each other, or some did not join.
         """
         said = store.compare_set("nodes/count", "", str(self._num_nodes)).decode()
         if said != str(self._num_nodes):
@@ -152,7 +152,7 @@ class NodeRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """The nodes of a job are fixed: there is nobody to turn away."""
+        """Do nothing: the nodes of a job are fixed, so no further node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -162,12 +162,12 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class NodePeers:
-    """The other nodes, seen from one. Order of calls: `watch`, then any of the others, `leave` last.
+    """The connection from one node to the others. Order of calls: `watch`, then any other method, `leave` last.
 
     Args:
-        store: of the job; its keys are seen by all nodes.
-        node_rank: of this node.
-        num_nodes: of the job.
+        store: store of the job, which all nodes share.
+        node_rank: rank of this node.
+        num_nodes: number of nodes in the job.
     """
 
     def __init__(self, store: Store, node_rank: int, num_nodes: int) -> None:
@@ -191,7 +191,7 @@ class NodePeers:
         self._thread.start()
 
     def post(self, failure: NodeFailure) -> None:
-        """Tell the others why this node ends."""
+        """Report to the other nodes why this node ends."""
         self._ask(lambda store: store.set(f"nodes/{self._node_rank}/failure", json.dumps(failure._asdict())))
         self._ask(lambda store: store.append("nodes/failed", f"{self._node_rank} "))  # type: ignore[attr-defined]
 
@@ -204,18 +204,18 @@ class NodePeers:
         return found or ([] if self._lost is None else [self._lost])
 
     def cause(self) -> NodeFailure | None:
-        """The failure of another node that blames nobody else, else the first; None if there is none."""
+        """Return the first failure of another node that is no consequence, else the first; None if there is none."""
         failures = self.failures()
         own = [failure for failure in failures if not failure.is_consequence]
         return next(iter(own or failures), None)
 
     def wait_for_others(self) -> None:
-        """Return when every other node has left, or one has failed. Node 0, which has the store, calls it."""
+        """Wait until every other node has left, or one has failed. Called on node 0, which hosts the store."""
         while not self._all_left() and not self.failures():
             time.sleep(_interval_s(self._num_nodes))
 
     def leave(self, failed: bool) -> None:
-        """Note that this node has ended. After a failure node 0 stays for a while, so that all others hear of it."""
+        """Note that this node has ended. After a failure node 0 waits up to 10 s, so that the others can read it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -225,16 +225,16 @@ class NodePeers:
             time.sleep(_interval_s(self._num_nodes))
 
     def _all_left(self, here: int = 0) -> bool:
-        """Whether the other nodes have left; `here` is 1 once this one has."""
+        """Return whether the other nodes have left; `here` is 1 once this node has left."""
         left = self._ask(lambda store: store.add("nodes/left", 0))
         return left is None or left >= self._num_nodes - 1 + here
 
     def _get(self, key: str) -> Any:
-        """The value of a key; None if it has none."""
+        """Return the value of a key; None if the key is not set."""
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
-        """The store's answer; None once it does not answer, for then node 0 is gone."""
+        """Return the store's answer; None once the store does not answer, because node 0 is gone."""
         if self._lost is not None:
             return None
         try:

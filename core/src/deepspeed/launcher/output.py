@@ -1,12 +1,12 @@
-"""The output of the ranks is passed on at once, copied to files if asked for, and its end kept for failure reports.
+"""Pass on the output of the ranks at once, copy it to files on request, and keep its end for failure reports.
 
-`node_agent.py` opens the pipes before a rank starts; one thread here empties them all, whatever happens to the console
-and to the files: a rank whose pipe is full stands still. Bytes go through untouched, so progress bars and colors
-survive; only files are written in whole lines, so that two streams in one file do not mix.
+`node_agent.py` opens the pipes before a rank starts. One thread here empties all pipes, even if the console or a file
+fails, because a rank blocks when its pipe is full. Bytes pass unchanged, so progress bars and colors survive. Only
+files are written in whole lines, so that two streams in one file do not mix.
 
-Uncaught exceptions are not printed as they come (`UncaughtReports`): most are the consequence of another rank's.
-`launch.py` prints the cause when the job has ended. A rank that reported one and still runs after `PATIENCE_S`, since
-its teardown hangs or a thread keeps it alive, is printed then.
+Uncaught exceptions (`UncaughtReports`) are not printed at once, because most are consequences of another rank's
+failure. `launch.py` prints the cause when the job has ended. If a rank still runs `PATIENCE_S` after its report,
+because its teardown hangs or a thread keeps it alive, its exception is printed then.
 """
 
 import os
@@ -25,12 +25,12 @@ PATIENCE_S = 15.0
 
 
 class UncaughtReports:
-    """The read end of one rank's pipe; `output.OutputReader` reads it like a stream.
+    """The read end of one rank's pipe for uncaught exceptions; `OutputReader` reads it like a stream.
 
     Args:
-        read_fd: owned by this object from now on.
+        read_fd: file descriptor, which this object owns from now on.
         rank: global rank, for messages.
-        log: writes bytes into the rank's log file; None without one.
+        log: writes bytes into the rank's log file; None without a file.
     """
 
     def __init__(self, read_fd: int, rank: int, log: Callable[[bytes], None] | None) -> None:
@@ -39,7 +39,7 @@ class UncaughtReports:
         self.last: Uncaught | None = None
         self.was_printed = False
         self.shows_stacks = False  # the rank answers `STACK_SIGNAL`
-        self.stacks: list[str] | None = None  # lines of its answer, once `expect_stacks` was called
+        self.stacks: list[str] | None = None  # lines of the answer, once `expect_stacks` was called
         self._rank = rank
         self._log = log
         self._due_s = 0.0
@@ -52,7 +52,7 @@ class UncaughtReports:
             self._take_report(bytes(line))
 
     def expect_stacks(self) -> None:
-        """From now on what is no report is an answer to `STACK_SIGNAL`."""
+        """Treat later lines that are no reports as the answer to `STACK_SIGNAL`."""
         self.stacks = []
 
     def _take_report(self, line: bytes) -> None:
@@ -65,7 +65,7 @@ class UncaughtReports:
             if self.stacks is not None:
                 self.stacks.append(line.decode(errors="replace"))
                 return
-            # not from our hook: the script wrote into a descriptor that is not its own
+            # not from our hook: the script wrote into our file descriptor
             write_console(2, line + b"\n")
             return
         self.was_printed = False
@@ -78,7 +78,7 @@ class UncaughtReports:
         os.close(self.read_fd)
 
     def print_if_due(self, now_s: float) -> float | None:
-        """Print the exception of a rank that still runs; the seconds until then if it is not time yet."""
+        """Print the exception of a rank that still runs, or return the seconds until it is due, or None."""
         if self.last is None or self.was_printed or self.is_closed:
             return None
         if now_s < self._due_s:
@@ -89,10 +89,10 @@ class UncaughtReports:
 
 
 def write_console(fd: int, data: bytes) -> bool:
-    """Write all of `data`, waiting where `fd` is full, also one that does not block; False if nobody reads it."""
+    """Write all of `data`, waiting while `fd` is full, even if non-blocking. Return False if the reader is gone."""
     try:
         write_all(fd, data)
-    except OSError:  # it went away (`| head`): the ranks run on, and their pipes are still emptied
+    except OSError:  # the reader is gone (`| head`); the ranks go on, and their pipes are still emptied
         return False
     return True
 
@@ -102,14 +102,14 @@ def write_all(fd: int, data: bytes | bytearray) -> None:
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # shared with a program that set it so; full for the moment
+        except BlockingIOError:  # a program that shares it made it non-blocking, and it is full now
             room = select.poll()
             room.register(fd, select.POLLOUT)
             room.poll()
 
 
 class LogFile:
-    """One rank's file for both streams. A file that cannot be written any more is dropped, with one warning."""
+    """One rank's log file for both streams. A file that fails on a write is closed, with one warning."""
 
     def __init__(self, path: Path, appends: bool) -> None:
         self._path = path
@@ -140,7 +140,7 @@ class LogFile:
             return
         try:
             os.close(fd)
-        except OSError as error:  # some network file systems say only now that the disk is full
+        except OSError as error:  # some network file systems report a full disk only now
             self._warn(error)
 
     def _warn(self, error: OSError) -> None:
@@ -152,11 +152,11 @@ class LogFile:
 
 
 _CHUNK_BYTES = 65536
-_TAIL_BYTES = 262144  # the end of stderr that is kept per rank: room for a deep traceback
+_TAIL_BYTES = 262144  # bytes of stderr that are kept per rank, enough for a deep traceback
 
 
 class RankPipes(NamedTuple):
-    """Write ends for a rank: stdout (`None`: inherit), stderr, and the pipe for an uncaught exception, if any."""
+    """Write ends for a rank: stdout (`None`: inherited), stderr, and the pipe for uncaught exceptions, if any."""
 
     stdout: int | None
     stderr: int
@@ -169,7 +169,7 @@ class RankPipes(NamedTuple):
 
 
 class _Stream:
-    """One pipe: where its bytes go, and the last of them. `log_only`: to the console only if there is no file."""
+    """One pipe: its destinations, and its last bytes. With `log_only` the console is used only without a file."""
 
     def __init__(self, read_fd: int, console_fd: int, file: LogFile | None, log_only: bool) -> None:
         self.read_fd = read_fd
@@ -204,16 +204,16 @@ class _Stream:
 
 
 class OutputReader:
-    """The pipes of all ranks of this node. Order of calls: `open_rank` per rank, `start`, `finish`; the other methods
-    at any time.
+    """Reads the pipes of all ranks of this node. Order of calls: `open_rank` per rank, `start`, `finish`; the other
+    methods at any time.
 
-    Without `log_dir` only stderr comes through here; stdout stays the launcher's own, so a terminal remains one.
+    Without `log_dir` only stderr has a pipe; ranks inherit the launcher's stdout, so a terminal remains a terminal.
 
     Args:
-        log_dir: directory of the files, made if needed; None for no files.
-        log_only: what went to a file does not go to the console.
-        collect_uncaught: give each rank a pipe for its uncaught exception; see `deepspeed.uncaught`.
-        appends: to files that exist; else they are overwritten.
+        log_dir: directory of the files, created if needed; None for no files.
+        log_only: whether output that goes to a file is kept off the console.
+        collect_uncaught: whether each rank gets a pipe for its uncaught exception; see `deepspeed.uncaught`.
+        appends: whether to append to existing files instead of overwriting them.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class OutputReader:
         self._streams: dict[int, list[_Stream | UncaughtReports]] = {}
         self._stderr: dict[int, _Stream] = {}
         self._uncaught: dict[int, UncaughtReports] = {}
-        self._lock = threading.Lock()  # over each read: `drain` reads in the caller's thread
+        self._lock = threading.Lock()  # held during each read: `drain` reads in the caller's thread
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="rank-output", daemon=True)
@@ -240,7 +240,7 @@ class OutputReader:
                 ) from error
 
     def open_rank(self, rank: int) -> RankPipes:
-        """The write ends for a rank; closed by the caller once the rank runs."""
+        """Return the write ends for a rank. The caller closes them once the rank runs."""
         if self._log_dir is not None:
             self._files[rank] = LogFile(self._log_dir / f"rank_{rank}.log", self._appends)
         file = self._files.get(rank)
@@ -271,12 +271,12 @@ class OutputReader:
         self._streams[rank].append(stream)
 
     def start(self) -> None:
-        """Begin to read; called after the last rank was started, because forking a process with threads is delicate."""
+        """Start the thread. Called after the last rank has started: forking a process with threads is unsafe."""
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread.start()
 
     def finish(self) -> None:
-        """Read what is there, and stop; called once, when every rank has ended. Does not wait for a rank's daemons."""
+        """Read the remaining output, and stop. Called once, after every rank has ended; does not wait for daemons."""
         if self._thread.ident is not None:
             os.write(self._wake_write, b"x")
             self._thread.join()
@@ -287,24 +287,24 @@ class OutputReader:
         self._selector.close()
 
     def drain(self, rank: int) -> None:
-        """Read all that `rank`, which has ended, wrote; for a caller that is to judge it now."""
+        """Read all output that `rank` has written so far, in the caller's thread."""
         for stream in self._streams.get(rank, ()):
             self._read(stream, once=False)
 
     def was_shown(self, rank: int) -> bool:
-        """Whether all that `rank` wrote to stderr went to the console, and the console took it."""
+        """Return whether the whole stderr of `rank` was written to the console without an error."""
         return rank in self._stderr and self._stderr[rank].was_shown
 
     def stderr_tail(self, rank: int) -> str:
-        """The last 256 KiB that `rank` wrote to stderr and that were read."""
+        """Return the last 256 KiB read from the stderr of `rank`."""
         return self._stderr[rank].tail.decode(errors="replace") if rank in self._stderr else ""
 
     def uncaught(self, rank: int) -> Uncaught | None:
-        """The last uncaught exception that `rank` reported and that was read."""
+        """Return the last uncaught exception read from the pipe of `rank`, or None."""
         return self._uncaught[rank].last if rank in self._uncaught else None
 
     def shows_stacks(self, rank: int) -> bool:
-        """Whether `rank` answers `STACK_SIGNAL`; what it writes from now on is taken for its answer."""
+        """Return whether `rank` answers `STACK_SIGNAL`; if so, treat its further lines as the answer."""
         reports = self._uncaught.get(rank)
         if reports is None or not reports.shows_stacks:
             return False
@@ -312,12 +312,12 @@ class OutputReader:
         return True
 
     def stacks(self, rank: int) -> list[str]:
-        """The lines of that answer that were read; [] for a rank that was not asked."""
+        """Return the lines of the answer to `STACK_SIGNAL` read so far; [] without `shows_stacks`."""
         reports = self._uncaught.get(rank)
         return [] if reports is None or reports.stacks is None else list(reports.stacks)
 
     def unprinted(self) -> list[tuple[int, Uncaught]]:
-        """Rank and exception of those that nobody has printed."""
+        """Return rank and exception of each report that was not printed."""
         reports = ((rank, reports.last) for rank, reports in self._uncaught.items() if not reports.was_printed)
         return [(rank, last) for rank, last in reports if last is not None]
 
@@ -334,13 +334,13 @@ class OutputReader:
                 key.data.finish()
 
     def _seconds_to_next_report(self) -> float | None:
-        """Print the uncaught exceptions of ranks that run on, and return the seconds until the next is due, or None."""
+        """Print the exceptions that are due, and return the seconds until the next one is due, or None."""
         now = time.monotonic()
         waits = [reports.print_if_due(now) for reports in self._uncaught.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _read(self, stream: _Stream | UncaughtReports, once: bool) -> bool:
-        """Empty the pipe of `stream` (one chunk if `once`); False if it ended, and was closed."""
+        """Empty the pipe of `stream` (one chunk if `once`); return False if the pipe has ended and is closed."""
         with self._lock:
             while not stream.is_closed:
                 try:

@@ -1,11 +1,11 @@
-"""The first process (`runner.py`) sends the per-node process (`launch.py`) a plan, and gets reports of failures back.
+"""The first process (`runner.py`) sends a plan to the per-node process (`launch.py`), and gets failure reports back.
 
-`LaunchPlan` goes down, as one word of a command line: URL-safe base64 of JSON, which passes unharmed through any shell
-between the two. `NodeReport` comes back from a node that is watched (`multinode/start.py`), as marked lines on stderr.
+`LaunchPlan` travels as one word of a command line: URL-safe base64 of JSON, which passes unchanged through any shell.
+`NodeReport` comes back from a watched node (`multinode/start.py`), as marked lines on stderr.
 
-The file of environment variables that every rank is given has lines `NAME=VALUE`. It is `.deepspeed_env` in the home
-directory and in the working directory (which wins), or the one file that `DS_ENV_FILE` names. `runner.main` applies it
-before the ranks start; it overrides the environment. `exported` says which variables travel to other hosts.
+Every rank gets the environment variables of a file with lines `NAME=VALUE`. The file is `.deepspeed_env` in the home
+directory and in the working directory (the latter wins), or the one file that `DS_ENV_FILE` names. `runner.main` reads
+it before the ranks start; its values override the environment. `exported` selects the variables for other hosts.
 """
 
 import base64
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import argparse
 
 DEFAULT_MASTER_PORT = 29500
-DEFAULT_GRACE_S = 30.0  # torch's agent waits as long
-# `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
-# Under PYTHONSAFEPATH Python puts no folder there, and the first entry is another.
+DEFAULT_GRACE_S = 30.0  # torch's agent waits the same time
+# `python -m` would search the working directory first, so that a user's `random.py` would shadow Python's own.
+# Under PYTHONSAFEPATH Python adds no such folder, and the first entry of sys.path has to stay.
 NODE_PROCESS = (
     "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
     "from deepspeed.launcher.launch import start; start()"
 )
-_PIECE_CHARS = 1000  # of a report per line: lines this short stay whole in any pipe
+_PIECE_CHARS = 1000  # characters of a report per line: pipes write lines this short atomically
 # pdsh puts the host before each line
 _PIECE = re.compile(rb"^(?:(?P<host>\S+): )?\x1e(?P<sign>[+.])(?P<piece>[\w=-]*)\r?\n?$")
 
@@ -43,11 +43,11 @@ class ElasticLimits(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """A `LaunchPlan` holds what was asked for, validated as far as that goes without asking the accelerator.
+    """A `LaunchPlan` holds the options of the command line, validated except for checks that need the accelerator.
 
-    `include` and `exclude` are slots of this node; at most one of `num_ranks`, `include`, `exclude` is set; none
-    means every slot. `num_slots` is the hostfile's word on how many slots there are. With `log_only` the
-    console gets the output only where there is no log file.
+    `include` and `exclude` are slots of this node. At most one of `num_ranks`, `include`, `exclude` is set; if none
+    is, every slot is used. `num_slots` is the number of slots in the hostfile. With `log_only` the
+    console gets the output only if there is no log file.
     """
 
     num_ranks: int | None = None
@@ -75,7 +75,7 @@ class LaunchPlan(NamedTuple):
 
     @classmethod
     def of_command(cls, args: "argparse.Namespace", **others: Any) -> "LaunchPlan":
-        """Take what is the same for every launcher from the command line, and `others` as they are."""
+        """Create a plan from the flags that every launcher shares, and from the fields `others`."""
         return cls(
             module=args.module,
             no_python=args.no_python,
@@ -89,7 +89,7 @@ class LaunchPlan(NamedTuple):
         )
 
     def with_limits(self, limits: ElasticLimits) -> "LaunchPlan":
-        """The plan of a job with these limits."""
+        """Return a copy of the plan with these limits."""
         return self._replace(**limits._asdict())
 
     @property
@@ -98,13 +98,13 @@ class LaunchPlan(NamedTuple):
         return self.min_nodes > 0
 
     def on_node(self, node_rank: int) -> "LaunchPlan":
-        """The plan with the slots of one node."""
+        """Return a copy of the plan with the slots of node `node_rank`."""
         if self.slots_of_nodes is None:
             return self
         return self.with_slots(self.slots_of_nodes[node_rank if len(self.slots_of_nodes) > 1 else 0])
 
     def with_slots(self, slots: Sequence[int]) -> "LaunchPlan":
-        """The plan with these slots of a hostfile, in ascending order."""
+        """Return a copy of the plan with these slots of a hostfile, given in ascending order."""
         count = slots[-1] + 1
         return self._replace(
             num_ranks=None, exclude=None, num_slots=count, include=None if len(slots) == count else slots
@@ -119,11 +119,11 @@ class LaunchPlan(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """The last words of a node that failed, for the process that watches it.
+    """A `NodeReport` is the failure report that a node sends to the process that watches it.
 
     Args:
-        text: what a user is to read last.
-        exit_code: for the shell.
+        text: the text to print last.
+        exit_code: the code for the shell.
         is_consequence: whether another node may be to blame.
     """
 
@@ -132,7 +132,7 @@ class NodeReport(NamedTuple):
     is_consequence: bool
 
     def lines(self) -> str:
-        """The report as lines that `ReportReader` recognizes."""
+        """Return the report as lines that `ReportReader` recognizes."""
         word = _encode(self._asdict())
         pieces = [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
         signs = "+" * (len(pieces) - 1) + "."
@@ -147,8 +147,8 @@ class NodeFailure(NamedTuple):
         rank: the rank that failed there; None where it is not known.
         exit_code: the code that the shell gets.
         is_consequence: whether the failure may be another rank's fault.
-        words: the exception, or what is known instead.
-        stopped_by: the signal by which that node was told to end; 0 for none.
+        words: the exception, or another description of the failure.
+        stopped_by: the signal that told that node to end; 0 for none.
     """
 
     node_rank: int
@@ -169,11 +169,11 @@ class ReportReader:
     """Collects the reports of nodes from the lines of their stderr."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[str, NodeReport]] = []  # host and report, in the order in which they came
+        self.reports: list[tuple[str, NodeReport]] = []  # host and report, in order of arrival
         self._pieces: dict[str, bytes] = {}
 
     def take(self, host: str, line: bytes) -> bool:
-        """Whether `line` is a part of a report; `host` wrote it, or the one that pdsh put before it."""
+        """Collect `line` if it is part of a report; return whether it is. A host before the line replaces `host`."""
         match = _PIECE.match(line)
         if match is None:
             return False
@@ -186,13 +186,13 @@ class ReportReader:
         return True
 
     def cause(self) -> tuple[str, NodeReport] | None:
-        """The report to print: the first that blames nobody else, else the first."""
+        """Return host and report to print: the first report that is no consequence, else the first, or None."""
         own = [entry for entry in self.reports if not entry[1].is_consequence]
         return next(iter(own or self.reports), None)
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """Host -> slots as URL-safe base64 of JSON; the documented helper for tools that build commands of their own."""
+    """Encode host -> slots as URL-safe base64 of JSON. Documented for tools that build their own commands."""
     return _encode(world_info)
 
 
@@ -203,21 +203,21 @@ def _encode(value: Mapping[str, Any]) -> str:
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 
-# `[A-Z]+CL_`: collective libraries, whichever the device's vendor brings
+# `[A-Z]+CL_`: the collective library of any device vendor
 _EXPORTED = re.compile(r"[A-Z]+CL_|PYTHON|MV2|UCX|MLFLOW|DS_|DEEPSPEED_")
 
 
 def exported(environment: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environment` that ranks on other hosts are given, and those of the files, which win."""
+    """Return the variables for ranks on other hosts: a part of `environment`, and the files' variables, which win."""
     travelling = {name: value for name, value in environment.items() if _EXPORTED.match(name)}
     return dict(sorted({**travelling, **from_files}.items()))
 
 
 def read_environment_files() -> dict[str, str]:
-    """The variables of all files that exist. A `DS_ENV_FILE` with a folder in it is one file, looked up as it stands.
+    """Return the variables of all existing files. A `DS_ENV_FILE` that contains a folder names exactly one file.
 
     Raises:
-        ConfigError: a line without `=`, or `DS_ENV_FILE` names a file that does not exist.
+        ConfigError: a line has no `=`, or `DS_ENV_FILE` names a file that does not exist.
     """
     asked = os.environ.get("DS_ENV_FILE")
     name = asked or ".deepspeed_env"

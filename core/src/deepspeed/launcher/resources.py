@@ -1,16 +1,16 @@
-"""The hostfile, and the language of `--include` and `--exclude`, say which slots of which hosts a job uses.
+"""Parse the hostfile and the filters `--include` and `--exclude`, which select the slots of each host.
 
     NODE[@NODE ...]    NODE = HOST[:SLOT[,SLOT ...]]
 
-`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1. A slot that is named twice is one
-slot, and a host that is named twice has the slots of both. The hostfile has one line `host slots=N` per node.
-`runner.py` reads it once at the start; `fetch_hostfile` and the two functions that parse a resource pool are documented
-names, which other tools call.
+`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1. A slot that is named twice counts
+once, and a host that is named twice gets the slots of both. The hostfile has one line `host slots=N` per node.
+`runner.py` reads it once at the start. `fetch_hostfile` and the two functions that parse a resource pool are documented
+names for other tools.
 
-Functions at the end choose which cores each rank gets: `launch.py` calls `available_cores` (or `parse_core_list` for
-`--bind_core_list`) and `share_cores` before the ranks start. Scripts that bind themselves find the functions with
-DeepSpeed's names at `deepspeed.utils.numa`. Memory follows: with the kernel's first-touch policy a rank's pages lie on
-the node of its cores."""
+The functions at the end choose the cores of each rank: `launch.py` calls `available_cores` (or `parse_core_list` for
+`--bind_core_list`) and `share_cores` before the ranks start. Scripts that bind themselves find the functions under
+DeepSpeed's names in `deepspeed.utils.numa`. Memory needs no binding: under the kernel's first-touch policy, a rank's
+pages lie on the NUMA node of its cores."""
 
 import glob
 import os
@@ -21,15 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.errors import ConfigError, counted
 
 _LINE = re.compile(r"^(?P<host>\S+)\s+slots\s*=\s*(?P<slots>[0-9]+)$")
-# a host reaches the command lines of ssh, pdsh and MPI: no options, no lists, nothing of a shell
+# hosts go into command lines of ssh, pdsh and MPI, so they must not be options, lists or shell syntax
 HOST = re.compile(r"[A-Za-z0-9_][\w.:@-]*", re.ASCII)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Hosts and their number of slots in the file's order; `None`, with a warning, if there is no such file.
+    """Return host -> number of slots, in the file's order. Warn and return None if the file does not exist.
 
     Raises:
-        ConfigError: a line is malformed, a host comes twice, or there is no host; the message names file and line.
+        ConfigError: a line is malformed, a host occurs twice, or there is no host; the message names file and line.
     """
     if not os.path.isfile(hostfile_path):
         from deepspeed.log import logger  # late: logging costs start-up time, and this line is rare
@@ -47,7 +47,7 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> dict[str, int]:
-    """The same from lines of text; `#` starts a comment. `name` is used in messages only."""
+    """Parse lines of a hostfile like `fetch_hostfile`; `#` starts a comment. `name` is used in messages only."""
     hosts: dict[str, int] = {}
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -80,7 +80,7 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> dict[str, in
 
 
 def parse_node_list(text: str, flag: str) -> dict[str, list[int] | None]:
-    """Host -> its slots in ascending order, or `None` for all of them.
+    """Return host -> slots in ascending order, or None for all slots.
 
     Raises:
         ConfigError: `text` is malformed; the message starts with `flag`.
@@ -110,10 +110,10 @@ def _parse_slots(slot_text: str, text: str, flag: str) -> list[int]:
 def parse_resource_filter(
     host_info: Mapping[str, list[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """`host_info` (host -> slots) cut down by one of the two filters; hosts stay in order, empty hosts go.
+    """Apply one of the two filters to `host_info` (host -> slots). Hosts keep their order; empty hosts are removed.
 
     Raises:
-        ConfigError (a ValueError): both filters given, a malformed one, or a host or slot that does not exist.
+        ConfigError (a ValueError): both filters are given, one is malformed, or a host or slot does not exist.
     """
     if include_str and exclude_str:
         raise ConfigError(f"--include {include_str} and --exclude {exclude_str} exclude each other; give one of them")
@@ -138,7 +138,7 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """The same for a pool that gives the number of slots of each host, as `fetch_hostfile` returns it."""
+    """Apply one of the two filters to host -> number of slots, as returned by `fetch_hostfile`."""
     return parse_resource_filter(
         {host: list(range(count)) for host, count in resource_pool.items()},
         include_str=inclusion,
@@ -147,7 +147,7 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def is_local(host: str) -> bool:
-    """Whether `host` is this machine: its name, or an address of its own. No name service is asked: that could hang."""
+    """Return whether `host` is the name or an address of this machine. No name service is used: it could hang."""
     name = os.uname().nodename
     return host in {"localhost", name, name.split(".")[0]} or _is_own_address(host)
 
@@ -179,10 +179,10 @@ _CORE_LIST_PART = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
 def parse_core_list(text: str) -> list[int]:
-    """`"0-3,8"` -> `[0, 1, 2, 3, 8]`, in the order written.
+    """Parse a list of cores: `"0-3,8"` -> `[0, 1, 2, 3, 8]`, in the order written.
 
     Raises:
-        ConfigError: the text is malformed, a range runs backwards, or a core comes twice.
+        ConfigError: the text is malformed, a range runs backwards, or a core occurs twice.
     """
     cores: list[int] = []
     for part in text.split(","):
@@ -200,17 +200,17 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def parse_range(rng: str) -> list[int]:
-    """`parse_core_list` of one range, as DeepSpeed names it: "0-3"."""
+    """Parse one range such as "0-3": DeepSpeed's name for `parse_core_list`."""
     return parse_core_list(rng)
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """`parse_core_list`, as DeepSpeed names it."""
+    """Parse a list of cores: DeepSpeed's name for `parse_core_list`."""
     return parse_core_list(range_str)
 
 
 def available_cores() -> list[int]:
-    """The cores this process may use, one hardware thread per physical core, those of one NUMA node side by side.
+    """Return the cores this process may use, one hardware thread per physical core, grouped by NUMA node.
 
     Raises:
         ConfigError: the system has no way to bind a process to cores.
@@ -222,10 +222,10 @@ def available_cores() -> list[int]:
 
 
 def check_cores(cores: Sequence[int]) -> None:
-    """Refuse cores that this process may not use: the machine has them not, or a container or scheduler took them.
+    """Refuse cores that this process may not use: they do not exist, or a container or scheduler withholds them.
 
     Raises:
-        ConfigError: naming the first such core and those that may be used.
+        ConfigError: the message names the first such core, and the cores that may be used.
     """
     allowed = _allowed_cores()
     for core in cores:
@@ -236,7 +236,7 @@ def check_cores(cores: Sequence[int]) -> None:
 
 
 def share_cores(cores: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """`cores` in `num_ranks` neighbouring shares of equal size; what does not divide stays idle, so no rank waits.
+    """Divide `cores` into `num_ranks` contiguous shares of equal size; left-over cores stay idle, so no rank waits.
 
     Raises:
         ConfigError: there are fewer cores than ranks.
@@ -252,7 +252,7 @@ def share_cores(cores: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def format_cores(cores: Sequence[int]) -> str:
-    """`[0, 1, 2, 8]` -> `"0-2,8"`."""
+    """Format a list of cores: `[0, 1, 2, 8]` -> `"0-2,8"`."""
     parts: list[list[int]] = []
     for core in cores:
         if parts and core == parts[-1][-1] + 1:
@@ -263,7 +263,7 @@ def format_cores(cores: Sequence[int]) -> str:
 
 
 def get_numa_cores() -> list[list[int]]:
-    """The hardware threads of each NUMA node, in the order of nodes; [] where the system does not say."""
+    """Return the hardware threads of each NUMA node, in node order; [] if the system does not list them."""
     by_node: dict[int, list[int]] = {}
     for core, node in sorted(_node_of_core().items()):
         by_node.setdefault(node, []).append(core)
@@ -271,20 +271,20 @@ def get_numa_cores() -> list[list[int]]:
 
 
 def check_for_numactl_pkg() -> bool:
-    """Whether there is a command `numactl`."""
+    """Return whether there is a command `numactl`."""
     return shutil.which("numactl") is not None
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """Return how many cores a rank gets, and the beginning of a command that binds the rank to these cores.
+    """Return the number of cores of a rank, and the prefix of a command that binds the rank to these cores.
 
-    The launcher needs no such command: `--bind_cores_to_rank` binds the ranks itself, to the same cores.
+    The launcher needs no such command: `--bind_cores_to_rank` binds the ranks to the same cores without `numactl`.
 
     Args:
-        bind_core_list: cores for all ranks, such as "0-3,8"; None: those that this process may use.
+        bind_core_list: cores for all ranks, such as "0-3,8"; None: the cores that this process may use.
 
     Raises:
-        ConfigError: as `parse_core_list` and `share_cores` raise it; or there is no `numactl`.
+        ConfigError: from `parse_core_list` and `share_cores`, or because there is no `numactl`.
     """
     if not check_for_numactl_pkg():
         raise ConfigError(
@@ -302,7 +302,7 @@ def _allowed_cores() -> set[int]:
 
 
 def _siblings(core: int) -> set[int]:
-    """The hardware threads of `core`'s physical core; only itself where the system does not say."""
+    """Return the hardware threads of `core`'s physical core; only `core` if the system does not list them."""
     path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
     return set(_read_cores(path)) or {core}
 

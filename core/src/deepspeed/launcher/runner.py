@@ -1,8 +1,8 @@
 """The `deepspeed` command: parse, validate, and become the per-node process, or start the job on many hosts.
 
-This process loads no torch: a wrong command line answers in milliseconds. On one machine it ends by `execv` of Python
-with `deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to it
-needs no forwarding. With other hosts it goes on in `multinode/start.py`. Read `launch.py` next.
+This process loads no torch, so a wrong command line fails in milliseconds. On one machine it replaces itself (`execv`)
+with `deepspeed.launcher.launch`, so the pid that the shell knows runs the ranks, and signals need no forwarding. With
+other hosts it continues in `multinode/start.py`. Read `launch.py` next.
 """
 
 import os
@@ -56,11 +56,11 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-USAGE_EXIT_CODE = 2  # what argparse and most commands exit with when the command line is wrong
+USAGE_EXIT_CODE = 2  # the exit code of argparse and most commands for a wrong command line
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Console script: errors are one line and exit 2. With `args` given, by a program, they are raised."""
+    """Console script: print an error as one line and exit with 2. With `args`, from a program, raise the error."""
     if args is not None:
         _launch(args)
     try:
@@ -98,7 +98,7 @@ def _launch(argv: Sequence[str]) -> NoReturn:
 
 
 def _tune(argv: Sequence[str], args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> list[str]:
-    """Search as --autotuning asks. After `run` the words of the job that follows; after `tune` this process ends."""
+    """Run the search of --autotuning. Return the words of the job that follows `run`; exit after `tune`."""
     from deepspeed.autotuning.autotuner import tune_command  # late: it loads torch
 
     flags = list(argv[: len(argv) - len(args.user_args) - 1])
@@ -112,10 +112,10 @@ def _tune(argv: Sequence[str], args: "argparse.Namespace", hosts: Mapping[str, l
 
 
 def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
-    """Whether a launcher is needed: there is another host than this machine, or --force_multi.
+    """Return whether a launcher is needed: the job uses another host, or --force_multi is given.
 
     Raises:
-        ConfigError: other hosts are asked for, and nothing names them.
+        ConfigError: the flags ask for other hosts, but nothing names them.
     """
     if hosts:
         return args.force_multi or len(hosts) > 1 or not is_local(next(iter(hosts)))
@@ -134,9 +134,9 @@ def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
 
 
 def _nodes_of_slurm(args: "argparse.Namespace") -> int:
-    """Return how many nodes srun is to use: --num_nodes, else the nodes of the allocation that we run in, else 1.
+    """Return the number of nodes for srun: --num_nodes, else the nodes of the current allocation, else 1.
 
-    --include or --exclude, which name this machine where there is no hostfile, leave one node.
+    --include or --exclude without a hostfile name this machine, so the number is 1.
     """
     if args.num_nodes is not None or args.include or args.exclude:
         return args.num_nodes or 1
@@ -154,7 +154,7 @@ def _become_node(plan: LaunchPlan, node_rank: int, args: "argparse.Namespace") -
 
 
 def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> NoReturn:
-    """Start the job by a plugin's launcher, or by one of ours where `kind` is None."""
+    """Start the job with a plugin's launcher, or with one of ours if `kind` is None."""
     environment = os.environ
     if kind is None:
         kind = runner_class("ssh" if args.elastic_training else args.launcher)
@@ -166,7 +166,7 @@ def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
             if args.master_port is None and all(is_local(host) for host in hosts):
                 from deepspeed.launcher.launch import choose_port  # late: logging costs start-up time
 
-                args.master_port = choose_port(None)  # as on one node: a free one where 29500 is taken
+                args.master_port = choose_port(None)  # as on one node: a free port if 29500 is taken
     elif not hosts and (args.include or args.exclude):
         flag = "--include" if args.include else "--exclude"
         raise ConfigError(f"{flag}: needs the hosts to choose from; give a --hostfile")
@@ -177,7 +177,7 @@ def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
 
 
 def _show(commands: Mapping[str, Sequence[str]]) -> NoReturn:
-    """The answer to --dry_run."""
+    """Print the commands for --dry_run, and exit."""
     for host, command in commands.items():
         print(f"{host}: {shlex.join(command)}")  # noqa: T201 - the command's answer, not a log line
     sys.stdout.flush()
@@ -185,10 +185,10 @@ def _show(commands: Mapping[str, Sequence[str]]) -> NoReturn:
 
 
 def make_plan(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> LaunchPlan:
-    """The command line as one plan for this machine alone.
+    """Create the plan of a job on this machine alone.
 
     Args:
-        hosts: by the hostfile, this machine; empty without one.
+        hosts: this machine, if a hostfile names it; empty without a hostfile.
 
     Raises:
         ConfigError: a filter names another machine.
@@ -206,10 +206,10 @@ def make_plan(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Lau
 
 
 def make_plan_by_hand(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> LaunchPlan:
-    """The plan of --no_ssh, where a user calls this command on every node.
+    """Create the plan for --no_ssh, where the user calls this command on every node.
 
     Raises:
-        ConfigError: it is not said which node this is, or where node 0 is.
+        ConfigError: the rank of this node or the address of node 0 is missing, or the rank is out of range.
     """
     num_nodes = len(hosts) or args.num_nodes or 1
     limits = elastic_limits(args, num_nodes)
@@ -242,7 +242,7 @@ def make_plan_by_hand(args: "argparse.Namespace", hosts: Mapping[str, list[int]]
 
 
 def _local_slots(text: str, flag: str) -> list[int] | None:
-    """The slots of this machine in a filter; `None` if the filter says nothing about single slots."""
+    """Return the slots of this machine in a filter; None if the filter names no single slots."""
     if not text:
         return None
     nodes = parse_node_list(text, flag)

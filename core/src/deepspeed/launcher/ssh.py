@@ -2,9 +2,9 @@
 
     ds_ssh [-f HOSTFILE] COMMAND...
 
-By pdsh if it is installed, else by one `ssh` per host, all at the same time; either way each line of output starts with
-its host. The words of COMMAND are joined by spaces and go through the remote shell, as those of `ssh` do. The exit code
-is the largest of the hosts', 2 for a wrong command line.
+The command uses pdsh if installed, else one `ssh` per host, all at the same time. Each line of output starts with its
+host. The words of COMMAND are joined by spaces and interpreted by the remote shell, as with `ssh`. The exit code is the
+largest of the hosts' exit codes, or 2 for a wrong command line.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def run_everywhere(hostfile: str, command: Sequence[str]) -> int:
     """Run `command` on the hosts of the file and return the largest exit code.
 
     Raises:
-        ConfigError: no command, no hostfile, no host in it, a name that is no host, or neither pdsh nor ssh here.
+        ConfigError: no command, no hostfile, no host in it, an invalid host name, or neither pdsh nor ssh installed.
     """
     if not command:
         raise ConfigError("no command given; the usage is: ds_ssh [-f HOSTFILE] COMMAND...")
@@ -68,7 +68,7 @@ def _read_hosts(path: str) -> list[str]:
 def _run_by_ssh(hosts: Sequence[str], command: Sequence[str]) -> int:
     processes = {
         host: subprocess.Popen(
-            ["ssh", "-o", "BatchMode=yes", "--", host, *command],  # asks for no password: nobody sees whose it is
+            ["ssh", "-o", "BatchMode=yes", "--", host, *command],  # no password prompt: it would not name the host
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,11 +1,11 @@
-"""Starting ranks on many hosts: by ssh or pdsh, by MPI or Slurm, or by a launcher that a plugin gives.
+"""Start ranks on many hosts: with ssh or pdsh, with MPI or Slurm, or with a plugin's launcher.
 
     deepspeed --hostfile hosts train.py
     deepspeed --launcher mine --hostfile hosts --num_nodes 4 train.py
 
-Called by `launcher/runner.py` in a process without torch. May import what the launcher may, and no torch. Read next:
-`runners.py` (the contract, and a class per launcher), `start.py` (the hosts, the checks, the start; `Watcher`, for
-ssh and pdsh).
+`launcher/runner.py` calls this package in a process without torch, so the package must not import torch. Read next:
+`runners.py` (the contract, and one class per launcher), `start.py` (hosts, checks and start; `Watcher` for ssh and
+pdsh).
 """
 
 from deepspeed.launcher.multinode.runners import MultiNodeRunner

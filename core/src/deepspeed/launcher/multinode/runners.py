@@ -1,12 +1,12 @@
-"""`MultiNodeRunner`: one class per launcher, of ours or of a plugin's hook `ds_launcher`.
+"""`MultiNodeRunner` is the interface of a launcher: one class per built-in launcher or per hook `ds_launcher`.
 
-`openmpi`, `mpich`, `impi`, `mvapich` and `slurm` start the ranks themselves. A rank finds its place by what MPI or
-Slurm set, and MASTER_ADDR and MASTER_PORT, as `init_distributed` documents. The process becomes the command, so what
-happens at a failure is MPI's or Slurm's affair.
+`openmpi`, `mpich`, `impi`, `mvapich` and `slurm` start the ranks themselves. A rank reads its place from the variables
+of MPI or Slurm, and from MASTER_ADDR and MASTER_PORT, as `init_distributed` documents. The process becomes the command,
+so MPI or Slurm handles failures.
 
-`ssh` and `pdsh` start the per-node process on each host, by the host's shell. The words of a command go through that
-shell, quoted for it (POSIX), so that each argument arrives as it is. `start.py` runs the commands that are written
-here. `reach_hosts` is the look before the start.
+`ssh` and `pdsh` start the per-node process on each host through the host's shell. The command is quoted for a POSIX
+shell, so that each argument arrives unchanged. `start.py` runs the commands that this module writes. `reach_hosts`
+checks the hosts before the start.
 """
 
 import os
@@ -21,7 +21,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.launcher.arguments import elastic_limits
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, NODE_PROCESS, LaunchPlan, exported, read_environment_files
 
-TYPE_CHECKING = False  # as typing's, which costs start-up time
+TYPE_CHECKING = False  # instead of importing typing, which costs start-up time
 
 if TYPE_CHECKING:
     import argparse
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 class MultiNodeRunner(ABC):
     """Writes the one command that starts every rank of a job. A class with these methods need not derive from it.
 
-    Order of calls, once per start: `__init__`, `backend_exists`, `validate_args`, `get_cmd`; then the process becomes
-    that command, in the environment of `command_environment`. Each rank that it starts finds its place as
-    `init_distributed` documents: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the command has to
-    set, or by what MPI or Slurm set.
+    Order of calls, once per start: `__init__`, `backend_exists`, `validate_args`, `get_cmd`. Then the process becomes
+    that command, in the environment of `command_environment`. Each started rank finds its place as `init_distributed`
+    documents: from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the command has to set, or from
+    the variables of MPI or Slurm.
 
     Args:
-        args: the command line, parsed: `user_script`, `user_args`, `module`, `no_python`, `master_addr`, `master_port`,
-            `launcher_args` and the others of `deepspeed --help`.
-        world_info_base64: the hosts and their slots, as `encode_world_info` writes them; for commands that need it
-            as one word.
+        args: the parsed command line: `user_script`, `user_args`, `module`, `no_python`, `master_addr`, `master_port`,
+            `launcher_args` and the other flags of `deepspeed --help`.
+        world_info_base64: the hosts and their slots as one word, encoded by `encode_world_info`, for commands that
+            need them.
 
     Class attributes:
-        flags: names of flags that this launcher honours although they concern each node, for example
-            `{"bind_cores_to_rank"}`; see `PER_NODE_FLAGS`. Others of these are refused.
-        programs: names of commands, of which one has to be installed here.
-        is_watched: the command starts our per-node process on each host, and the process that would become the command
-            watches it; those of `host_commands`, unless `is_one_for_all`.
+        flags: names of the per-node flags (`PER_NODE_FLAGS`) that this launcher supports, for example
+            `{"bind_cores_to_rank"}`. The other per-node flags are refused.
+        programs: names of commands; at least one of them has to be installed here.
+        is_watched: whether the launcher watches the commands of `host_commands` instead of becoming the command.
+        is_one_for_all: whether a watched command serves all hosts and puts the host before each line, like pdsh.
     """
 
     flags: frozenset[str] = frozenset()
@@ -59,32 +59,32 @@ class MultiNodeRunner(ABC):
         self.world_info_base64 = world_info_base64
 
     def backend_exists(self) -> bool:
-        """Whether what the command needs is here; by default one of `programs`, if there are such."""
+        """Return whether this machine has the required programs; by default one of `programs`, if any are named."""
         import shutil  # late: costs start-up time
 
         return not self.programs or any(shutil.which(name) for name in self.programs)
 
     def validate_args(self) -> None:  # noqa: B027 - most launchers take any command line
-        """Raise `ConfigError` for a command line that this launcher cannot carry out."""
+        """Raise `ConfigError` for a command line that this launcher does not support."""
 
     @abstractmethod
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
-        """The command, program first, no shell.
+        """Return the command, program first. No shell interprets it.
 
         Args:
-            environment: of this process, with the variables of `.deepspeed_env`.
-            active_resources: host -> its slots, by --hostfile, --include, --exclude, --num_nodes and --num_gpus, in the
-                order of the hostfile. Empty without a hostfile: then the launcher's own scheduler knows the hosts.
+            environment: environment of this process, with the variables of `.deepspeed_env`.
+            active_resources: host -> its slots after --hostfile, --include, --exclude, --num_nodes and --num_gpus, in
+                the order of the hostfile. Empty without a hostfile: the launcher's own scheduler knows the hosts.
         """
 
     def host_commands(
         self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]
     ) -> dict[str, list[str]]:
-        """Host -> its command, for a launcher with one per host; else "all hosts" -> the command of `get_cmd`."""
+        """Return host -> command for a launcher with one command per host, else "all hosts" -> `get_cmd`."""
         return {"all hosts": self.get_cmd(environment, active_resources)}
 
     def command_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment in which the command runs."""
+        """Return the environment of the command."""
         return dict(environment)
 
     def rank_command(self) -> list[str]:
@@ -97,7 +97,7 @@ _WITH_VENV = '. "$0" && exec "$@"'  # for sh: $0 is the script, the rest is the 
 
 
 class RankStarter(MultiNodeRunner):
-    """A `RankStarter` starts the ranks by MPI or Slurm, with the first of `programs` that is installed."""
+    """A `RankStarter` starts the ranks with MPI or Slurm, using the first of `programs` that is installed."""
 
     def validate_args(self) -> None:
         if self.args.ssh_port is not None and not self.ssh_port_words():
@@ -107,25 +107,25 @@ class RankStarter(MultiNodeRunner):
             )
 
     def program(self) -> str:
-        """The command that is installed."""
+        """Return the first of `programs` that is installed."""
         return next(name for name in self.programs if shutil.which(name))
 
     def ssh_port_words(self) -> list[str]:
-        """Return the options for `--ssh_port`; [] if the launcher has none, or the flag is not given."""
+        """Return the options for `--ssh_port`; [] if the launcher has no such option, or without the flag."""
         return []
 
     def rank_words(self) -> list[str]:
-        """Return what one rank runs, with `--venv_script` read first if that is given."""
+        """Return the command of one rank, which reads `--venv_script` first if the flag is given."""
         if self.args.venv_script is None:
             return self.rank_command()
         return ["sh", "-c", _WITH_VENV, os.path.abspath(self.args.venv_script), *self.rank_command()]
 
     def own_words(self) -> list[str]:
-        """The words of `--launcher_args`."""
+        """Return the words of `--launcher_args`."""
         return shlex.split(self.args.launcher_args)
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables that each rank is given."""
+        """Return the environment variables that each rank gets."""
         found = exported(environment, read_environment_files())
         if self.args.master_addr:
             found["MASTER_ADDR"] = self.args.master_addr
@@ -134,10 +134,10 @@ class RankStarter(MultiNodeRunner):
         return found
 
     def counts(self, active_resources: Mapping[str, list[int]]) -> dict[str, int]:
-        """Host -> number of ranks.
+        """Return host -> number of ranks.
 
         Raises:
-            ConfigError: there are no hosts, or single slots were chosen, which MPI and Slurm cannot.
+            ConfigError: there are no hosts, or single slots were chosen, which MPI and Slurm do not support.
         """
         name = f"--launcher {self.args.launcher}"
         if not active_resources:
@@ -169,12 +169,12 @@ class OpenMPIRunner(RankStarter):
         return [self.program(), *words, *self.own_words(), *self.rank_words()]
 
     def command_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`-x NAME` takes the value from here, so that no value has to be quoted."""
+        """Return the environment from which `-x NAME` takes each value, so that no value needs quoting."""
         return {**environment, **self.variables(environment)}
 
 
 class HydraRunner(RankStarter):
-    """`mpiexec` of MPICH and what derives from it."""
+    """`mpiexec` of MPICH and of libraries derived from MPICH."""
 
     programs: tuple[str, ...] = ("mpiexec.hydra", "mpiexec.mpich", "mpirun.mpich", "mpiexec", "mpirun")
 
@@ -208,12 +208,12 @@ class MVAPICHRunner(HydraRunner):
 
 
 class SlurmRunner(RankStarter):
-    """`srun`, inside an allocation or to get one. Without a hostfile Slurm knows the hosts."""
+    """`srun`, inside an allocation or to get one. Without a hostfile, Slurm chooses the hosts."""
 
     programs = ("srun",)
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
-        # a rank that fails ends the others; unless a site's slurm.conf says so, srun lets them wait for it
+        # a failed rank ends the others; srun does this by default only if the site's slurm.conf says so
         passed = ["--export=ALL", "--kill-on-bad-exit=1"]
         return [self.program(), *self._placing(active_resources), *passed, *self.own_words(), *self.rank_words()]
 
@@ -233,7 +233,7 @@ class SlurmRunner(RankStarter):
         return [*total, "--ntasks-per-node", str(per_host), "--nodelist", ",".join(counts)]
 
     def command_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """srun passes on all of it."""
+        """Return the environment of srun, which passes all of it to the ranks."""
         return {**environment, **self.variables(environment)}
 
 
@@ -252,17 +252,17 @@ _PER_NODE_FLAGS = frozenset({"bind_cores_to_rank", "log_dir", "enable_each_rank_
 
 
 class RemoteShellRunner(MultiNodeRunner):
-    """A `RemoteShellRunner` starts the per-node process on each host by the host's shell, over `ssh` or `pdsh`."""
+    """A `RemoteShellRunner` starts the per-node process through each host's shell, over `ssh` or `pdsh`."""
 
     flags = _PER_NODE_FLAGS
 
     def remote_command(
         self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]], node_rank: str
     ) -> str:
-        """The text for a host's shell: go to the working directory, read `--venv_script`, become the node."""
+        """Return the text for a host's shell: cd to the working directory, source `--venv_script`, exec the node."""
         args = self.args
         slots = list(active_resources.values())
-        # a node that comes later sends the same
+        # an elastic job has a constant id, so that a node that joins later sends the same one
         run_id = "deepspeed" if args.elastic_training else f"deepspeed-{os.getpid()}"
         plan = LaunchPlan.of_command(
             args,
@@ -283,7 +283,7 @@ class RemoteShellRunner(MultiNodeRunner):
 
 
 class SshRunner(RemoteShellRunner):
-    """One `ssh` per host, all side by side."""
+    """Starts one `ssh` per host, all at the same time."""
 
     is_watched = True
     programs = ("ssh",)
@@ -297,18 +297,18 @@ class SshRunner(RemoteShellRunner):
         }
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
-        """All commands in one, for a program that watches them itself."""
+        """Return all commands as one shell command, for a caller that watches it."""
         commands = self.host_commands(environment, active_resources).values()
         return ["sh", "-c", " ".join(f"{shlex.join(command)} &" for command in commands) + " wait"]
 
 
 def has_pdsh() -> bool:
-    """Whether there is a command `pdsh`."""
+    """Return whether there is a command `pdsh`."""
     return shutil.which("pdsh") is not None
 
 
 class PdshRunner(RemoteShellRunner):
-    """One `pdsh` for all hosts, which puts the host before each line."""
+    """Starts one `pdsh` for all hosts. pdsh puts the host before each line."""
 
     is_watched = True
     is_one_for_all = True
@@ -332,22 +332,22 @@ class PdshRunner(RemoteShellRunner):
         }
 
 
-# Nobody sees whose password is asked for. A host that does not answer for 15 s is lost. A master process that ssh would
-# leave behind keeps our pipes open.
+# BatchMode: with many hosts a user cannot tell which host asks for a password. ServerAlive: a host that does not answer
+# for 15 s is lost. ControlPath: a master process that ssh leaves behind would keep our pipes open.
 _OUR_OPTIONS = ("-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3", "-oControlPath=none")
 
 
 def _ssh(args: "argparse.Namespace") -> list[str]:
-    """`ssh` with its options; those of `--launcher_args` come first, and the first counts."""
+    """Return `ssh` with its options. Those of `--launcher_args` come first, because ssh uses the first value."""
     own = shlex.split(args.launcher_args) if args.launcher == "ssh" else []
     return ["ssh", *own, *_OUR_OPTIONS, *([] if args.ssh_port is None else ["-p", str(args.ssh_port)])]
 
 
 def reach_hosts(args: "argparse.Namespace", hosts: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what `hostname -I` prints on each host; all hosts are asked at the same time.
+    """Return host -> output of `hostname -I` there; all hosts run it at the same time.
 
     Raises:
-        ConfigError: naming the hosts that cannot be reached, and why the first cannot.
+        ConfigError: the message names the unreachable hosts, and the reason for the first one.
     """
     command = [*_ssh(args), f"-oConnectTimeout={_CONNECT_S}"]
     asked = {}
@@ -370,7 +370,7 @@ def reach_hosts(args: "argparse.Namespace", hosts: Sequence[str], environment: M
             process.communicate()
             failed[host] = f"no answer in {_ANSWER_S} s"
             continue
-        if process.returncode not in (0, 127, 1):  # a system without `hostname -I` can be reached, too
+        if process.returncode not in (0, 127, 1):  # 127 and 1: reachable, but without `hostname -I`
             failed[host] = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     if failed:
         host, reason = next(iter(failed.items()))

@@ -1,9 +1,9 @@
-"""`--launcher NAME` becomes the commands that start the job: the class, the hosts, the checks, the start.
+"""Start a job on many hosts: find the launcher's class and the hosts, check them, and run the commands.
 
-`Watcher` has the commands that reach the hosts, side by side: their output, their end, and the signals for them. It
-runs in the process without torch that the user's shell knows. Each command runs the per-node process
-(`launch.py`) on its host, which takes orders from stdin and ends when that does; so no host is left behind when this
-process is killed. One loop does it all; no threads, no polling.
+`Watcher` runs the commands that reach the hosts at the same time: it prints their output, notices their end, and passes
+on signals. It runs in the user's `deepspeed` process, which has no torch. Each command runs the per-node process
+(`launch.py`) on its host. That process reads orders from stdin and ends when stdin ends, so no host is left behind when
+this process is killed. One loop does all of this, without threads or polling.
 """
 
 import os
@@ -36,7 +36,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
 
-# What the process on each node does for ranks that the core starts itself: (attribute, flag).
+# Flags that only our per-node process implements: (attribute, flag).
 PER_NODE_FLAGS = (
     ("bind_cores_to_rank", "--bind_cores_to_rank"),
     ("log_dir", "--log_dir"),
@@ -46,14 +46,14 @@ PER_NODE_FLAGS = (
 
 
 def find_runner(name: str) -> Any | None:
-    """The class that a feature plugin gives for `--launcher NAME`, or None. No accelerator is chosen for it."""
+    """Return a feature plugin's class for `--launcher NAME`, or None. The call chooses no accelerator."""
     from deepspeed.plugins import plugin_manager  # late: only a command line with --launcher pays for it
 
     return plugin_manager().hook.ds_launcher(name=name)
 
 
 def runner_class(name: str | None) -> Any:
-    """Our own class for `--launcher NAME`; without a name pdsh's, or ssh's, and a line, if there is none."""
+    """Return our class for `--launcher NAME`. Without a name, return pdsh's, or print a line and return ssh's."""
     if name is None:
         if has_pdsh():
             return PdshRunner
@@ -63,11 +63,11 @@ def runner_class(name: str | None) -> Any:
 
 
 def make_runner(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Any:
-    """An object of the launcher's class `kind`, checked.
+    """Create a launcher of class `kind`, and check it.
 
     Raises:
-        ConfigError: the command line asks for what the launcher cannot do.
-        PluginError: the plugin's class is no launcher.
+        ConfigError: the launcher does not support the command line, or is not installed.
+        PluginError: the plugin's class is not a launcher.
     """
     where = f"--launcher {args.launcher}"
     if not isinstance(kind, type) or not callable(getattr(kind, "get_cmd", None)):
@@ -84,10 +84,10 @@ def make_runner(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
 
 
 def make_commands(runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]]) -> dict[str, list[str]]:
-    """Host -> command, or "all hosts" -> the one command.
+    """Return host -> command, or "all hosts" -> the one command.
 
     Raises:
-        PluginError: the plugin's class gives no command.
+        PluginError: the plugin's class returns no command.
     """
     if isinstance(runner, MultiNodeRunner):
         commands = runner.host_commands(environment, hosts)
@@ -103,10 +103,10 @@ def make_commands(runner: Any, environment: Mapping[str, str], hosts: Mapping[st
 def start(
     runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]], limits: ElasticLimits
 ) -> NoReturn:
-    """Run what the launcher writes: watch it if it is one of ours, else become it. `limits`: of an elastic job.
+    """Run the launcher's commands: watch them if `is_watched`, else become it. `limits`: limits of an elastic job.
 
     Raises:
-        ConfigError: its program cannot be run.
+        ConfigError: the program of a command cannot be run.
     """
     commands = make_commands(runner, environment, hosts)
     if isinstance(runner, MultiNodeRunner):
@@ -135,7 +135,7 @@ def start(
 
 
 def find_address(args: "argparse.Namespace", hosts: Mapping[str, list[int]], environment: Mapping[str, str]) -> str:
-    """The address of the first host, for all others; on the way, every host is reached once unless --no_ssh_check.
+    """Return the address of the first host. Unless --no_ssh_check, also check by ssh that each host can be reached.
 
     Raises:
         ConfigError: a host cannot be reached, or the first one has no address.
@@ -158,14 +158,14 @@ def find_address(args: "argparse.Namespace", hosts: Mapping[str, list[int]], env
 
 
 def find_own_address(asked: str, hosts: Mapping[str, list[int]]) -> str:
-    """The address of this machine for the hosts of an elastic job, whose list of nodes is kept here.
+    """Return the address at which the hosts of an elastic job reach this machine, which runs the coordinator.
 
     Args:
         asked: --master_addr; "" without it.
-        hosts: of the job.
+        hosts: hosts of the job.
 
     Raises:
-        ConfigError: this machine does not know the first host by its name.
+        ConfigError: this machine finds no route to the first remote host.
     """
     if asked:
         return asked
@@ -186,16 +186,16 @@ def find_own_address(asked: str, hosts: Mapping[str, list[int]]) -> str:
 
 
 def say(line: str) -> None:
-    """A line for the user, before the start."""
+    """Print a line for the user on stderr, before the start."""
     print(line, file=sys.stderr)  # noqa: T201 - the command's answer, not a log line
 
 
 def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
-    """Host -> slots, from the hostfile and the flags that cut it down; empty without a hostfile,
-    where --include and --exclude may name this machine only.
+    """Return host -> slots, from the hostfile and the flags that restrict it; {} without a hostfile. In that case
+    --include and --exclude may only name this machine.
 
     Raises:
-        ConfigError: a flag asks for more than the hostfile has, or there is none to ask.
+        ConfigError: a flag asks for more than the hostfile has, or needs a hostfile that is missing.
     """
     path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
     found = fetch_hostfile(path) if path else None
@@ -227,14 +227,14 @@ def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
 
 
 _CHUNK_BYTES = 65536
-_STOP_AFTER_S = 15.0  # a node that failed blames another: how long that one may take to end by itself
-_KILL_AFTER_S = 15.0  # a node that was told to end has ended so long after its ranks' time, or is out of reach
+_STOP_AFTER_S = 15.0  # after a failure that blames another node: how long the other node may take to end
+_KILL_AFTER_S = 15.0  # added to the grace period of ranks; a node that takes longer to end is out of reach
 _LOST_BY_PDSH = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255\s*$")
 _SSH_FAILED = 255
 
 
 class _Host:
-    """One command that runs. `prefix` stands before each line that it prints."""
+    """A running command. `prefix` is put before each line of its output."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], prefix: bytes) -> None:
         self.name = name
@@ -246,7 +246,7 @@ class _Host:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=dict(environment),
-                start_new_session=True,  # a terminal's Ctrl-C is for us, who pass it on
+                start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
             )
         except OSError as error:
             raise ConfigError(
@@ -255,11 +255,11 @@ class _Host:
         self.unfinished: dict[int, bytes] = {}  # by pipe
 
     def order(self, text: str) -> None:
-        """Write a line to the node."""
+        """Write one order, a line, to the node's stdin."""
         assert self.process.stdin is not None
         try:
             os.write(self.process.stdin.fileno(), f"{text}\n".encode())
-        except (BrokenPipeError, ValueError):  # it has ended, and its end is noticed next
+        except (BrokenPipeError, ValueError):  # the command has ended, which is noticed next
             return
 
 
@@ -268,10 +268,10 @@ class Watcher:
 
     Args:
         commands: host -> command; or one command for all hosts, under any name.
-        environment: of the commands.
-        is_one_for_all: whether that one command puts the host before each line, as pdsh does, and passes on no stdin.
-        coordinator: of an elastic job, which goes on when hosts end.
-        grace_s: that a node gives its ranks to end.
+        environment: environment of the commands.
+        is_one_for_all: whether there is one command that puts the host before each line and ignores stdin, like pdsh.
+        coordinator: the coordinator of an elastic job, which survives the loss of hosts.
+        grace_s: seconds that a node gives its ranks to end.
     """
 
     def __init__(
@@ -290,13 +290,13 @@ class Watcher:
         self._reader = ReportReader()
         self._selector = selectors.DefaultSelector()
         self._running: list[_Host] = []
-        self._failed: list[tuple[str, int]] = []  # host and exit code, in the order in which they ended
+        self._failed: list[tuple[str, int]] = []  # host and exit code, in the order of their ends
         self._signals: list[int] = []
-        self._deadline: float | None = None  # what happens then: `_next_step`
+        self._deadline: float | None = None  # when to call `_next_step`
         self._is_stopped = False
 
     def run(self) -> int:
-        """The exit code for the shell, once every command has ended; why one failed is printed last."""
+        """Run until every command has ended, print the cause of a failure, and return the exit code for the shell."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -315,7 +315,7 @@ class Watcher:
             for host in self._running:
                 host.process.kill()
         if self._coordinator is not None:
-            verdict = self._coordinator.verdict  # before the end, which is one, too
+            verdict = self._coordinator.verdict  # before `finish`, which sets a verdict too
             self._coordinator.finish()
             if verdict is not None and verdict.exit_code == 0:
                 return 0
@@ -330,7 +330,7 @@ class Watcher:
             self._selector.register(pipe, selectors.EVENT_READ, (host, console_fd))
 
     def _take_signals(self) -> None:
-        """From now on a signal wakes the loop."""
+        """Install handlers, so that signals wake the loop."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
         for number in passed_on:
@@ -338,7 +338,7 @@ class Watcher:
                 signal.signal(number, lambda number, frame: self._signals.append(number))
 
     def _turn(self, wake_read: int) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for one event, and process it."""
         wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
@@ -354,7 +354,7 @@ class Watcher:
             self._next_step()
 
     def _read(self, pipe: Any, host: _Host, console_fd: int) -> bool:
-        """Pass on what is there; False at its end, where the pipe is closed."""
+        """Pass on the available output; return False after closing the pipe at its end."""
         while True:
             try:
                 data = os.read(pipe.fileno(), _CHUNK_BYTES)
@@ -379,7 +379,7 @@ class Watcher:
         lost = _LOST_BY_PDSH.match(line) if self._is_one_for_all else None
         if lost is not None:
             self._failed.append((lost[1].decode(), _SSH_FAILED))
-            host.process.terminate()  # the hosts that are left end with their stdin
+            host.process.terminate()  # ends stdin on the other hosts, which end too
 
     def _pass_on(self, number: int) -> None:
         ends = number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -396,11 +396,11 @@ class Watcher:
                 host.process.terminate()
 
     def _end(self, host: _Host) -> None:
-        """Take what an ended command left, and stop the others if it failed."""
+        """Read the last output of a command that has ended, and stop the other commands if it failed."""
         self._running.remove(host)
         for key in list(self._selector.get_map().values()):
             if key.data is not None and key.data[0] is host and self._read(key.fileobj, *key.data):
-                self._selector.unregister(key.fileobj)  # a child of ssh keeps it open
+                self._selector.unregister(key.fileobj)  # a child of ssh keeps the pipe open
         code = host.process.returncode
         if code == 0:
             return
@@ -418,7 +418,7 @@ class Watcher:
             self._next_step()
 
     def _next_step(self) -> None:
-        """Stop the hosts that still run; the next time, leave them."""
+        """Order the running hosts to stop. When called again, kill the commands of hosts that still run."""
         if self._is_stopped:
             for host in self._running:
                 text = f"deepspeed: {host.name} did not end within {self._kill_after_s:g} s and is left to itself\n"
