@@ -1,8 +1,8 @@
-"""The door for users' JSON: every key with its type, default, unit and meaning, checked before anything is built.
+"""Parse and check the user's JSON: each key has a type, default, unit and meaning, checked before the engine is built.
 
-`engine/build.py` and `engine/sharding.py` alone read the root; a part gets its own section and never sees the rest. The
-room may import `errors` and `log` only; it never imports torch (data types stay names: "fp32", "fp16", "bf16").
-Read `root.py` first, then `base.py` (what a key declares) and `intake.py` (what happens to a user's dict).
+Only `engine/build.py` and `engine/sharding.py` read the root; every other part gets its own section. The package
+imports only `errors`, `log` and `elasticity`. It never imports torch, so data types are names: "fp32", "fp16", "bf16".
+Read `root.py` first, then `base.py` (the declaration of keys) and `intake.py` (the processing of a user's dict).
 """
 
 from deepspeed.config.read import read_config, redacted

@@ -1,10 +1,10 @@
-"""Sections and keys are declared with type, default, meaning and unit, and with what this version does with them.
+"""Declare sections and keys with type, default, meaning and unit, and with the support that this version has for them.
 
     class CommsLoggerConfig(Section):
         enabled: Flag = key(False, "Record every collective.", support=warned("nothing is recorded"))
 
-The reference page (`docs/generate/config.py`) and `supported.py` read the declarations back through `declared()`.
-`intake.parse_section` makes a section from a user's dict.
+The reference page (`docs/generate/config.py`) and `supported.py` read the declarations through `declared()`.
+`intake.parse_section` builds a section from a user's dict.
 """
 
 import math
@@ -37,13 +37,13 @@ Action = Literal["acted", "quiet", "warned", "refused"]
 
 @dataclass(frozen=True)
 class Support:
-    """`Support` says what this version does with a key. Only a value that the user wrote and that is not "off" counts.
+    """`Support` says what this version does with a key, if the user wrote a value that is not "off".
 
-    action: "acted" on; "quiet": has nothing to act on (it tunes a feature that is refused as a whole, or another
-        stage); "warned": ignored with one warning, results stay the same; "refused": ConfigError, because going on
-        without it would change results or memory.
-    note: the rest of the sentence the user reads.
-    off: values besides the default which ask for nothing and are therefore fine.
+    action: "acted": implemented; "quiet": ignored silently, because the feature that it tunes is refused as a whole or
+        not in use; "warned": ignored with one warning, results stay the same; "refused": ConfigError, because ignoring
+        it would change results or memory.
+    note: the end of the message for the user.
+    off: values, besides the default, that ask for nothing and are therefore accepted.
     """
 
     action: Action
@@ -55,17 +55,17 @@ ACTED = Support("acted")
 
 
 def quiet(note: str) -> Support:
-    """A key with nothing to act on here, for example stage 3 tuning."""
+    """Return the support of a key that is ignored silently because it has no effect here."""
     return Support("quiet", note)
 
 
 def warned(note: str, off: tuple[Any, ...] = ()) -> Support:
-    """A key whose absence changes no result: it is ignored, and says so once."""
+    """Return the support of a key that changes no result: it is ignored with one warning."""
     return Support("warned", note, off)
 
 
 def refused(note: str, off: tuple[Any, ...] = ()) -> Support:
-    """A key that must not be ignored: switching it on raises ConfigError."""
+    """Return the support of a key that must not be ignored: switching it on raises ConfigError."""
     return Support("refused", note, off)
 
 
@@ -78,7 +78,7 @@ def key(
     json_key: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """Declare one key of a section. `json_key` is its name in the JSON when the attribute is called otherwise."""
+    """Declare one key of a section. `json_key` is the name in the JSON if it differs from the attribute's name."""
     declared_as: dict[str, Any] = {
         "unit": unit,
         "action": support.action,
@@ -95,7 +95,7 @@ def key(
 
 
 def declared(field: FieldInfo) -> tuple[Support, str]:
-    """The support and the unit that `key` put into a field."""
+    """Return the support and the unit of a field that `key` declared."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict), "every key of a section is declared with key()"
     off = extra["off"]
@@ -104,12 +104,12 @@ def declared(field: FieldInfo) -> tuple[Support, str]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The value a key has when the user is silent; `PydanticUndefined` when it must be written."""
+    """Return the default of a key; `PydanticUndefined` if the key is required."""
     return field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values of a user are equal; arrays and tensors, which cannot be in a config, are equal to nothing."""
+    """Return whether two values are equal. False for arrays and tensors, whose comparison has no single result."""
     if one is other:
         return True
     try:
@@ -119,29 +119,29 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def one_of(*names: str) -> WithJsonSchema:
-    """Annotated metadata: the names that a converter takes in any case, for the JSON Schema."""
+    """Create Annotated metadata for the JSON Schema: the names that a converter accepts in any letter case."""
     return WithJsonSchema(
         {"enum": list(dict.fromkeys(one for name in names for one in (name, name.lower(), name.upper())))}
     )
 
 
 class Says:
-    """Annotated metadata: the words for a type which a converter accepts in many spellings."""
+    """Annotated metadata that describes the allowed values in messages, for a type with a converter."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def flag(value: Any) -> Any:
-    """Validator of every switch: raises ValueError for what is neither true or false nor 1 or 0."""
+    """Validate a switch: raise ValueError for any value but true, false, 1 and 0."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError("not a boolean")
 
 
 def number(value: Any) -> Any:
-    """Validator in front of every numeric type: raises ValueError for what only looks like a number."""
-    # "32" in quotes (but in a `LaxSection`) and `true` are slips, not numbers; 5e8 is what people write for an integer.
+    """Validate the input of a numeric type: raise ValueError for booleans, strings, null and NaN."""
+    # "32" in quotes (except in a `LaxSection`) and `true` are mistakes; 5e8 is accepted for an integer.
     if isinstance(value, bool | str) or value is None:
         raise ValueError("not a number")
     if isinstance(value, float) and math.isnan(value):
@@ -174,7 +174,7 @@ Free = dict[str, Any]
 
 @absent_members("runtime.config_utils:DeepSpeedConfigModel")
 class Section(BaseModel):
-    """One object of the JSON. Attributes are the keys; `model_fields_set` holds those that the user wrote."""
+    """One object of the JSON. Attributes are the keys; `model_fields_set` holds the keys that the user wrote."""
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid", protected_namespaces=(), validate_assignment=False)
 
@@ -197,14 +197,14 @@ class Section(BaseModel):
             yield name, redacted(value, name or "")
 
 
-#: how pydantic reads a value in quotes
+#: pydantic's parsers for a value in quotes
 _READERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (int, float, bool)}
 
 
 class LaxSection(Section):
-    """A section that DeepSpeed reads by pydantic, which takes numbers and truth values in quotes: "2", "1e-3", "true".
+    """A section that DeepSpeed parses with pydantic, which accepts numbers and booleans in quotes: "2", "1e-3", "true".
 
-    Elsewhere DeepSpeed fails for a number in quotes, and takes "false" for true.
+    In its other sections DeepSpeed fails for a number in quotes, and reads "false" as true.
     """
 
     @model_validator(mode="before")
@@ -222,7 +222,7 @@ class LaxSection(Section):
 
 
 def _unquoted(value: str, annotation: Any) -> Any:
-    """Return a text as another type that the key takes; the text itself where the key takes texts or none reads it."""
+    """Convert a text to a type that the key accepts; return the text if the key accepts texts, or no type fits."""
     kinds = set(_kinds_in(annotation))
     if str in kinds:
         return value
@@ -236,7 +236,7 @@ def _unquoted(value: str, annotation: Any) -> Any:
 
 
 def _kinds_in(annotation: Any) -> Iterator[Any]:
-    """The types that values of an annotation may have."""
+    """Yield the types that values of an annotation may have."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _kinds_in(get_args(annotation)[0])
@@ -250,7 +250,7 @@ def _kinds_in(annotation: Any) -> Iterator[Any]:
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """The section type of a field (also of an optional one), None for a plain value."""
+    """Return the section type of a field, also of an optional one; None for a plain value."""
     for candidate in (info.annotation, *get_args(info.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -258,7 +258,7 @@ def section_of(info: FieldInfo) -> type[Section] | None:
 
 
 def json_keys(model: type[Section]) -> dict[str, str]:
-    """Every accepted spelling of a section's keys -> attribute name."""
+    """Return every accepted spelling of a section's keys -> attribute name."""
     names = {name: name for name in model.model_fields}
     names.update({info.alias: name for name, info in model.model_fields.items() if info.alias})
     return names

@@ -1,4 +1,4 @@
-"""`checkpoint` and `nebula`: how training is saved and found again. Read by `engine/build.py` for the checkpointer."""
+"""`checkpoint` and `nebula`: saving and loading of checkpoints. `engine/build.py` reads both for the checkpointer."""
 
 from typing import Annotated, Any, Literal
 
@@ -33,7 +33,7 @@ class ParallelWriteConfig(Section):
 
 
 class StoreConfig(Section):
-    """`checkpoint.store`: what writes and reads the files of a checkpoint."""
+    """`checkpoint.store`: the store that writes and reads the files of a checkpoint."""
 
     type: Text = key("torch", "`torch`, or a name that a plugin knows (hook `ds_checkpoint_store`).")
     params: Free = key(dict, "Arguments of a plugin's store.")
@@ -91,12 +91,12 @@ class CheckpointConfig(Section):
 
     @property
     def tag_validation_fail(self) -> bool:
-        """Whether different tags end the save."""
+        """Whether different tags make the save fail."""
         return self.tag_validation == "Fail"
 
 
 class NebulaConfig(Section):
-    """`nebula`: asynchronous saving under the names of Azure's service, which is not needed and not used."""
+    """`nebula`: asynchronous saving, with the keys of Azure's service. The service itself is not used."""
 
     enabled: Flag = key(False, "Save asynchronously, as checkpoint.async_save does.")
     persistent_storage_path: str | None = key(
@@ -115,15 +115,15 @@ class NebulaConfig(Section):
 
     @property
     def save_dir(self) -> str | None:
-        """The directory that replaces the argument of `save_checkpoint`; None: the argument holds."""
+        """The directory that replaces the argument of `save_checkpoint`; None: use the argument."""
         return self.persistent_storage_path if self.enabled else None
 
     @property
     def load_dir(self) -> str | None:
-        """The directory that replaces the argument of `load_checkpoint`; None: the argument holds."""
+        """The directory that replaces the argument of `load_checkpoint`; None: use the argument."""
         return self.load_path or self.persistent_storage_path if self.enabled and self.enable_nebula_load else None
 
     @property
     def keep_last(self) -> int | None:
-        """The number of tags that stay where `checkpoint.keep_last` does not say it; None: all stay."""
+        """The number of tags to keep if `checkpoint.keep_last` is not set; None: keep all."""
         return self.num_of_version_in_retention if self.enabled else None

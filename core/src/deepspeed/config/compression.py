@@ -1,10 +1,10 @@
-"""`compression_training`: which layers get fewer bits, zeros or rows, and from which step on.
+"""`compression_training`: which layers are quantized or pruned, and from which step on.
 
-Each technique has `shared_parameters`, whose `enabled` switches it on, and `different_groups`: name of a group -> its
-`params`, its `modules` and, where rows, heads or channels go, its `related_modules`. `deepspeed.compression` acts on
-it.
+Each technique has `shared_parameters`, with the switch `enabled`, and `different_groups`: name of a group -> its
+`params`, its `modules` and, if rows, heads or channels are removed, its `related_modules`. `deepspeed.compression`
+implements the section.
 
-`quantize_training` and `eigenvalue` are the older form of weights of few bits, Mixture of Quantization.
+`quantize_training` and `eigenvalue` configure Mixture of Quantization, the older form of weight quantization.
 """
 
 import re
@@ -36,7 +36,7 @@ Block = Annotated[
 
 
 class LayerReductionConfig(Section):
-    """`compression_training.layer_reduction`: the student has fewer layers, which begin as some of the teacher's."""
+    """`compression_training.layer_reduction`: the student has fewer layers, initialized from layers of the teacher."""
 
     enabled: Flag = key(False, "Copy weights of the teacher that init_compression is given.")
     keep_number_layer: Int | None = key(None, "How many layers the student has; teacher_layer lists as many.", ge=1)
@@ -46,7 +46,7 @@ class LayerReductionConfig(Section):
 
 
 class MixedQuantizeConfig(Section):
-    """`fp16_mixed_quantize`: weights pass from their own values to the quantized ones over many steps."""
+    """`fp16_mixed_quantize`: weights change gradually, over many steps, from original to quantized values."""
 
     enabled: Flag = key(False, "Mix both values.")
     quantize_change_ratio: Float = key(0.001, "Share of the quantized value that each step adds.", gt=0, le=1)
@@ -99,7 +99,7 @@ class SparsePruningShared(Section):
 
 
 class RowPruningShared(Section):
-    """`compression_training.row_pruning.shared_parameters`, and those of `channel_pruning`."""
+    """`shared_parameters` of `compression_training.row_pruning` and `compression_training.channel_pruning`."""
 
     enabled: Flag = key(False, "Take outputs away from layers.")
     schedule_offset: Int = key(1000, "First step.", unit="step", ge=0)
@@ -153,8 +153,8 @@ class HeadPruningTechnique(Section):
 
 
 class CompressionConfig(Section):
-    """`compression_training`: `deepspeed.compression.init_compression` prepares the model, the engine keeps to the
-    steps, `redundancy_clean` makes the smaller model."""
+    """`compression_training`: `deepspeed.compression.init_compression` prepares the model, the engine follows the
+    schedule, `redundancy_clean` creates the smaller model."""
 
     layer_reduction: LayerReductionConfig = key(LayerReductionConfig, "Fewer layers.")
     weight_quantization: WeightQuantizationTechnique = key(WeightQuantizationTechnique, "Weights of few bits.")
@@ -171,7 +171,7 @@ class CompressionConfig(Section):
 
 
 class EigenvalueConfig(Section):
-    """`eigenvalue`: curvature estimates, which lengthen the periods of Mixture of Quantization."""
+    """`eigenvalue`: curvature estimates that lengthen the quantization periods of Mixture of Quantization."""
 
     enabled: Flag = key(False, "Estimate the largest eigenvalue of each layer's block of the Hessian.")
     verbose: Flag = key(False, "Log estimates.")
@@ -213,7 +213,7 @@ class QuantizeScheduleConfig(Section):
 
 
 class QuantizeTrainingConfig(Section):
-    """`quantize_training`: Mixture of Quantization of all weights of two dimensions and more."""
+    """`quantize_training`: Mixture of Quantization of all weights with two or more dimensions."""
 
     enabled: Flag = key(False, "Round weights after each step; the optimizer keeps them unrounded.")
     quantize_verbose: Flag = key(False, "Log when the bits change.")
@@ -252,7 +252,7 @@ class ActivationParams(Section):
 
 
 class RatioParams(Section):
-    """`params` of a group of a pruning."""
+    """`params` of a group of a pruning technique."""
 
     dense_ratio: Float = key(0.5, "Share that stays.", gt=0, le=1)
 
@@ -260,7 +260,7 @@ class RatioParams(Section):
 
 
 class CompressionGroup(Section):
-    """One of `different_groups`: some layers, and what they get."""
+    """One of `different_groups`: some layers, and their parameters."""
 
     params: Free = key(dict, "As the technique has them.")
     modules: list[Text] = key(["*"], "Layers: parts of names, or patterns.")
@@ -282,22 +282,22 @@ STRUCTURED = ("row_pruning", "head_pruning", "channel_pruning")
 
 
 def asks_for_steps(section: CompressionConfig) -> bool:
-    """Whether a technique that acts by step is enabled; layer reduction is over before training."""
+    """Return whether a technique that acts during training is enabled; layer reduction ends before training."""
     return any(getattr(section, technique).shared_parameters.enabled for technique in TECHNIQUES)
 
 
 def rounds_after_steps(config: Any) -> bool:
-    """Whether `compression_training.weight_quantization` of a whole configuration rounds after each step, not in the
-    forward."""
+    """Return whether `compression_training.weight_quantization` of a whole configuration rounds weights after each step
+    instead of in the forward."""
     shared = config.compression_training.weight_quantization.shared_parameters
     return shared.enabled and not shared.quantize_weight_in_forward and config.weights_dtype in ("fp16", "bf16")
 
 
 def asks_for_moq(config: Any) -> bool:
-    """Whether a whole configuration asks for Mixture of Quantization.
+    """Return whether a whole configuration asks for Mixture of Quantization.
 
     Raises:
-        ConfigError: it asks for it twice, or for eigenvalues that nothing would follow.
+        ConfigError: two sections ask for it, or eigenvalues are enabled without it.
     """
     of_layers = rounds_after_steps(config)
     if not (config.quantize_training.enabled or of_layers):
@@ -317,10 +317,10 @@ def asks_for_moq(config: Any) -> bool:
 
 
 def eigenvalue_of(config: Any) -> EigenvalueConfig | None:
-    """Return the section `eigenvalue` that is enabled, at the top level or in `quantize_training`; None: none is.
+    """Return the enabled section `eigenvalue`, from the top level or from `quantize_training`; None without any.
 
     Raises:
-        ConfigError: both are, and differ.
+        ConfigError: both sections are enabled and differ.
     """
     inner, outer = config.quantize_training.eigenvalue, config.eigenvalue
     found: list[EigenvalueConfig] = [each for each in (inner, outer) if each is not None and each.enabled]
@@ -337,10 +337,10 @@ def compression_section(config: Mapping[str, Any]) -> CompressionConfig:
 
 
 def groups_of(section: CompressionConfig, technique: str) -> dict[str, tuple[CompressionGroup, Any]]:
-    """Return the groups of a technique that is enabled, each with its `params`, by name; none of another.
+    """Return name -> (group, `params`) of an enabled technique; {} for a disabled one.
 
     Raises:
-        ConfigError: there is no group, or one does not fit; the message names the key.
+        ConfigError: there is no group, or a group is invalid; the message names the key.
     """
     settings = getattr(section, technique)
     if not settings.shared_parameters.enabled:

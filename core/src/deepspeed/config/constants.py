@@ -1,13 +1,13 @@
 """Keys of the config and their defaults, as scripts import them from `deepspeed.runtime.constants`.
 
-NAME is the key, NAME_DEFAULT its value when the user is silent. Nothing here reads them: the sections declare keys and
-defaults, and `core/tests/unit/config/test_constants.py` compares the two. Enumerations that scripts import are here
-too: stages of ZeRO, devices of offload, kinds of offloaded state.
+NAME is the key, NAME_DEFAULT its default. ds-core itself does not read them: the sections declare keys and defaults,
+and `core/tests/unit/config/test_constants.py` compares the two. The module also has the enumerations that scripts
+import: ZeRO stages, offload devices, kinds of offloaded state.
 """
 
 from enum import Enum, IntEnum
 
-# what the engine's data loader is for
+# purposes of the engine's data loader
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
@@ -155,7 +155,7 @@ EIGENVALUE_LAYER_NUM_DEFAULT = 0
 
 
 class ValidationMode:
-    """Values of `checkpoint.tag_validation`; the config takes them in any case."""
+    """Values of `checkpoint.tag_validation`; the config accepts any letter case."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -180,7 +180,7 @@ GLOBAL_RANK = "global_rank"
 
 
 class ZeroStageEnum(IntEnum):
-    """`zero_optimization.stage`: what is partitioned."""
+    """Values of `zero_optimization.stage`, which selects the partitioned states."""
 
     disabled = 0
     optimizer_states = 1

@@ -1,6 +1,6 @@
 """Inference and generation: the keys of `deepspeed.init_inference`, and the section `hybrid_engine`.
 
-What is not acted on yet is refused where going on without it would change results or memory.
+A key that is not implemented yet is refused if ignoring it would change results or memory.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +22,7 @@ _NO_EXPERTS = refused("experts are not divided for inference")
 _BESIDE = refused("give its keys beside it, or init_inference(config=...)", ({},))
 
 
-# spelling -> dtype with which weights of linear layers are packed
+# spelling -> dtype of the packed weights of linear layers
 _PACKED = {"int8": "int8", "fp8": "fp8", "float8_e4m3fn": "fp8", "fp6": "fp6"}
 
 
@@ -69,8 +69,8 @@ class WeightQuantConfig(LaxSection):
 
 
 class GroupWiseQuantConfig(Section):
-    """The section says how one weight is stored in few bits. It is `weight_quantization.quantized_initialization`, and
-    each pattern of `post_init_quant`."""
+    """Storage of one weight in few bits: the section `weight_quantization.quantized_initialization`, and the value of
+    each pattern in `post_init_quant`."""
 
     num_bits: Literal[4, 6, 8] = key(8, "Of a weight: 8 or 4, or 8 or 6 where floating.", unit="bits")
     group_size: Int = key(64, "Elements that share a scale; must divide the dimension.", unit="elements", ge=1)
@@ -86,7 +86,7 @@ class GroupWiseQuantConfig(Section):
 
 
 class WeightQuantizationConfig(Section):
-    """`weight_quantization`: weights of linear and embedding layers and of experts in few bits, for inference."""
+    """`weight_quantization`: quantized weights of linear layers, embeddings and experts, for inference."""
 
     quantized_initialization: GroupWiseQuantConfig | None = key(
         None, "Every layer, as a checkpoint loads into a model built inside zero.Init or QuantizationContext."
@@ -97,8 +97,8 @@ class WeightQuantizationConfig(Section):
 
 
 class ActivationQuantConfig(LaxSection):
-    """`quant.activation`: kernels may round what packed weights of dtype int8 are multiplied with. Acted on where the
-    section is given."""
+    """`quant.activation`: kernels may round the inputs that they multiply with packed int8 weights. The section takes
+    effect if it is given."""
 
     enabled: Flag = key(True, "Kernels may round.")
     num_bits: Literal[8, 16] = key(8, "To which inputs of a layer are rounded, for each token by itself.", unit="bits")
@@ -107,7 +107,7 @@ class ActivationQuantConfig(LaxSection):
 
 
 class QuantizationConfig(LaxSection):
-    """`quant`: acted on with dtype int8, fp8 and fp6."""
+    """`quant`: takes effect with dtype int8, fp8 and fp6."""
 
     enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6.", support=quiet("dtype decides"))
     weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
@@ -125,13 +125,13 @@ class InferenceCheckpointConfig(Section):
     base_dir: str | None = key(None, "As the key of this name beside the section.")
 
 
-#: the key that asks for graphs, whatever the device
+#: the key that requests graphs on any device
 GRAPHS = "enable_cuda_graph"
 
 
 @absent_members("inference.config:DeepSpeedInferenceConfig")
 class DeepSpeedInferenceConfig(LaxSection):
-    """Keys of `init_inference`, by argument or in its `config`."""
+    """Keys of `init_inference`, as arguments or in its `config`."""
 
     dtype: InferenceDType = key(
         "fp16",
@@ -223,12 +223,12 @@ class DeepSpeedInferenceConfig(LaxSection):
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the engine's forwards are to be replayed."""
+        """Whether the engine replays its forwards from graphs."""
         return self.enable_cuda_graph
 
     @property
     def tp_size(self) -> int:
-        """Ranks over which the model is divided; 1: none."""
+        """The number of ranks that share the model; 1: no division."""
         return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
 
 
@@ -253,7 +253,7 @@ class HybridEngineConfig(LaxSection):
 
 
 class RaggedQuantizationConfig(Section):
-    """`quantization` of the engine that batches continuously."""
+    """`quantization` of `InferenceEngineV2`, the engine with continuous batching."""
 
     quantization_mode: Literal["int8", "int4", "fp8", "fp6", "wf6af16"] | None = key(
         None,
@@ -263,7 +263,7 @@ class RaggedQuantizationConfig(Section):
 
 
 class MemoryConfig(Section):
-    """`state_manager.memory_config`: how much memory the cache of keys and values takes."""
+    """`state_manager.memory_config`: the memory of the key-value cache."""
 
     mode: Literal["reserve", "allocate"] = key(
         "reserve",
@@ -274,7 +274,7 @@ class MemoryConfig(Section):
 
 @absent_members("inference.v2.ragged.manager_configs:DSStateManagerConfig")
 class DSStateManagerConfig(Section):
-    """`state_manager`: the limits of sequences, and of one forward."""
+    """`state_manager`: limits for sequences, and for one forward."""
 
     max_tracked_sequences: Int = key(2048, "Sequences that have tokens in the cache at once.", unit="sequences", ge=1)
     max_ragged_batch_size: Int = key(768, "Tokens of one forward, of all sequences together.", unit="tokens", ge=1)

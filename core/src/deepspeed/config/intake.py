@@ -1,15 +1,15 @@
-"""`take_in` turns a user's dict into the values a model may validate: "auto", null, deprecated keys, unknown keys.
+"""`take_in` prepares a user's dict for validation: it handles "auto", null, deprecated keys and unknown keys.
 
-Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `parse_section` by whoever holds one section
-alone; never changes the user's dict. The functions of DeepSpeed's `runtime.config_utils` are for scripts that read
-sections of a dict themselves.
+`root.DeepSpeedConfig` calls it before pydantic, and `parse_section` calls it for a single section. It never changes the
+user's dict. The functions of DeepSpeed's `runtime.config_utils` are here for scripts that read sections of a dict
+themselves.
 
-A key that no section declares is an error where it is a slip of a known one, else it causes a warning. A slip is a
-known key mistyped, with a word left out or cut short, or in the wrong place. What resembles nothing may be a key of a
-newer DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses that too.
+An unknown key is an error if it resembles a known key, and a warning otherwise. It resembles a known key that is
+mistyped, lacks a word, has shortened words, or stands in the wrong place. Any other key may belong to a newer
+DeepSpeed or, at the top level, to another library, so it only warns; `DS_CONFIG_STRICT=1` makes it an error too.
 
-Types and errors are in a user's words: what is allowed for a key (`allowed`, also of the reference page), and a
-pydantic complaint as one line of a ConfigError.
+The module also words types and errors for users: `allowed` describes the values of a key (also on the reference page),
+and `validated` turns a pydantic error into a ConfigError of one line.
 """
 
 import difflib
@@ -46,7 +46,7 @@ _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 def validated(path: str, model: type[Section], build: Callable[[], T]) -> T:
-    """Run `build` (a pydantic validation of `model`) and raise its first complaint as a ConfigError at `path`."""
+    """Run `build` (a pydantic validation of `model`), and raise its first error as a ConfigError at `path`."""
     try:
         return build()
     except ValidationError as error:
@@ -79,7 +79,7 @@ def _first_complaint(path: str, model: type[Section], error: ValidationError) ->
 
 
 def _is_quoted(value: object) -> bool:
-    """Whether it is a text that would be a number or a truth value if it were not in quotes."""
+    """Return whether `value` is a string that holds a number or a boolean."""
     return isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.I) is not None
 
 
@@ -89,7 +89,7 @@ def _takes_number(info: FieldInfo) -> bool:
 
 
 def allowed(info: FieldInfo) -> str:
-    """Say what a key accepts, for example "an integer >= 1 or null"."""
+    """Describe the values that a key accepts, for example "an integer >= 1 or null"."""
     text = _words(info.annotation, info.metadata)
     if default_of(info) == AUTO and '"auto"' not in text:
         text += ' or "auto"'
@@ -125,12 +125,12 @@ def _bounds(metadata: Any) -> str:
 
 
 VARIABLE = "DS_CONFIG_STRICT"
-_MAX_LENGTH = 80  # of a key that is compared letter by letter
-_MANY_WORDS = 4  # so that a key can lack one and still be known
+_MAX_LENGTH = 80  # characters of a key that is compared letter by letter
+_MANY_WORDS = 4  # words of a key that is recognized with one word missing
 _SHORTEST = 3  # letters of a word's short form
-_MAX_OWNERS = 2  # sections that a key names by itself
-COMMENTS = ("_", "#", "//", "$", "comment")  # how the key of a comment begins, since JSON has no other comments
-# what other trainers call a setting -> where it is here
+_MAX_OWNERS = 2  # a hint names at most this many sections that have the key
+COMMENTS = ("_", "#", "//", "$", "comment")  # prefixes of keys that serve as comments, which JSON lacks
+# other trainers' name of a setting -> dotted key here
 _FOREIGN_NAMES = {
     "zero": "zero_optimization",
     "zero_stage": "zero_optimization.stage",
@@ -157,15 +157,15 @@ def unknown_key(
 ) -> None:
     """Raise ConfigError for the key `written` of the section at `path`, or warn once.
 
-    known: every accepted spelling of the section's keys.  former: their older names.
-    top_level: keys of the config that the section is in.  elsewhere: those of its sections, with the sections' names.
-    tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level. A
-        key that begins as comments do is one.
+    known: every accepted spelling of the section's keys.  former: deprecated names of the keys.
+    top_level: top-level keys of the whole config.  elsewhere: keys of all its sections -> the sections' dotted keys.
+    tolerated: True for the top level, where other libraries keep keys: only a key that differs by one letter, or
+        resembles a known key by its words, is an error, and keys that begin like `COMMENTS` are accepted.
     closed: every unknown key is an error.
     """
     if tolerated and written.startswith(COMMENTS):
         return
-    # the value is not shown: a mistyped `api_key` would print a secret
+    # the message omits the value: under a mistyped `api_key` it is a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
     near = _nearest(written, (*known, *former), 1 if tolerated else 2)
     misplaced = None if tolerated else _misplaced(written, known, top_level)
@@ -191,7 +191,7 @@ def unknown_key(
 
 
 def _misplaced(written: str, known: Collection[str], top_level: Collection[str]) -> str | None:
-    """Return the hint for a key of the top level or for the beginning of a known key; None if it is neither."""
+    """Return a hint if the key is the beginning of a known key, or a top-level key; else None."""
     extended = [key for key in known if key.startswith(f"{written}_")]
     if extended:
         return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"
@@ -211,7 +211,7 @@ def _hint(written: str, known: Collection[str]) -> str:
 
 
 def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
-    """The known key that is at most so many letters away, capitals aside; short keys must be nearer."""
+    """Return the known key within an edit distance of `limit` (less for short keys), ignoring case; else None."""
     typed = written.lower()
     if len(typed) > _MAX_LENGTH:
         return None
@@ -221,8 +221,8 @@ def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
 
 
 def by_words(written: str, known: Collection[str]) -> str | None:
-    """The only known key that `written` is by its words, which underscores part: one of four or more is left out, but
-    the first, or words are shorter or longer forms of one another ("grad_accum_steps", "stage3_max_live_params")."""
+    """Return the only known key whose words match `written`, else None. One word of four or more, but not the first,
+    may be missing, or words may be shortened or lengthened ("grad_accum_steps", "stage3_max_live_params")."""
     words = written.lower().split("_")
     found = [key for key in known if _leaves_one_out(words, key.split("_")) or _shortens(words, key.split("_"))]
     return found[0] if len(found) == 1 else None
@@ -241,7 +241,7 @@ def _shortens(words: list[str], wanted: list[str]) -> bool:
 
 
 def _is_short_form(short: str, long: str) -> bool:
-    """Whether the letters of `short` are some of those of `long`, in their order, from its first one on."""
+    """Return whether `short` is a subsequence of `long` that starts with the same letter."""
     if not (_SHORTEST <= len(short) < len(long) <= _MAX_LENGTH and (short + long).isalpha() and short[0] == long[0]):
         return False
     letters = iter(long)
@@ -249,7 +249,7 @@ def _is_short_form(short: str, long: str) -> bool:
 
 
 def _distance(one: str, other: str, limit: int) -> int | None:
-    """Letters to add, drop, replace or exchange with their neighbor from one to the other; None: more than `limit`."""
+    """Return the edit distance (insert, delete, replace, swap neighbors); None if it exceeds `limit`."""
     if abs(len(one) - len(other)) > limit:
         return None
     before, above = [0] * (len(other) + 1), list(range(len(other) + 1))
@@ -284,8 +284,8 @@ means, with None where it says nothing of the replacement. With an empty table t
 
 @dataclass
 class Intake:
-    """values: by attribute name, ready for the model.  auto: dotted keys that still say "auto".  old: by dotted key the
-    deprecated one that the user wrote."""
+    """values: attribute name -> value for the model.  auto: dotted keys whose value is "auto".  old: dotted key ->
+    deprecated dotted key that the user wrote."""
 
     values: dict[str, Any] = field(default_factory=dict)
     auto: list[str] = field(default_factory=list)
@@ -293,7 +293,7 @@ class Intake:
 
 
 def parse_section(model: type[S], value: Any, path: str = "") -> S:
-    """Build a section of type `model` from a user's dict, with the root's treatment of "auto", old and unknown keys.
+    """Build a section of type `model` from a user's dict; handle "auto", old and unknown keys like the root does.
 
     path: dotted key of the section, for messages. Raises ConfigError.
     """
@@ -305,7 +305,7 @@ def parse_section(model: type[S], value: Any, path: str = "") -> S:
 
 @contextmanager
 def naming_old_keys(old: Mapping[str, str]) -> Iterator[None]:
-    """Let a ConfigError for a key that replaces a deprecated one begin with the one that the user's file has."""
+    """Rewrite a ConfigError about the replacement of a deprecated key, so that it begins with the key in the file."""
     try:
         yield
     except ConfigError as error:
@@ -319,7 +319,7 @@ def naming_old_keys(old: Mapping[str, str]) -> Iterator[None]:
 def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section] | None = None) -> Intake:
     """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError.
 
-    whole: the config around the section; None for the config itself and for a section alone.
+    whole: type of the config that contains the section; None for the config itself and for a single section.
     """
     data = model.normalize(data)
     if not isinstance(data, Mapping):
@@ -367,7 +367,7 @@ def _take_value(
             intake.values[name] = value
         return
     if value is None and not info.is_required():
-        return  # null is how Accelerate writes "not said"
+        return  # Accelerate writes null for an unset key
     section = section_of(info)
     if section is None or isinstance(value, Section):
         intake.values[name] = value
@@ -375,7 +375,7 @@ def _take_value(
             intake.auto += auto_keys(value, where)
         return
     if value is False and default_of(info) is None:
-        return  # "offload_param": false, as the old pages write it
+        return  # "offload_param": false, a form from old documentation
     inner = take_in(section, value, where, whole)
     intake.values[name] = inner.values
     intake.auto += inner.auto
@@ -384,7 +384,7 @@ def _take_value(
 
 @functools.cache
 def _owners(model: type[Section]) -> Mapping[str, tuple[str, ...]]:
-    """Keys of all sections in `model`, at any depth -> dotted keys of the sections that have them."""
+    """Return the keys of all sections in `model`, at any depth -> dotted keys of the sections that have them."""
     found: dict[str, tuple[str, ...]] = {}
     for name, info in model.model_fields.items():
         section = section_of(info)
@@ -399,7 +399,7 @@ def _owners(model: type[Section]) -> Mapping[str, tuple[str, ...]]:
 
 
 def auto_keys(value: Any, where: str) -> Iterator[str]:
-    """Dotted keys under a free dict, for example `optimizer.params`, which still say "auto"."""
+    """Yield the dotted keys under a free dict, such as `optimizer.params`, whose value is "auto"."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from auto_keys(inner, f"{where}.{shown_key(name)}")
@@ -408,12 +408,12 @@ def auto_keys(value: Any, where: str) -> Iterator[str]:
 
 
 def _means_auto(info: FieldInfo) -> bool:
-    """Whether "auto" is a value of its own for this key, for example pipeline.stages."""
+    """Return whether "auto" is a regular value of this key, as for pipeline.stages."""
     return default_of(info) == AUTO
 
 
 def _moved(model: type[Section], data: Mapping[Any, Any], path: str, said: dict[str, str]) -> dict[Any, Any]:
-    """A copy of `data` with deprecated keys under their new names; each is reported once, and put into `said`."""
+    """Return a copy of `data` with deprecated keys under their new names. Warn once per key, and add it to `said`."""
     result = {written: value for written, value in data.items() if written not in model.moved}
     for old in (written for written in data if written in model.moved):
         new, rule = model.moved[old]
@@ -427,7 +427,7 @@ def _moved(model: type[Section], data: Mapping[Any, Any], path: str, said: dict[
 
 
 def _as_new(value: Any, rule: str, old: str) -> Any:
-    """The value of a deprecated key as its replacement has it; None where it says nothing."""
+    """Convert the value of a deprecated key for its replacement; None if it sets nothing there."""
     table = MOVES[rule]
     if not table or value is None or (isinstance(value, str) and value in (AUTO, *table.values())):
         return value
@@ -441,7 +441,7 @@ def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None
     for name in names[:-1]:
         inner = result.get(name) or {}
         if not isinstance(inner, Mapping):
-            return  # the replacement is refused where it stands
+            return  # validation refuses the value of the replacement
         result[name] = dict(inner)
         result = result[name]
     present = result.get(names[-1], value)
@@ -452,7 +452,7 @@ def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """`param_dict[param_name]`, or the default where the key is absent."""
+    """Return `param_dict[param_name]`, or the default if the key is absent."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -461,15 +461,15 @@ get_dict_param = get_scalar_param
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroConfig:
-    """The section `zero_optimization` of a whole config, also in its form `true`. Raises ConfigError."""
+    """Return the section `zero_optimization` of a whole config; the section may be `true`. Raises ConfigError."""
     return parse_section(ZeroConfig, param_dict.get("zero_optimization", {}), "zero_optimization")
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16Config:
-    """The section `bf16`, or `bfloat16`, of a whole config. Raises ConfigError."""
+    """Return the section `bf16`, or `bfloat16`, of a whole config. Raises ConfigError."""
     return parse_section(BF16Config, param_dict.get("bf16", param_dict.get("bfloat16", {})), "bf16")
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> FP16Config:
-    """The section `fp16` of a whole config. Raises ConfigError."""
+    """Return the section `fp16` of a whole config. Raises ConfigError."""
     return parse_section(FP16Config, param_dict.get("fp16", {}), "fp16")

@@ -1,9 +1,9 @@
-"""These sections say where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which:
-flops, collectives, times.
+"""Sections for the measurements of a run (flops, collectives, times), and for the monitors that receive them:
+tensorboard, wandb, comet, csv files, plugins.
 
-None of these changes a result. `monitor/` acts on the first five, `comm/record.py` on `comms_logger`,
-`profiling/flops.py` on `flops_profiler`, `profiling/timer.py` on `timers`, `zero/replicas.py` and
-`engine/observers.py` on `watch`.
+None of these keys changes a result. `monitor/` implements the monitors, `comm/record.py` `comms_logger`,
+`profiling/flops.py` `flops_profiler`, `profiling/timer.py` `timers`, and `zero/replicas.py` and
+`engine/observers.py` `watch`.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ class CometConfig(LaxSection):
 @absent_members("monitor.config:DeepSpeedMonitorConfig")
 @dataclass(frozen=True)
 class MonitorConfig:
-    """The sections of all monitors, for `MonitorMaster`; `DeepSpeedConfig.monitor_config` is one."""
+    """The sections of all monitors, for `MonitorMaster`; `DeepSpeedConfig.monitor_config` has this type."""
 
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -81,7 +81,7 @@ class MonitorConfig:
     plugins: Mapping[str, Free] = field(default_factory=dict, repr=False)  # `monitor_plugins`; may hold secrets
 
     def asked_for(self) -> dict[str, Section | Free]:
-        """Name -> section of every monitor that is switched on. One of a plugin is on unless it says otherwise."""
+        """Return name -> section of every enabled monitor. A plugin's monitor is on unless `enabled` is false."""
         own: dict[str, Any] = {
             "tensorboard": self.tensorboard,
             "wandb": self.wandb,
@@ -99,7 +99,7 @@ class MonitorConfig:
 
 
 class CommsLoggerConfig(LaxSection):
-    """`comms_logger`: count, bytes and time of each; `deepspeed.comm.log_summary()` prints the table."""
+    """`comms_logger`: count, bytes and time of collectives; `deepspeed.comm.log_summary()` prints the table."""
 
     enabled: Flag = key(False, "Record every collective and point-to-point call.")
     verbose: Flag = key(False, "Print each one, on every rank.")
@@ -145,8 +145,8 @@ class TimersConfig(Section):
 
 
 class WatchConfig(Section):
-    """`watch`: what ranks find out about one another, and about their devices, while they train. DeepSpeed ignores it,
-    having no such section."""
+    """`watch`: checks of ranks against each other, and of their devices, during training. DeepSpeed has no such section
+    and ignores it."""
 
     compare_weights_every: Int = key(
         0,

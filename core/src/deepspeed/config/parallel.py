@@ -1,6 +1,6 @@
-"""Parallelism beyond data: tensor, expert, pipeline; compile.
+"""Sections for tensor, expert and pipeline parallelism, the mesh, and `compile`.
 
-Of what is not acted on yet the keys are known, so that a mistake is named and a request is refused, never ignored.
+Keys of unimplemented features are declared too, so that a mistake is named, and a request is refused, not ignored.
 """
 
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ _PIPE = quiet("read by pipeline models only")
 
 
 class MeshConfig(Section):
-    """`mesh`: how the ranks are laid out. Sizes multiply to the world; an absent dp gets the ranks that remain."""
+    """`mesh`: the layout of the ranks. The product of all sizes is the world size; an absent dp gets the remainder."""
 
     pp: Int | None = key(None, "Pipeline stages.", unit="ranks", ge=1)
     dp: Int | None = key(None, "Ranks that see different samples.", unit="ranks", ge=1)
@@ -23,7 +23,7 @@ class MeshConfig(Section):
 
 
 class TensorParallelConfig(LaxSection):
-    """`tensor_parallel`: AutoTP, linear layers cut over ranks."""
+    """`tensor_parallel`: AutoTP, which divides linear layers over ranks."""
 
     autotp_size: Int = key(0, "Ranks that hold the parts of one model; 0 or 1: off.", unit="ranks", ge=0)
     preset_model: str | None = key(None, "Plan of a model family, by transformers' model type.")
@@ -54,10 +54,10 @@ class TensorParallelConfig(LaxSection):
 
     @property
     def size(self) -> int:
-        """Ranks over which the engine divides the model; 1: none.
+        """The number of ranks over which the engine divides the model; 1: no division.
 
         Raises:
-            ConfigError: if the older form has other keys, or another size.
+            ConfigError: the older form has unknown keys, or another size.
         """
         older = self.tensor_parallel or {}
         if unknown := set(older) - {"tp_size", "tp_grain_size"}:
@@ -74,14 +74,14 @@ class TensorParallelConfig(LaxSection):
 
     @property
     def grain(self) -> int:
-        """Features are divided in multiples of this."""
+        """The granularity of the division, in features."""
         return int((self.tensor_parallel or {}).get("tp_grain_size", self.tp_grain_size))
 
 
 class ExpertParallelConfig(Section):
-    """`expert_parallel` (AutoEP): experts of transformers' models divided over ranks, found by their parameters.
+    """`expert_parallel` (AutoEP): divides experts of transformers' models over ranks; finds them by their parameters.
 
-    Naming keys are accepted as they are without `enabled`; with it, those that would change what is found are refused.
+    Without `enabled`, the keys that name modules are ignored. With it, keys that would change the search are refused.
     """
 
     enabled: Flag = key(False, "Divide the experts of mixture-of-experts layers over ranks.")
@@ -125,7 +125,7 @@ class ExpertParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """`pipeline`: how a PipelineModule is run. How it is cut are arguments of PipelineModule."""
+    """`pipeline`: how a PipelineModule runs. Arguments of PipelineModule say how its layers are partitioned."""
 
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = key("1f1b", "In which order stages run micro-batches.")
 

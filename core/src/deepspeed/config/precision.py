@@ -1,7 +1,7 @@
-"""`fp16`, `bf16`, `torch_autocast`, `amp`, `data_types`: in which type numbers are kept, computed and accumulated.
+"""`fp16`, `bf16`, `torch_autocast`, `amp`, `data_types`: the dtypes for storage, computation and accumulation.
 
-Types stay names here ("fp32", "fp16", "bf16"), so that a config can be read without torch; `torch_dtype` is called
-by the rooms that make tensors.
+Dtypes are names here ("fp32", "fp16", "bf16"), so that a config can be read without torch. Modules that create tensors
+call `torch_dtype`.
 """
 
 import re
@@ -41,7 +41,7 @@ _AUTOCAST_MODULES = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "t
 
 
 def canonical_dtype(name: Any) -> str:
-    """ "float16", "half", "torch.half" or torch.float16 -> "fp16". Raises ValueError for anything else."""
+    """Return "fp16" for "float16", "half", "torch.half" or torch.float16, and so on. Raises ValueError."""
     text = str(name).removeprefix("torch.").lower()
     for canonical, spellings in _SPELLINGS.items():
         if text in spellings:
@@ -50,13 +50,13 @@ def canonical_dtype(name: Any) -> str:
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """The name of a torch.dtype in torch, such as "bfloat16"; for messages and for files."""
+    """Return torch's name of a torch.dtype, such as "bfloat16", for messages and files."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The torch.dtype of a canonical name."""
-    import torch  # late: a config is read by processes that never load torch
+    """Return the torch.dtype of a canonical name."""
+    import torch  # late: processes that read a config need not load torch
 
     dtype = getattr(torch, _TORCH_NAMES[name])
     assert isinstance(dtype, torch.dtype)
@@ -92,8 +92,8 @@ LowDType = Annotated[
 class FP16Config(LaxSection):
     """`fp16`: weights and gradients in half precision, fp32 master weights, loss scaling.
 
-    Dynamic scale S (loss_scale 0): starts at 2**initial_scale_power; after `hysteresis` overflowing steps S/2, never
-    below min_loss_scale; after `loss_scale_window` steps without one 2S.
+    Dynamic loss scale S (loss_scale 0): S starts at 2**initial_scale_power. After `hysteresis` steps with an overflow S
+    is halved, but never below min_loss_scale. After `loss_scale_window` steps without an overflow S is doubled.
     """
 
     enabled: Flag = key(False, "Train in fp16. Excludes bf16, amp and torch_autocast.")
@@ -130,7 +130,7 @@ class BF16Config(LaxSection):
 
 
 class TorchAutocastConfig(Section):
-    """`torch_autocast`: torch.autocast around the forward pass; weights stay as they are."""
+    """`torch_autocast`: torch.autocast around the forward pass; weights keep their dtype."""
 
     enabled: Flag = key(False, "Run the forward pass under torch.autocast. Excludes fp16 and amp.")
     dtype: LowDType = key("bf16", "The lower precision: bfloat16 or float16.")
@@ -178,7 +178,7 @@ Patterns = Annotated[
 
 
 class DataTypesConfig(Section):
-    """`data_types`: types beside those of `fp16` and `bf16`."""
+    """`data_types`: dtypes in addition to those of `fp16` and `bf16`."""
 
     grad_accum_dtype: DType | None = key(None, "Type in which gradients are accumulated; null: as the model.")
     param_dtype: DType | None = key(

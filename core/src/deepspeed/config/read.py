@@ -1,9 +1,9 @@
-"""A config from wherever the user keeps it, as a dict: path, dict, JSON text, hjson text, base64 of either.
+"""Read a config into a dict, from a dict, a path, JSON text, hjson text, or base64 of either text.
 
-`read_config` is called by `DeepSpeedConfig` and by the command line tools. Keys that appear twice are refused.
-`check_bounds` keeps a config so small that whoever walks it later cannot fail, and messages show only the beginning of
-a value. `redacted` is a config, or a part of one, without the secrets in it: whatever prints or saves a config, or
-shows a value that the user wrote, calls it.
+`DeepSpeedConfig` and the command line tools call `read_config`. Duplicate keys are refused. `check_bounds` limits the
+size of a config, so that code that walks it later cannot fail. Messages show only the beginning of a value. `redacted`
+removes the secrets from a config or a part of one. Code that prints or saves a config, or shows a user's value, calls
+it.
 """
 
 import base64
@@ -25,9 +25,9 @@ _MAX_BITS = 64
 
 
 def check_bounds(value: Any, path: str = "") -> None:
-    """Raise ConfigError unless `value` and all it contains is nested little, with text for keys and 64-bit integers.
+    """Raise ConfigError for deep nesting, too many values, a key that is not text, or an integer of more than 64 bits.
 
-    path: dotted key of `value`, for messages. A dict that contains itself is nested too deeply.
+    path: dotted key of `value`, for messages. A dict that contains itself counts as nested too deeply.
     """
     pending = [(path, value, 0)]
     num_values = 0
@@ -47,7 +47,7 @@ def check_bounds(value: Any, path: str = "") -> None:
 
 
 def too_deep(what: str) -> ConfigError:
-    """The error for a config that is nested too deeply."""
+    """Create the error for a config that is nested too deeply."""
     return ConfigError(f"{what}: is nested too deeply; found more than {MAX_DEPTH} levels")
 
 
@@ -62,23 +62,23 @@ def _items(container: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def brief(value: Any) -> str:
-    """The repr of a value, cut to what a message can show."""
+    """Return the repr of a value, cut to a length for messages."""
     return cut(repr(value))
 
 
 def shown_key(written: str) -> str:
-    """A key as one printable word of a message."""
+    """Return a key in a printable form for messages."""
     return cut(written if written.isprintable() else repr(written), 80)
 
 
 def cut(text: str, length: int = 200) -> str:
-    """The text, or its beginning and an ellipsis."""
+    """Return the text, or its beginning and an ellipsis if it is longer than `length`."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 REDACTED = "<redacted>"
 
-# "apiKey", "API-KEY" and "api_key" are one name: see _words.
+# `_words` makes "apiKey", "API-KEY" and "api_key" one name
 _SECRET = re.compile(
     r"(^|_)(api|access|account|auth|private|secret|shared|signing|encryption|storage|session|license|ssh)_?keys?($|_)"
     r"|(^|_)(password|passwd|passphrase|pwd|secret|credential|authorization|bearer|connection_string|dsn|webhook)s?($|_)"
@@ -86,21 +86,21 @@ _SECRET = re.compile(
     r"|(^|_)tokens?(_value)?$"
 )
 _PLUGIN_ARGUMENTS = "monitor_plugins"  # only the plugin knows what its arguments mean
-_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: a password may have one
+_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: a password may contain one
 _QUERY_OF_URL = re.compile(r"(?<=[?&;])([^=&;?#\s]+)=([^&;#\s]+)")
-_SIGNATURES = frozenset({"sig", "signature", "x_amz_signature", "x_goog_signature"})  # of a link that opens a file
+_SIGNATURES = frozenset({"sig", "signature", "x_amz_signature", "x_goog_signature"})  # in a signed link to a file
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """`value` with `REDACTED` in place of each secret; a copy where anything changes inside.
+    """Return a copy of `value` with `REDACTED` in place of each secret.
 
     Args:
-        value: of a config: nested dicts and lists of plain values.
-        key: the key, or dotted path, under which `value` was written.
+        value: a config or a part of one: nested dicts and lists of plain values.
+        key: the key, or dotted path, of `value`.
 
-    A secret is text (or a section) under a key that says so (`api_key`, `password`, `...token`, `secret`, ...), any
-    text among the arguments of `monitor_plugins`, and in a URL the user information and what such a key of the query
-    has. A number is one only under a password or secret: `max_tokens: 512` stays.
+    A secret is a value under a key with a telling name (`api_key`, `password`, `...token`, `secret`, ...), any text in
+    the arguments of `monitor_plugins`, and in a URL the user information and the values of such keys in the query.
+    A number under a key that ends in "token" or "tokens" is no secret: `max_tokens: 512` stays.
     """
     names = key.split(".")
     return _redacted(value, names[-1], hides_text=_PLUGIN_ARGUMENTS in names)
@@ -141,7 +141,7 @@ def _is_secret(name: str, value: Any) -> bool:
 
 
 def _words(name: str) -> str:
-    """A key in snake case."""
+    """Convert a key to snake case."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return re.sub(r"[^a-z0-9]+", "_", spaced.lower())
 
@@ -151,14 +151,14 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class _RefusedError(ConfigError):
-    """Ends the parse at once: text that JSON can parse and this module refuses is not tried as hjson."""
+    """Ends the parse at once: valid JSON that this module refuses is not parsed again as hjson."""
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """Return the config as a dict. A dict is returned as it is, the same object.
+    """Return the config as a dict. If `source` is a dict, return the same object.
 
-    source: a dict; a path to a JSON or hjson file; the text itself (it begins with a brace); or its base64 encoding,
-        standard or url-safe, with or without padding. Of at most 2**20 characters, 64 levels and 20,000 values.
+    source: a dict; a path to a JSON or hjson file; the text itself (it begins with a brace or a comment); or its base64
+        encoding, standard or url-safe, padded or not. At most 2**20 characters, 64 levels and 20,000 values.
 
     Raises ConfigError.
     """
@@ -186,7 +186,7 @@ def _read(source: ConfigSource) -> dict[str, Any]:
 
 
 def file_of(source: ConfigSource) -> str:
-    """The path of the file that the config comes from; "": from no file."""
+    """Return the path of the config's file; "" if the config is not a file."""
     if isinstance(source, os.PathLike):
         return os.fspath(source)
     return source if isinstance(source, str) and len(source) < _LONGEST_PATH and os.path.isfile(source) else ""
@@ -194,7 +194,7 @@ def file_of(source: ConfigSource) -> str:
 
 @contextmanager
 def naming_file(path: str) -> Iterator[None]:
-    """Errors in keys, raised inside, begin with the file that they are in, if there is one."""
+    """Put the path of the config's file, if not "", before the message of a ConfigError raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -248,7 +248,7 @@ def _parse_either(text: str, what: str) -> Any:
 
 
 def _parse_hjson(text: str, what: str, json_error: json.JSONDecodeError) -> Any:
-    import hjson  # comments and bare keys are rare: plain JSON does not pay for the import
+    import hjson  # late: plain JSON does not need it
 
     try:
         return hjson.loads(text, object_pairs_hook=refuse_duplicates, parse_int=_integer)
@@ -268,7 +268,7 @@ def _integer(text: str) -> int:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The hook of a JSON parser for objects: the dict of `pairs`, or a ConfigError for a key that is there twice."""
+    """Build the dict of a JSON object (a parser's object_pairs_hook). Raises ConfigError for a duplicate key."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

@@ -1,8 +1,8 @@
-"""DeepSpeedConfig: the whole JSON, checked. Parts of the engine get their own section of it (see `__init__.py`).
+"""`DeepSpeedConfig` holds the whole checked JSON. Each part of the engine gets only its own section (`__init__.py`).
 
 DeepSpeedConfig(source, world_size=2)       read -> intake -> pydantic -> batch sizes -> exclusions
-config.check_supported()                    what this version cannot do is refused or warned about
-config.unresolved_auto()                    what Hugging Face left at "auto"
+config.check_supported()                    refuse unsupported keys, or warn about them
+config.unresolved_auto()                    list the keys that are still "auto"
 """
 
 import json
@@ -84,7 +84,7 @@ Steps = Annotated[
     Says("an integer >= 1 or infinity"),
     WithJsonSchema({"type": "number", "minimum": 1}),
 ]
-#: all of them at once (`trl.models.utils.prepare_deepspeed`); no key nests by a dot, and DeepSpeed ignores them
+#: TRL writes all three together (`trl.models.utils.prepare_deepspeed`). A dot does not nest, so DeepSpeed ignores them.
 _WRITTEN_BY_TRL = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
@@ -94,21 +94,21 @@ _WRITTEN_BY_TRL = {
 
 @absent_members("runtime.config:DeepSpeedConfig")
 class DeepSpeedConfig(Section):
-    """The config of one engine, every key resolved. Attributes are the documented keys.
+    """The config of one engine, with every key resolved. Attributes are the documented keys.
 
     Args:
         config: see `read_config`.
-        mpu: the older way to say the number of ranks, by `mpu.get_data_parallel_world_size()`.
-        mesh_device: the same by the mesh's "data_parallel" axis.
-        world_size: number of data-parallel ranks.
-        batch_required: False leaves the batch sizes as they are written: zero.Init may get them before they are filled
-            in, and knows no number of data-parallel ranks.
+        mpu: older source of the number of data-parallel ranks: `mpu.get_data_parallel_world_size()`.
+        mesh_device: another source of that number: the size of the mesh's "data_parallel" axis.
+        world_size: number of data-parallel ranks; overrides `mpu` and `mesh_device`.
+        batch_required: False leaves the batch sizes unresolved: zero.Init may run before they are known, and does not
+            know the number of data-parallel ranks.
 
     Raises:
-        ConfigError: its message begins with the dotted key.
+        ConfigError: the message begins with the dotted key.
     """
 
-    # Absent until `resolve_batch` has run; None afterwards only with batch_required=False.
+    # None until `resolve_batch` has run; with batch_required=False they may stay None.
     train_batch_size: Int = key(None, "Samples per update, over all ranks.", unit="samples", ge=1)
     train_micro_batch_size_per_gpu: Int = key(None, "Samples per rank and forward pass.", unit="samples", ge=1)
     gradient_accumulation_steps: Int = key(
@@ -264,9 +264,9 @@ class DeepSpeedConfig(Section):
 
     @classmethod
     def normalize(cls, value: Any) -> Any:
-        """`aio` inside `zero_optimization`, as documentation of Hugging Face has it, becomes a key of the top level.
+        """Move `aio` from `zero_optimization`, where Hugging Face documents it, to the top level.
 
-        What TRL writes for a frozen model at stage 3 is left out: a user can change nothing of it.
+        Drop the keys that TRL writes for a frozen model at stage 3, because a user cannot change them.
         """
         if isinstance(value, Mapping) and value.keys() >= _WRITTEN_BY_TRL:
             value = {written: section for written, section in value.items() if written not in _WRITTEN_BY_TRL}
@@ -284,10 +284,10 @@ class DeepSpeedConfig(Section):
         return {**value, "zero_optimization": rest, "aio": inner}
 
     def resolve_batch(self, world_size: int) -> None:
-        """Fill the batch sizes in for that many data-parallel ranks.
+        """Fill in the batch sizes for `world_size` data-parallel ranks.
 
         Raises:
-            ConfigError: they do not fit, or are not known.
+            ConfigError: the batch sizes contradict each other, or are not known.
         """
         self._world_size = world_size
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
@@ -298,15 +298,15 @@ class DeepSpeedConfig(Section):
                                   "write a number")  # fmt: skip
         with naming_file(self._file):
             triple = self._elastic_batch(world_size) if self.elasticity.enabled else resolve_batch(*sizes, world_size)
-        # by __dict__, not by setattr: model_fields_set keeps to what the user wrote
+        # through __dict__ instead of setattr, so that model_fields_set keeps only the user's keys
         self.__dict__.update({TRAIN: triple.train, MICRO: triple.micro, STEPS: triple.steps})
         self._auto = [name for name in self._auto if name not in (TRAIN, MICRO, STEPS)]
 
     def _elastic_batch(self, world_size: int) -> BatchTriple:
-        """The sizes that `elasticity` chooses.
+        """Return the batch sizes that `elasticity` chooses.
 
         Raises:
-            ElasticityError: the section is wrong, sizes are given beside it, or it does not allow that many ranks.
+            ElasticityError: the section is invalid, batch sizes are given too, or it does not allow this many ranks.
         """
         section = self.elasticity.model_dump(include=self.elasticity.model_fields_set)
         ensure_immutable_elastic_config(section)
@@ -352,25 +352,25 @@ class DeepSpeedConfig(Section):
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The user's dict, unchanged; the same object if a dict was given. `engine.config` is this."""
+        """The user's dict, unchanged; the same object if a dict was given. `engine.config` returns it."""
         return self._raw
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks for which the batch sizes were resolved."""
+        """The number of data-parallel ranks for which the batch sizes were resolved."""
         return self._world_size
 
     def unresolved_auto(self) -> list[str]:
-        """Dotted keys that still say "auto", for example "optimizer.params.lr"; attributes hold the default there."""
+        """Return the dotted keys that are still "auto", such as "optimizer.params.lr"; attributes hold the default."""
         return list(self._auto)
 
     def check_supported(self) -> None:
-        """Raise ConfigError for what this version must not ignore, warn once for what it may. For the engine."""
+        """Raise ConfigError for unsupported keys that must not be ignored; warn once for others. Called by the engine."""
         with naming_file(self._file):
             check_supported(self)
 
     def describe(self) -> str:
-        """All resolved values, one "dotted.key  value" per line; what `dump_state` prints. `*` marks the user's own.
+        """Return all resolved values, one "dotted.key  value" per line, for `dump_state`. `*` marks the user's keys.
 
         Secrets are replaced, see `redacted`.
         """
@@ -387,7 +387,7 @@ class DeepSpeedConfig(Section):
         log_dist(f"{name}:\n{self.describe()}")
         self.print_user_config()
 
-    # Names under which DeepSpeed's users read the same values.
+    # DeepSpeed's names of the same values.
 
     @property
     def zero_config(self) -> ZeroConfig:
@@ -396,12 +396,12 @@ class DeepSpeedConfig(Section):
 
     @property
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return self.zero_optimization.stage
 
     @property
     def zero_enabled(self) -> bool:
-        """Whether anything is partitioned."""
+        """Whether ZeRO is on: stage 1 to 3."""
         return self.zero_optimization.stage > 0
 
     @property
@@ -439,7 +439,7 @@ class DeepSpeedConfig(Section):
 
     @property
     def monitor_config(self) -> MonitorConfig:
-        """The sections of the monitors, as `MonitorMaster` takes them."""
+        """The sections of the monitors, for `MonitorMaster`."""
         return MonitorConfig(self.tensorboard, self.wandb, self.comet, self.csv_monitor, self.monitor_plugins)
 
     @property
@@ -454,7 +454,7 @@ class DeepSpeedConfig(Section):
 
     @property
     def weights_dtype(self) -> str | None:
-        """The type of the weights; None: their own."""
+        """The dtype of the weights; None: their own."""
         named = self.data_types.param_dtype
         return named or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else None)
 
@@ -465,7 +465,7 @@ class DeepSpeedConfig(Section):
 
     @property
     def grad_accum_dtype(self) -> str | None:
-        """The type of the accumulation buffer."""
+        """The dtype of the gradient accumulation buffer."""
         return self.data_types.grad_accum_dtype
 
 

@@ -1,7 +1,7 @@
-"""Whether this version does what a config asks: refuse what would change the result, warn about the rest.
+"""Check whether this version supports a config: refuse keys that would change the result, warn about other keys.
 
-Called through `DeepSpeedConfig.check_supported()` by `engine/build.py`, after parsing: a config may be parsed for
-other ends (zero.Init, the command line tools) without being trainable here.
+`engine/build.py` calls `DeepSpeedConfig.check_supported()` after parsing. It is a separate step, because zero.Init and
+the command line tools parse configs that cannot be trained here.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from deepspeed.log import warn_once
 
 @dataclass(frozen=True)
 class Objection:
-    """One key that asks for what is not there."""
+    """One key that requests an unsupported feature."""
 
     where: str
     found: Any
@@ -25,7 +25,7 @@ class Objection:
     default: Any
 
     def sentence(self) -> str:
-        """ "key: found X, but ...; what to do"."""
+        """Return the message "key: found X, but ...; what to do"."""
         remedy = "" if ";" in self.support.note else f"; leave it at {shown(self.default)}"
         found = cut(shown(redacted(self.found, self.where)))
         return f"{self.where}: found {found}, but {self.support.note}{remedy}"
@@ -45,7 +45,7 @@ def check_supported(root: Section) -> None:
 
 
 def objections(section: Section, path: str = "") -> Iterator[Objection]:
-    """Every key under `section` which the user switched on and which is not acted on, in the order of declaration."""
+    """Yield every unsupported key under `section` that the user switched on, in the order of declaration."""
     for name, info in type(section).model_fields.items():
         if name not in section.model_fields_set:
             continue
@@ -68,7 +68,7 @@ def _asks(value: Any, default: Any, support: Support) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it."""
+    """Format a value for messages: null, true and false as in JSON, other values by repr."""
     if value is None:
         return "null"
     return repr(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,11 +1,11 @@
-"""Sections that one part of training reads each: optimizer and scheduler, activation checkpointing, elasticity, aio.
+"""Sections for single parts of training: optimizer, scheduler, activation checkpointing, elasticity, aio, and others.
 
-Whether the name of an optimizer or a scheduler exists is known to `deepspeed.optim`.
+`deepspeed.optim` checks whether the name of an optimizer or a scheduler exists.
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks.
 
-Data-parallel ranks are those that see different samples (`Mesh.size("dp")`); ranks that divide a sequence or a model
-are not counted again. Any two of the three give the third; the train size or the micro size alone gives all, with one
+Data-parallel ranks see different samples (`Mesh.size("dp")`); ranks that share a sequence or a model count once. Two of
+the three batch sizes give the third. The train size or the micro size alone gives all of them, with one gradient
 accumulation step (`resolve_batch`).
 """
 
@@ -32,7 +32,7 @@ class OptimizerConfig(Section):
     closed: ClassVar[bool] = True
 
     def refusal(self) -> str | None:
-        """Return why this version cannot train with the optimizer; None when nothing is known against it."""
+        """Return why this version cannot train with the optimizer; None if there is no known reason."""
         known_elsewhere = self.type.lower().replace("_", "") in _NOT_HERE
         return "it is not in this version; use 'AdamW' or 'Lamb'" if known_elsewhere else None
 
@@ -47,7 +47,7 @@ class SchedulerConfig(Section):
 
 
 class ProgressiveLayerDropConfig(Section):
-    """`progressive_layer_drop`: the model's forward gets `progressive_layer_drop=True` and `pld_theta`, the share of
+    """`progressive_layer_drop`: the model's forward gets `progressive_layer_drop=True` and `pld_theta`, the fraction of
     layers that the step keeps."""
 
     enabled: Flag = key(False, "Drop layers while training.")
@@ -57,7 +57,7 @@ class ProgressiveLayerDropConfig(Section):
 
 class DeterministicConfig(Section):
     """`deterministic`: losses that are bitwise the same for every number of ranks, stage and number of accumulation
-    steps that share the global batch; what cannot be is refused by name."""
+    steps with the same global batch. Keys that make this impossible are refused by name."""
 
     enabled: Flag = key(False, "Sum in one order, and draw from (seed, step, micro-batch).")
     seed: Int = key(0, "Seed of the random numbers of forwards.", ge=0)
@@ -93,7 +93,7 @@ class AioConfig(Section):
 
 
 class RandomLTDConfig(Section):
-    """`data_efficiency.data_routing.random_ltd`: layers that compute a random part of the tokens, fewer at first."""
+    """`data_efficiency.data_routing.random_ltd`: some layers compute a random subset of the tokens, which grows."""
 
     enabled: Flag = key(False, "Let the layers that `convert_to_random_ltd` wraps drop tokens.")
     total_layer_num: Int | None = key(None, "Layers of the model.", ge=1)
@@ -120,7 +120,7 @@ class DataRoutingConfig(Section):
 
 
 class CurriculumMetricsConfig(Section):
-    """`data_efficiency.data_sampling.curriculum_learning`: easy samples first, by metrics that `DataAnalyzer` found."""
+    """`data_efficiency.data_sampling.curriculum_learning`: easy samples first, by metrics from `DataAnalyzer`."""
 
     enabled: Flag = key(False, "Draw the samples of `initialize(training_data=...)` by the curriculum.")
     data_cluster_path: str | None = key(
@@ -182,7 +182,7 @@ class DataEfficiencyConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """`curriculum_learning`: the older form; the newer one is in `data_efficiency`. The model's forward gets
+    """`curriculum_learning`, the older form of the curriculum in `data_efficiency`. The model's forward gets
     `curriculum_seqlen`."""
 
     enabled: Flag = key(False, "Use a curriculum.")
@@ -222,8 +222,8 @@ class ElasticityConfig(Section):
 
 
 class AutotuningConfig(Section):
-    """`autotuning`: `deepspeed --autotuning tune` searches for settings by short jobs. An engine acts on it only where
-    `metric_path` or `model_info.profile` says what to measure: it writes that file, and the job ends."""
+    """`autotuning`: `deepspeed --autotuning tune` searches for settings with short jobs. An engine acts on the section
+    only if `metric_path` or `model_info.profile` is set: it writes the measurement to a file, and the job ends."""
 
     enabled: Flag = key(False, "Let the search, and the engines of its trials, act on the section.")
     results_dir: Text = key("autotuning_results", "Folder of results.")
@@ -256,17 +256,17 @@ class AutotuningConfig(Section):
 
     @property
     def profiles_model_info(self) -> bool:
-        """Whether the job is to find out about its model instead of measuring steps."""
+        """Whether the job only collects information about its model instead of measuring steps."""
         return bool(self.enabled and self.model_info and self.model_info.get("profile"))
 
     @property
     def measures(self) -> bool:
-        """Whether the job is one of a search's."""
+        """Whether the job is a trial of a search."""
         return self.enabled and (self.metric_path is not None or self.profiles_model_info)
 
 
 def switched_on(value: Any) -> bool:
-    """Whether a free object asks for anything: some `enabled` in it is true, or it has content and no `enabled`."""
+    """Return whether a free object asks for anything: an `enabled` in it is true, or it has content and no `enabled`."""
     flags = list(_enabled_flags(value))
     return any(flags) if flags else bool(value)
 
@@ -285,7 +285,7 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """Samples per update over all ranks; samples per data-parallel rank and forward; forwards per update."""
+    """train: samples per update over all ranks.  micro: samples per rank and forward.  steps: forwards per update."""
 
     train: int
     micro: int
@@ -293,7 +293,7 @@ class BatchTriple:
 
 
 def resolve_batch(train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchTriple:
-    """Fill what is None and check the product. `world_size`: data-parallel ranks. Raises ConfigError."""
+    """Compute the sizes that are None, and check the product. `world_size`: data-parallel ranks. Raises ConfigError."""
     for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}: found {value}; allowed: an integer >= 1")
@@ -320,7 +320,7 @@ def resolve_batch(train: int | None, micro: int | None, steps: int | None, world
 
 
 def _quotient(train: int, name: str, size: int, world_size: int) -> int:
-    """The size that is not given, from `train` and `size`, the value of the key `name`. Raises ConfigError."""
+    """Return train / (size x world_size); `size` is the value of the key `name`. Raises ConfigError if not whole."""
     product = size * world_size
     if train % product:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""`zero_optimization`: what ZeRO partitions (stages 0 to 3), in buckets of which size, and where shards live.
+"""`zero_optimization`: the ZeRO stage (0 to 3), the sizes of buckets, and where shards live.
 
-Read by `engine/sharding.py`, which passes its values to the sharding of the stage.
+`engine/sharding.py` reads the section, and passes its values to the sharding of the stage.
 """
 
 import sys
@@ -16,7 +16,7 @@ from deepspeed.log import warn_once
 
 
 def _whole(value: Any) -> Any:
-    """2.0 and ZeroStageEnum.gradients are stage 2; `true` and "2" are slips."""
+    """Convert 2.0 and ZeroStageEnum.gradients to stage 2; raise ValueError for `true` and "2"."""
     value = number(value)
     return int(value) if isinstance(value, IntEnum) or (isinstance(value, float) and value.is_integer()) else value
 
@@ -51,7 +51,7 @@ class OffloadParamConfig(LaxSection):
 
 
 class LocoConfig(LaxSection):
-    """`zeropp_loco_param`: what quantized gradients have lost is added to the next ones (LoCo, arXiv 2407.04480)."""
+    """`zeropp_loco_param`: error feedback: quantization errors are added to the next gradients (LoCo, arXiv 2407.04480)."""
 
     err_beta: Float = key(
         0.8,
@@ -108,7 +108,7 @@ class OffloadOptimizerConfig(LaxSection):
         return self.pipeline_read or self.pipeline_write
 
 
-#: blocks of experts, of which each rank may use others
+#: mixture-of-experts blocks: each rank may use other experts
 LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -117,7 +117,7 @@ LEAF_CLASSES = (
 
 
 class LeafModuleConfig(Section):
-    """`leaf_module`: modules that stage 3 gathers as one."""
+    """`leaf_module`: modules whose parameters stage 3 gathers together."""
 
     classes: Texts = key(list(LEAF_CLASSES), "Class names. Nothing is said of those of the default that a model lacks.")
     names: Texts = key(list, "Module names.")
@@ -126,7 +126,7 @@ class LeafModuleConfig(Section):
 
 @absent_members("runtime.zero.config:DeepSpeedZeroConfig")
 class ZeroConfig(LaxSection):
-    """`zero_optimization`. `true` means stage 1, as early pages write it, with a warning; no other section takes it."""
+    """`zero_optimization`. The value `true`, a form of the first DeepSpeed, means stage 1 and gives a warning."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = key(
         0,
@@ -315,7 +315,7 @@ class ZeroConfig(LaxSection):
 
     @classmethod
     def normalize(cls, value: Any) -> Any:
-        """`true` is stage 1, `false` is stage 0: the form of the first DeepSpeed."""
+        """Convert `true` to stage 1 and `false` to stage 0, a form of the first DeepSpeed."""
         if not isinstance(value, bool):
             return value
         written = str(value).lower()

@@ -267,7 +267,7 @@ class Coordinator:
 
     @property
     def verdict(self) -> JobEnd | None:
-        """How the job ended; None while the job runs."""
+        """The end of the job; None while the job runs."""
         return self._membership.verdict
 
     def start(self) -> None:

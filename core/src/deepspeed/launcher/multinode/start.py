@@ -103,7 +103,7 @@ def make_commands(runner: Any, environment: Mapping[str, str], hosts: Mapping[st
 def start(
     runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]], limits: ElasticLimits
 ) -> NoReturn:
-    """Run the launcher's commands: watch them if `is_watched`, else become it. `limits`: limits of an elastic job.
+    """Run the launcher's commands: watch them if `is_watched`, else become the one command.
 
     Raises:
         ConfigError: the program of a command cannot be run.
