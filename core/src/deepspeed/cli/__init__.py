@@ -1,5 +1,5 @@
-"""Commands beside the launcher, one file each: what a user types in a shell.
+"""Shell commands other than the launcher, one file per command.
 
-May import everything below the engine, but each command imports torch only where it shows something of torch.
+They may import everything below the engine, but each command imports torch only if it needs torch.
 Read next: `report.py` (`ds_report`).
 """

@@ -1,12 +1,12 @@
-"""`ds_build`: compile ops before they are needed, for the image of a cluster or the first job on a machine.
+"""`ds_build`: compile ops before their first use, for a cluster image or before the first job on a machine.
 
     ds_build                       every op that has a kernel for the current accelerator
-    ds_build cpu_adam fused_adam   these
-    ds_build --list                where each would come from; compiles nothing
+    ds_build cpu_adam fused_adam   only these ops
+    ds_build --list                show the source of each op; compile nothing
 
-The libraries go where they would go at first use (`TORCH_EXTENSIONS_DIR`, see docs/reference/ops-building.md). They are
-not loaded, so the device need not be there; `DS_ACCELERATOR` says which one. One line per op. Exit code 0; 1
-when an op could not be built, or was named and has no kernel here; 2 for a name that nobody knows.
+The libraries go to the same folder as at first use (`TORCH_EXTENSIONS_DIR`, see docs/reference/ops-building.md). They
+are not loaded, so the device need not be present; `DS_ACCELERATOR` selects it. The output has one line per op. Exit
+code 0; 1 if an op failed to build, or a named op has no kernel here; 2 for an unknown name.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from deepspeed.ops.op_builder.compiling import BuildError
 
 
 class Outcome(NamedTuple):
-    """An `Outcome` says what became of one op.
+    """An `Outcome` is the result of building one op.
 
     Fields:
-        op: its short name.
-        state: "built" (its library is there now), "loaded" (its builder compiles by itself and did), "reference" (no
-            kernel here), "failed".
-        detail: the library, or why not.
-        seconds: how long it took.
+        op: short name of the op.
+        state: "built" (the library exists now), "loaded" (the builder has its own way to compile, and did), "reference"
+            (no kernel here), "failed".
+        detail: the library, or the reason why there is none.
+        seconds: duration of the build.
     """
 
     op: str
@@ -41,10 +41,10 @@ class Outcome(NamedTuple):
 
 
 def warm(op: str) -> Outcome:
-    """Build `op` as its first use would, without loading it where that is possible.
+    """Build `op` like its first use, if possible without loading it.
 
     Raises:
-        ConfigError: nobody knows an op of that name.
+        ConfigError: there is no op of this name.
     """
     start = time.monotonic()
     resolution = registry.resolve(op)
@@ -59,14 +59,14 @@ def warm(op: str) -> Outcome:
 
 
 def _why(error: Exception) -> str:
-    """The message, without a compiler's command of a thousand characters, which is in the log that it names."""
+    """Return the message without the compiler's long command, which is also in the log that the message names."""
     told = str(error).strip() or type(error).__name__
     command = " ".join(error.command) if isinstance(error, BuildError) else ""
     return told.replace(f"; command: {command}", "") if command else told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     act: Callable[[str], Outcome] = _show if options.list else warm
     try:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build(builder: Any) -> tuple[str, str]:
-    """(state, detail) after the builder did its work."""
+    """Run the builder, and return (state, detail)."""
     if isinstance(builder, OpBuilder) and type(builder).jit_load is OpBuilder.jit_load:
         if type(builder).load is OpBuilder.load:
             path: Path = builder.prepare()
@@ -97,7 +97,7 @@ def _show(op: str) -> Outcome:
 
 
 def _told(outcome: Outcome, named: bool) -> Outcome:
-    """Print the line of one op as soon as it is done; ops without a kernel only when they were named."""
+    """Print the line of one op; skip ops without a kernel unless they were named."""
     if outcome.state != "reference" or named:
         took = f" ({outcome.seconds:.1f} s)" if outcome.seconds >= 0.1 else ""
         sys.stdout.write(f"{outcome.op}: {outcome.state}{took}: {outcome.detail}\n")

@@ -8,8 +8,8 @@
     ds_ckpt convert DIR OUT --to FORMAT       write a tag for another program into the folder OUT
     ds_ckpt compare DIR OTHER                 say which weights and states of two tags differ, and by how much
 
-DIR is what `save_checkpoint` was given. With `--json` the result is one JSON object on stdout. Exit code 0; 1 when a
-file is missing or damaged, a tag could not be removed, or two tags differ; 2 when the command could not be run.
+DIR is the argument of `save_checkpoint`. With `--json` the result is one JSON object on stdout. Exit code 0; 1 if a
+file is missing or damaged, a tag could not be removed, or two tags differ; 2 if the command could not run.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _DONE, _FAULTS, _NOT_RUN = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         with store_failures(options.directory):
@@ -88,12 +88,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Intermixed(argparse.ArgumentParser):
-    """Takes TAG after an option, too; argparse gives what is left out before one its default."""
+    """A parser that accepts TAG after an option too. argparse alone would already have given TAG its default there."""
 
     _is_inside = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's, which calls it again in parts."""
+        """Parse intermixed arguments; argparse then calls this method again for each part."""
         if self._is_inside:
             return super().parse_known_args(args, namespace)
         self._is_inside = True
@@ -132,7 +132,7 @@ def _share(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> "Result":
-    # here, because these import torch, which --help and a wrong argument need not wait for
+    # late: these import torch, and --help and wrong arguments should not wait for it
     from deepspeed.cli import ckpt_commands, ckpt_show
 
     if options.command == "verify":

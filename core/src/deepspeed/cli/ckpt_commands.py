@@ -37,10 +37,10 @@ class Result:
 
 
 def asked_tags(directory: Path, names: list[str]) -> list[SavedTag]:
-    """The tags of these names in `directory`, oldest first; all, where no name is given.
+    """Return the tags `names` in `directory`, oldest first; all tags if `names` is empty.
 
     Raises:
-        CheckpointError: a tag is not there.
+        CheckpointError: a tag does not exist.
     """
     found = saved_tags(directory, names or None)
     if missing := set(names) - {tag.name for tag in found}:
@@ -50,7 +50,7 @@ def asked_tags(directory: Path, names: list[str]) -> list[SavedTag]:
 
 
 def no_tags(directory: Path, verb: str) -> str:
-    """A sentence for a directory without tags, with where there are some if a Trainer saved one level deeper."""
+    """Return a sentence for a directory without tags. It mentions tags one level deeper, where a Trainer saves."""
     text = f"{directory} holds no tag that save_checkpoint saved, so there is nothing to {verb}; give"
     folders = sorted(child for child in directory.iterdir() if child.is_dir())
     times = {folder: tags[-1].saved_at for folder in folders if (tags := saved_tags(folder))}
@@ -61,7 +61,7 @@ def no_tags(directory: Path, verb: str) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Format a size: 1536 -> "1.5 KiB"."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -71,14 +71,14 @@ def as_size(num_bytes: int) -> str:
 
 
 def make_progress() -> Progress:
-    """A bar of bytes on a terminal; nothing elsewhere."""
+    """Create a progress bar of bytes, which is disabled outside of a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def warn(console: Console, text: str) -> None:
-    """Print one line of red text, without markup and unfolded."""
+    """Print one line of red text, without markup or wrapping."""
     console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -88,8 +88,8 @@ _VERIFIED = ("tag", "state", "files", "size")
 def verify(directory: Path, names: list[str]) -> Result:
     """Verify the tags `names` of `directory`, or all of them and the file `latest`.
 
-    The record: `directory`; `tags`, of each `tag`, `state` ("whole", "damaged", "no index": there is nothing to compare
-    its files with), `bytes`, `files`, `faults` (name of a file -> what is wrong); `latest`: what is wrong with it, or
+    The record: `directory`; `tags`, each with `tag`, `state` ("whole", "damaged", or "no index": there are no checksums
+    to compare with), `bytes`, `files`, `faults` (name of a file -> its fault); `latest`: the fault of that file, or
     null.
     """
     tags = asked_tags(directory, names)
@@ -147,8 +147,8 @@ def _show_verified(record: dict[str, Any], console: Console) -> None:
 def prune(directory: Path, keep_last: int, *, dry_run: bool) -> Result:
     """Remove the tags that `plan_prune` names.
 
-    The record: `directory`, `dry_run`, `removed` (tag -> bytes), `failed` (tag -> why it could not be removed), `kept`
-    (tag -> why it stays).
+    The record: `directory`, `dry_run`, `removed` (tag -> bytes), `failed` (tag -> why the removal failed), `kept`
+    (tag -> why it was kept).
     """
     store = built_in_store(directory)
     if not dry_run and isinstance(store, TorchStore):
@@ -184,7 +184,7 @@ def _show_pruned(record: dict[str, Any], console: Console, hint: str) -> None:
 def convert(source: Path, target: str, to: str, tag: str | None, max_shard_size: str, *, verify: bool) -> Result:
     """Convert one tag.
 
-    The record: `directory`, `tag`, `to`, `output`, and `files`, of each `name` and `bytes`.
+    The record: `directory`, `tag`, `to`, `output`, and `files`, each with `name` and `bytes`.
     """
     directory, output = local_folder(source, "convert"), local_folder(target, "write a converted checkpoint to")
     try:
@@ -226,7 +226,7 @@ _COMPARED = ("tensor", "what", "differ", "largest difference", "of the largest n
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that differs between two checkpoints, and how far."""
+    """A tensor that differs between two checkpoints, with the size of the difference."""
 
     tensor: str
     what: str
@@ -240,23 +240,23 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """Return the largest difference as a share of the largest number."""
+        """The largest difference, divided by the largest magnitude in the second tensor."""
         return self.largest / self.size if self.size else self.largest and float("inf")
 
 
 def compare(
     directory: Path, other: Path, tag: str | None, other_tag: str | None, *, within: float = 0.0, top: int = 10
 ) -> Result:
-    """Compare the weights and the optimizer's states of two tags by name, whatever ranks, stage or model division.
+    """Compare the weights and optimizer states of two tags by name, for any ranks, stage or model division of each.
 
     The record: `first` and `second` (folders), `verdict` ("the same bits", "within", "differs"), `within`, `tensors`
-    (how many were compared), `apart` (those that differ at all, weights first, then by falling share: `tensor`, `what`,
-    `differ`, `largest`, `size`, `share`), `only_in_first`, `only_in_second` (names), `other_shapes` (name -> both
-    shapes).
+    (number of compared tensors), `apart` (tensors that differ, weights first, then by decreasing share: `tensor`,
+    `what`, `differ`, `largest`, `size`, `share`), `only_in_first`, `only_in_second` (names), `other_shapes` (name ->
+    both shapes).
 
     Args:
-        within: the share of the largest number of a tensor, up to which its values may lie apart.
-        top: how many tensors are shown to people.
+        within: the allowed difference between values, as a share of the largest magnitude in the tensor.
+        top: the number of tensors in the printed table.
     """
     runs = [open_run(local_folder(each, "compare"), its) for each, its in ((directory, tag), (other, other_tag))]
     first, second = (_parts_of(run) for run in runs)
@@ -291,7 +291,7 @@ def compare(
 
 
 def _parts_of(run: SavedRun) -> dict[tuple[str, str], Callable[[], Tensor]]:
-    """Return what reads each tensor of a checkpoint, by the parameter's name and what it is of it."""
+    """Return (parameter name, "weight", "step" or state name) -> function that reads the tensor from a checkpoint."""
     parts: dict[tuple[str, str], Callable[[], Tensor]] = {
         (name, "weight"): weight.contiguous for name, weight in run.weights.items()
     }

@@ -1,4 +1,4 @@
-"""`ds_ckpt show`: the tags in a directory, the files and parameters of one tag, or where its tensors are."""
+"""`ds_ckpt show`: list the tags in a directory, the files and parameters of a tag, or the positions of its tensors."""
 
 import math
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _COLUMNS = ("tag", "step", "stage", "ranks", "size", "date", "complete", "latest
 def run(directory: Path) -> Result:
     """List the tags of `directory`, oldest first.
 
-    The record: `directory`, `latest`, and `tags`, of each `tag`, `global_steps`, `zero_stage`, `ranks` (data parallel x
-    model parallel), `bytes`, `date` (ISO 8601), `complete` (by names and sizes) and `faults`. What a checkpoint without
-    an index does not say is null.
+    The record: `directory`, `latest`, and `tags`, each with `tag`, `global_steps`, `zero_stage`, `ranks` (data parallel
+    x model parallel), `bytes`, `date` (ISO 8601), `complete` (by names and sizes) and `faults`. Values that only an
+    index holds are null for a checkpoint without an index.
     """
     latest = read_latest(directory)
     rows = [_about(tag) for tag in saved_tags(directory)]
@@ -41,10 +41,10 @@ def run(directory: Path) -> Result:
 
 
 def run_tag(directory: Path, name: str) -> Result:
-    """List the files of one tag, and the parameters and buffers of the module that its first model file names.
+    """List the files of one tag, and the module's parameters and buffers according to its first model file.
 
-    The record: that of `run` for the tag, `files` (`name`, `bytes`, `crc32`) and `parameters` (`name`, `shape`,
-    `dtype`, which is null where the file does not say it).
+    The record: the tag's entry in the record of `run`, `files` (`name`, `bytes`, `crc32`) and `parameters` (`name`,
+    `shape`, and `dtype`, which is null if the file does not hold it).
     """
     (tag,) = asked_tags(directory, [name])
     about = _about(tag)
@@ -58,15 +58,15 @@ def run_tag(directory: Path, name: str) -> Result:
 
 
 def run_tensors(directory: Path, name: str) -> Result:
-    """List where the values of each parameter and buffer of one tag are.
+    """List the positions in the files of each parameter and buffer of one tag.
 
-    The record: `tag` and `tensors`, of each `name`, `shape`, `mp_rank`, and `values`: for `weight` (the module's),
-    `fp32` (the master weights) and each state of the optimizer a list of pieces, in the order of elements: `file`,
-    `dp_rank`, `key` (what leads to a tensor in the file), `dtype`, `start` and `numel` (elements of that tensor),
-    `offset` (the first byte in the file; null where the tensor's elements do not lie in row-major order).
+    The record: `directory`, `tag` and `tensors`, each with `name`, `shape`, `mp_rank` and `values`. `values` maps
+    `weight` (the module's), `fp32` (the master weights) and each optimizer state to a list of pieces, in the order of
+    elements: `file`, `dp_rank`, `key` (path of keys to a tensor in the file), `dtype`, `start` and `numel` (elements of
+    that tensor), `offset` (first byte in the file; null unless the tensor's elements are in row-major order).
 
     Raises:
-        CheckpointError: the tag has no index, or one without tensors.
+        CheckpointError: the tag has no index, or its index lists no tensors.
     """
     (tag,) = asked_tags(directory, [name])
     index = read_index(tag.folder)
@@ -107,7 +107,7 @@ def _files_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
-    """The module's entries, and why they cannot be read."""
+    """Return the module's parameters and buffers, and an error message ("" if they can be read)."""
     models = sorted(path for path in tag.folder.iterdir() if layout.is_model_file(path.name))
     if not models:
         return [], f"{tag.folder} holds no model file (*_model_states.pt)"
@@ -126,7 +126,7 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
     module = {n: value for n, value in state["module"].items() if isinstance(value, torch.Tensor | StoredTensor)}
     shapes = {name: value.shape for name, value in module.items()}
     for group in state.get("param_shapes") or []:
-        shapes.update(group)  # of stage 3, where the module's entries may be empty
+        shapes.update(group)  # at stage 3 the module's entries may be empty
     dtypes = {name: dtype_name(value.dtype) for name, value in module.items()}
     return [{"name": name, "shape": list(shape), "dtype": dtypes.get(name)} for name, shape in shapes.items()], ""
 

@@ -1,15 +1,15 @@
-"""`ds_bench`: how fast the collectives of a job are, by size of the message.
+"""`ds_bench`: measure the speed of a job's collectives by message size.
 
     ds_bench --num_gpus 2 --scan                                    # this machine
     deepspeed --hostfile hosts --module deepspeed.cli.collectives --scan
     srun -n 16 python -m deepspeed.cli.collectives --scan --all-reduce
 
-Where no launcher has started it, `ds_bench` starts itself on this machine through `deepspeed`. The time of a call is
-the mean of `--trials` calls on the slowest rank. With W ranks and messages of S bytes the algorithm bandwidth is
-S / time. The bus bandwidth, which compares with what a link can carry, is that times 2 (W - 1) / W for an all-reduce
-(the least that a rank must send: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009), (W - 1) / W for an all-gather, a reduce-scatter and an all-to-all, 1 for a broadcast and a
-message. S is the whole of a message: the output of an all-gather, the input of a reduce-scatter.
+Without a launcher, `ds_bench` starts itself on this machine through `deepspeed`. The time of a call is the mean of
+`--trials` calls on the slowest rank. With W ranks and messages of S bytes, the algorithm bandwidth is S / time. The bus
+bandwidth, which is comparable to the bandwidth of a link, is the algorithm bandwidth times 2 (W - 1) / W for an
+all-reduce (the least that a rank must send: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", 2009), (W - 1) / W for an all-gather, a reduce-scatter and an all-to-all, and 1 for a broadcast and a
+point-to-point message. S counts the whole message: the output of an all-gather, the input of a reduce-scatter.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _DTYPES = {
     **{name: name for name in ("float64", "uint8", "int8", "int32", "int64")},
 }
 _UNITS = {"Gbps": 8e-9, "GBps": 1e-9}  # per byte/s
-_LEAST_POWER = 10  # of a scan: 1 KiB
+_LEAST_POWER = 10  # a scan starts at 2**10 bytes, 1 KiB
 
 Call = Callable[[], Any]
 
@@ -57,10 +57,10 @@ class Timing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0; 1 where the job cannot measure; 2 for a wrong command line.
+    """Run the command, and return the exit code: 0; 1 if the job cannot measure; 2 for a wrong command line.
 
     Raises:
-        ConfigError: on a rank, for `uncaught`, by which the launcher says once what all ranks say.
+        ConfigError: on a rank only; the launcher then prints the error of all ranks once (`deepspeed.uncaught`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not is_rank(os.environ):
             if options.plot is not None:
-                _pyplot()  # before minutes are measured
+                _pyplot()  # fail before the measurement, which takes minutes
             _start(options.num_gpus, arguments)
         if options.num_gpus is not None:
             parser.error(
@@ -84,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, show: Callable[[Timing], None] = lambda _: None) -> list[Timing]:
-    """Measure each operation at each size, on every rank together, and return a row for each in that order.
+    """Measure each operation at each size, on all ranks together, and return the rows in that order.
 
     Args:
-        show: gets each row as soon as it is measured.
+        show: called with each row after its measurement.
 
     Raises:
-        CommError: a rank ended or did not come.
-        ConfigError: the world has one rank only, or a size holds no element of the dtype per rank.
+        CommError: a rank ended or did not join.
+        ConfigError: the world has only one rank, or a message has less than one element per rank.
     """
     import torch
 
@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace, show: Callable[[Timing], None] = lambda
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
-    """Bytes of the messages, small ones first. A collective where memory decides."""
+    """Return the message sizes in bytes, ascending. With --mem-factor this call is a collective."""
     largest: int = options.size or 1 << options.maxsize
     if options.mem_factor is not None:
         from deepspeed.accelerator import get_accelerator
@@ -134,20 +134,20 @@ def sizes(options: argparse.Namespace) -> list[int]:
 
 
 def figures(op: str, num_bytes: int, seconds: float, num_ranks: int) -> Timing:
-    """The row of one measurement; the formulas are above."""
+    """Return the row of one measurement; the module's docstring has the formulas."""
     algbw = num_bytes / seconds
     share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "broadcast": 1.0, "pt2pt": 1.0}
     return Timing(op, num_bytes, seconds * 1e6, algbw, algbw * share.get(op, (num_ranks - 1) / num_ranks))
 
 
 def make_call(op: str, library: ModuleType, full_N: "torch.Tensor", async_op: bool) -> Call:
-    """Return the function that each trial calls on this rank; all trials use the memory that is allocated here.
+    """Return the function that each trial calls on this rank. All trials share the tensors that are allocated here.
 
     Args:
         op: one of the operations of the command line.
         library: `deepspeed.comm` or `torch.distributed`.
         full_N: [N], N divisible by the number of ranks.
-        async_op: the call returns a work in flight.
+        async_op: whether the function returns a `Work` without waiting for it.
     """
     rank, num_ranks = library.get_rank(), library.get_world_size()
     if op == "all-reduce":
@@ -167,7 +167,7 @@ def make_call(op: str, library: ModuleType, full_N: "torch.Tensor", async_op: bo
 
 
 def _seconds(call: Call, options: argparse.Namespace, dist: ModuleType) -> float:
-    """The mean time of a call on this rank; all ranks begin together."""
+    """Return the mean seconds of a call on this rank. All ranks start together."""
     from deepspeed.accelerator import get_accelerator
 
     def run(count: int) -> None:
@@ -185,7 +185,7 @@ def _seconds(call: Call, options: argparse.Namespace, dist: ModuleType) -> float
 
 
 def _start(num_gpus: int | None, arguments: Sequence[str]) -> NoReturn:
-    """Become the launcher of this command's ranks. Does not return."""
+    """Replace this process with the launcher of this command's ranks."""
     own = []
     rest = iter(arguments)
     for word in rest:
@@ -212,7 +212,7 @@ def _measure_and_show(options: argparse.Namespace, answer: TextIO) -> int:
     num_ranks, backend, is_first = dist.get_world_size(), torch_dist.get_backend(), dist.get_rank() == 0
     try:
         if options.plot is not None:
-            _pyplot()  # a job that `ds_bench` did not start has not been asked yet
+            _pyplot()  # another launcher started this job, so `main` did not check
         show = _printer(options) if is_first and not options.json else lambda _: None
         if is_first and not options.json:
             answer.write(f"{num_ranks} ranks, {backend}, {options.dtype}, {options.trials} trials\n")
@@ -228,7 +228,7 @@ def _measure_and_show(options: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _printer(options: argparse.Namespace) -> Callable[[Timing], None]:
-    """Print each row when it is measured, below a heading per operation; columns of one width, so that lines align."""
+    """Return a function that prints a row, after a heading if its operation is new, in columns of fixed width."""
     seen: set[str] = set()
 
     from deepspeed.comm.record import readable
@@ -248,10 +248,10 @@ def _printer(options: argparse.Namespace) -> Callable[[Timing], None]:
 
 
 def plot(rows: Sequence[Timing], path: str, unit: str) -> None:
-    """Draw the bus bandwidth of each operation over the size of its message into a file (PNG, SVG or PDF).
+    """Plot the bus bandwidth of each operation over the message size into a file (PNG, SVG or PDF).
 
     Raises:
-        ConfigError: matplotlib is absent, or does not know the file's ending.
+        ConfigError: matplotlib is not installed, or does not support the file's suffix.
         OSError: the file cannot be written.
     """
     pyplot = _pyplot()
@@ -282,9 +282,9 @@ def _pyplot() -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ds_bench", "Measure how fast the collectives of a job are, by size of the message.")
-    parser.allow_abbrev = False  # `_start` looks for the whole name of --num_gpus
+    parser.allow_abbrev = False  # `_start` searches for the full name --num_gpus
     parser.add_argument("--num_gpus", type=positive, help="the ranks to start on this machine (default: all devices)")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers pass it
     parser.add_argument("--trials", type=positive, default=5, help="calls that are timed (default 5)")
     parser.add_argument("--warmups", type=positive, default=5, help="calls before those (default 5)")
     parser.add_argument(

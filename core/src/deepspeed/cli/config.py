@@ -1,14 +1,14 @@
-"""`ds_config` writes a configuration and says why, lists what is wrong with one, and prints the JSON Schema of all.
+"""`ds_config` writes a configuration with reasons, checks a configuration, or prints the JSON Schema of all.
 
     ds_config write ds.json --model config.json --ranks 8 --memory 80GiB --global-batch 256
     ds_config check ds.json --ranks 8       all problems and warnings of its keys, without a device
-    ds_config check ds.json --show          with all values, resolved
+    ds_config check ds.json --show          also all resolved values
     ds_config schema > ds.schema.json       then "$schema": "./ds.schema.json" in ds.json
 
-`write` asks on a terminal for what it was not given, and chooses by the estimates of `ds_plan`. What depends on the
-model or the mesh, and ranges of an optimizer's arguments, `check` cannot know: `initialize` says it.
+`write` prompts for missing options on a terminal, and chooses by the estimates of `ds_plan`. `check` cannot check what
+depends on the model or the mesh, or the ranges of an optimizer's arguments; `initialize` does.
 
-Exit code: 0; 1 if a file has problems, or nothing fits; 2 if a file cannot be read or written, or an answer is missing.
+Exit code: 0; 1 if a file has problems, or nothing fits; 2 if a file cannot be read or written, or an option is missing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ FINE, WRONG, UNREADABLE = 0, 1, 2
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DEFAULTS: dict[str, Any] = {"micro_batch": 1, "precision": "bf16", "optimizer": "AdamW", "lr": 1e-4}  # of `write`
 _LONGEST_LIST = 50  # problems of one file
-#: what a `LaxSection` takes in quotes, by the type of the key
+#: patterns of the quoted values that a `LaxSection` accepts, by the type of the key
 _IN_QUOTES = {
     "integer": r"^\s*[+-]?\d+(_\d+)*(\.0*)?\s*$",
     "number": r"^\s*[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*$",
@@ -52,9 +52,9 @@ _IN_QUOTES = {
     )
     + ")$",
 }
-#: the bounds of a number, as annotations and as the schema name them
+#: names of a number's bounds: in annotations -> in the schema
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-#: what `write` tries until something fits: words, changes of the training, axes that may have more than one rank
+#: `write` tries these until something fits: (description, changes of the training, axes that may have several ranks)
 _REMEDIES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("", {}, ()),
     ("activation checkpointing", {"checkpoints_activations": True}, ()),
@@ -70,13 +70,13 @@ _REMEDIES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         (),
     ),
 )
-#: what pydantic writes beside the rule for a value, and what `key` declares
+#: schema entries of pydantic and of `key` that are not rules for the value
 _BESIDE = {"title", "description", "default", "action", "note", "off", "unit"}
 
 
 @dataclass
 class Findings:
-    """`Findings` are what `check` found in one configuration."""
+    """`Findings` holds the results of `check` for one configuration."""
 
     file: str
     problems: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Findings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     if options.command == "schema":
         print(json.dumps(make_schema(), indent=1))  # noqa: T201 - a command's answer
@@ -169,10 +169,10 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> None:
-    """Fill in what was not given, from the terminal.
+    """Prompt for missing options on the terminal.
 
     Raises:
-        ConfigError: there is no terminal to ask on.
+        ConfigError: an option is missing, and stdin is no terminal.
     """
     questions: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
         ("model", "The model's config.json, or its folder", str),
@@ -192,14 +192,14 @@ def _ask(options: argparse.Namespace) -> None:
 
 
 def _choose(options: argparse.Namespace) -> "tuple[Choice | None, list[str]]":
-    """Return the fastest choice, by estimate, of the first remedy with which something fits.
+    """Return the fastest choice, by estimate, of the first of `_REMEDIES` with which something fits.
 
-    Beside it are what the remedies before it need, and its own words. Where nothing fits: None, and a message.
+    The list has the memory needs of earlier remedies, then this one's description. If nothing fits: None, [message].
 
     Raises:
         ConfigError: the model cannot be read, or the batch fits no number of ranks.
     """
-    from deepspeed.planning import Training, plan  # late: the other commands need none of it
+    from deepspeed.planning import Training, plan  # late: other subcommands do not need it
 
     failed: list[str] = []
     for words, changes, axes in _REMEDIES:
@@ -232,19 +232,19 @@ def _choose(options: argparse.Namespace) -> "tuple[Choice | None, list[str]]":
 def _explained(
     choice: "Choice", remedies: list[str], options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the configuration of a choice, and the reasons of its keys."""
+    """Return the configuration of a choice, and dotted key -> reason for its value."""
     *failed, words = remedies
     config = choice.config()
     batch = choice.training.micro_batch * choice.training.accumulation * choice.mesh.dp
     memory = f"a rank needs {_gib(choice.memory.total)} of {_gib(options.memory)}, by estimate"
 
     def without(change: str) -> str:
-        """Say what the last remedy would need that does not have this change or axis."""
+        """Return the memory need of the last remedy without this change or axis, as text."""
         first = next(place for place, (_, changes, axes) in enumerate(_REMEDIES) if change in changes or change in axes)
         return f"else a rank would need {failed[first - 1]}" if failed[first - 1 : first] else ""
 
     def said(name: str) -> str:
-        """Say whether an option has its default."""
+        """Return a text that says whether an option has its default."""
         return "the default" if getattr(options, name) == _DEFAULTS[name] else "as asked"
 
     reasons = {
@@ -286,16 +286,16 @@ def _gib(number: float) -> str:
 
 
 def check(file: str, ranks: int | None = None) -> Findings:
-    """Return what is wrong with the keys of the configuration in `file`, all at once.
+    """Return all problems with the keys of the configuration in `file`.
 
-    A key that has a problem is left out to find the next one, so that each problem is the first that a run would meet
-    once those before it are solved.
+    To find the next problem, the key with the last one is removed. So each problem is the next error of a run after
+    the earlier problems are solved.
 
     Args:
-        ranks: data-parallel ranks; None: whether batch sizes fit is not asked.
+        ranks: data-parallel ranks; None: do not check batch sizes.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file does not hold a JSON object.
     """
     left = copy.deepcopy(read_config(file))
     found = Findings(file)
@@ -315,7 +315,7 @@ def check(file: str, ranks: int | None = None) -> Findings:
 
 
 def _look_at_classes(problems: list[str], config: DeepSpeedConfig) -> None:
-    """Add what optimizer and schedule refuse: their names, and names and types of their arguments."""
+    """Add problems with optimizer and scheduler: unknown names, and wrong names or types of arguments."""
     if config.optimizer is None and config.scheduler is None:
         return
     from deepspeed.optim.factory import check_optimizer, check_scheduler  # late: they load torch
@@ -340,7 +340,7 @@ def _look_at_classes(problems: list[str], config: DeepSpeedConfig) -> None:
 
 
 def _look_further(found: Findings, config: DeepSpeedConfig, ranks: int | None) -> None:
-    """Add what this version does not support, and batch sizes that do not fit."""
+    """Add unsupported keys, and batch sizes that do not match `ranks`."""
     found.auto = config.unresolved_auto()
     for one in objections(config):
         (found.problems if one.support.action == "refused" else found.warnings).append(one.sentence())
@@ -353,14 +353,14 @@ def _look_further(found: Findings, config: DeepSpeedConfig, ranks: int | None) -
 
 @contextmanager
 def _collecting(lines: list[str]) -> Iterator[None]:
-    """Put what the log says inside into `lines`, once each, in place of the console."""
+    """Collect the warnings logged inside in `lines`, without duplicates, instead of printing them."""
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage() not in lines:
                 lines.append(record.getMessage())
 
-    warn_once.cache_clear()  # what was said of the file before this one is news of this one
+    warn_once.cache_clear()  # repeat warnings that an earlier file has given
     before, logger.handlers = logger.handlers, [Collector(logging.WARNING)]
     try:
         yield
@@ -369,7 +369,7 @@ def _collecting(lines: list[str]) -> Iterator[None]:
 
 
 def _leave_out(section: Any, where: str) -> bool:
-    """Remove what is at the dotted key `where`, or the nearest that the file has around it; False if it has none."""
+    """Remove the value at the dotted key `where`, or the nearest section around it; return False if there is none."""
     if not isinstance(section, dict):
         return False
     around = [name for name in section if where == name or where.startswith((f"{name}.", f"{name}["))]
@@ -406,10 +406,10 @@ def _summary(config: DeepSpeedConfig) -> str:
 
 
 def make_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the configuration: types, bounds and meaning of each key, and deprecated keys as such.
+    """Return the JSON Schema of the configuration: type, bounds and meaning of each key, and the deprecated keys.
 
-    It accepts what parses, and refuses wrong types, values and keys of sections. Which keys exclude one another it does
-    not say; `check` does. An unknown key is refused in a section only: other libraries keep keys at the top level.
+    The schema accepts what parses, and refuses wrong types, wrong values and unknown keys in sections. Unknown keys at
+    the top level are accepted, because other libraries keep keys there. Only `check` finds mutually exclusive keys.
     """
     whole = DeepSpeedConfig.model_json_schema()
     for section in _sections(DeepSpeedConfig):
@@ -429,7 +429,7 @@ def _sections(model: type[Section]) -> Iterator[type[Section]]:
 
 
 def _complete(section: type[Section], written: dict[str, Any]) -> None:
-    """Say in a section's schema what `intake.take_in` accepts beside the declared types: "auto", null, old keys."""
+    """Add to a section's schema what `intake.take_in` accepts besides the declared types: "auto", null, old keys."""
     declared_rules, properties = written["properties"], {}
     for name, info in section.model_fields.items():
         value = _value(info, declared_rules[info.alias or name], is_lax=issubclass(section, LaxSection))
@@ -458,20 +458,20 @@ def _value(info: FieldInfo, written: Mapping[str, Any], *, is_lax: bool) -> dict
         rules.append({"type": "null"})
     if inner is not None and default_of(info) is None:
         rules.append({"const": False})
-    if inner is not None and "normalize" in vars(inner):  # an older spelling of the section as a whole
+    if inner is not None and "normalize" in vars(inner):  # the section may be a boolean, an older spelling
         rules.append({"type": "boolean"})
     unique = [one for place, one in enumerate(rules) if one not in rules[:place]]
     if inner is None:
         return {**result, **_any_of(unique)}
     objects = [one for one in unique if "$ref" in one]
     assert len(objects) == 1, objects
-    # not `anyOf` with the rest: a validator would name the section where a key in it is wrong
+    # no `anyOf` with the other rules: for a wrong key, a validator would name only the section
     others = _any_of([one for one in unique if one not in objects])
     return {**result, "if": {"type": "object"}, "then": objects[0], "else": others}
 
 
 def _any_of(rules: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one rule for what any of these allow. Single values are one list, which a validator's message shows."""
+    """Return one rule that allows what any of `rules` allows. Single values become one list, for clear messages."""
     listed = [one for one in rules if {"enum", "const"} & one.keys() or one == {"type": "null"}]
     if len(listed) < len(rules):
         return {"anyOf": rules}
@@ -487,7 +487,7 @@ def _bounded(rule: dict[str, Any], info: FieldInfo) -> dict[str, Any]:
 
 
 def _in_quotes(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rule for a text that stands for such a value. Of a number it knows no bounds."""
+    """Yield the rule for the same value in quotes. The rule has no bounds for a number."""
     values = rule.get("enum", [])
     if bool in map(type, values):
         yield {"type": "string", "pattern": _IN_QUOTES["boolean"]}

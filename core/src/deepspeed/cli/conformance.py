@@ -1,21 +1,21 @@
-"""`ds_conformance`: does an accelerator do what the core relies on? Runs `deepspeed.testing.suite` and reports.
+"""`ds_conformance`: test whether an accelerator meets the core's requirements, with `deepspeed.testing.suite`.
 
     ds_conformance                               the accelerator that would be chosen
-    ds_conformance --accelerator xyz             the installed one of that name
-    ds_conformance --level 1                     up to that level; 2 where none is named
-    ds_conformance --json F --report F.md        also as JSON, and as a page to publish
+    ds_conformance --accelerator xyz             the installed accelerator of that name
+    ds_conformance --level 1                     levels up to this one; default 2
+    ds_conformance --json F --report F.md        also write JSON, and a Markdown page
     ds_conformance --badge F.svg                 the level that was reached, as a picture
-    ds_conformance --expected-failures F         tests that are known to fail; strict
+    ds_conformance --expected-failures F         tests that must fail
     ds_conformance -k "memory and not peak"      some tests or themes
 
-The suite runs in a process of its own: an accelerator that crashes takes nothing along. Exit code 0 when no test failed
-(with `-k` the verdict is "partial", and the report lists what was left out), 1 when one did (or passed although it is
-on the list), 2 when the suite could not be run.
+The suite runs in its own process, so that a crash of the accelerator ends only that process. Exit code 0 if no test
+failed (with `-k` the verdict is "partial", and the report lists the tests left out); 1 if a test failed, or passed
+although it is on the list of expected failures; 2 if the suite could not run.
 
-The tables show the plain values that `deepspeed.testing.recording` wrote. `follow` reads what it writes meanwhile to
-the file descriptor of `--ds-progress`: one JSON object a line, first `{"themes": {theme: number of tests}}`, then
-`{"theme": ..., "outcome": ...}` as each test ends. It shows a bar on a terminal, one plain line per finished theme
-elsewhere, on stderr.
+The tables show the values that `deepspeed.testing.recording` recorded. `follow` reads its progress from the file
+descriptor of `--ds-progress`: one JSON object per line, first `{"themes": {theme: number of tests}}`, then
+`{"theme": ..., "outcome": ...}` when a test ends. On stderr it shows a bar on a terminal, or one line per finished
+theme elsewhere.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Event = dict[str, Any]
 
 
 def follow(lines: Iterable[str], console: Console) -> None:
-    """Show progress until `lines` end, which may be before the first one."""
+    """Show progress until `lines` ends. It may be empty."""
     events = map(json.loads, lines)
     first = next(events, None)
     if first is not None:
@@ -94,7 +94,7 @@ def show(record: Record, console: Console) -> None:
 
 
 def as_markdown(record: Record) -> str:
-    """The report as a page."""
+    """Return the report as a Markdown page."""
     about = record["accelerator"]
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     asked, not_asked = (record["methods"][key] for key in ("asked", "not asked"))
@@ -118,7 +118,7 @@ def as_markdown(record: Record) -> str:
 
 
 def conclusion(record: Record) -> str:
-    """The whole in one line: "does not conform", "partial" where tests were left out, else "conforms"."""
+    """Return the verdict and the counts in one line: "does not conform", "partial" (tests left out) or "conforms"."""
     counts = Counter(test["outcome"] for test in record["tests"])
     number = len(record["left out"])
     verdict = "partial" if number else "conforms"
@@ -129,7 +129,7 @@ def conclusion(record: Record) -> str:
 
 
 def standing(record: Record) -> str:
-    """The level that was reached, in one line, and why it is not the one that was asked for."""
+    """Return one line with the level that was reached, and why it is below the requested level."""
     level = record["level"]
     asked, reached = level["asked"], level["reached"]
     if reached is None:
@@ -145,7 +145,7 @@ def standing(record: Record) -> str:
 
 
 def level_rows(record: Record) -> list[list[str]]:
-    """Return a row per level up to the one asked for: its verdict, how many tests came to what, and what it lacks."""
+    """Return a row per level up to the requested one: verdict, number of tests per outcome, and missing tests."""
     return [
         [
             f"{number} {about['name']}",
@@ -158,7 +158,7 @@ def level_rows(record: Record) -> list[list[str]]:
 
 
 def figure_rows(record: Record) -> list[list[str]]:
-    """Return a row per figure that was measured: the share, its threshold, and the two rates that it is made of."""
+    """Return a row per measured figure: the share, its threshold, and the two rates whose ratio it is."""
     return [
         [
             figure["what"],
@@ -172,7 +172,7 @@ def figure_rows(record: Record) -> list[list[str]]:
     ]
 
 
-#: fill of the right half by the level that was reached
+#: color of the badge's right half, by the level that was reached
 _COLORS = {None: "#6b6b6b", 0: "#b3261e", 1: "#8a5a00", 2: "#1f6feb", 3: "#1a7f37", 4: "#116329"}
 _LETTER = 6.6  # mean width of a letter of 11 px; `textLength` makes it exact
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{left}: {right}">
@@ -188,7 +188,7 @@ _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" ro
 
 
 def as_badge(record: Record) -> str:
-    """The level that was reached as a small SVG: "ds-core", then "conformance L2", "none" or "partial"."""
+    """Return the level that was reached as a small SVG: "ds-core", then "conformance L2", "none" or "partial"."""
     reached = record["level"]["reached"]
     left = "ds-core"
     right = f"conformance {'partial' if reached is None else f'L{reached}' if reached else 'none'}"
@@ -201,12 +201,12 @@ def as_badge(record: Record) -> str:
 
 
 def in_words(counts: Counter[str]) -> str:
-    """Outcomes with their numbers, as "3 passed, 2 skipped"."""
+    """Return the outcomes with their counts, such as "3 passed, 2 skipped"."""
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
 
 
 def theme_rows(record: Record) -> list[list[str]]:
-    """Return a row per theme, in the order of the run: its name, and how many tests came to each outcome, "" for 0."""
+    """Return a row per theme, in the order of the run: its name, and the count of each outcome ("" for 0)."""
     themes: dict[str, Counter[str]] = {}
     for test in record["tests"]:
         themes.setdefault(test["theme"], Counter())[test["outcome"]] += 1
@@ -214,7 +214,7 @@ def theme_rows(record: Record) -> list[list[str]]:
 
 
 def left_out_rows(record: Record) -> list[list[str]]:
-    """Theme, number and names of the tests that `-k` left out, in the order of the suite; cases of one test count."""
+    """Return theme, number and names of the tests that `-k` left out, in the suite's order. Each case counts."""
     themes: dict[str, list[str]] = {}
     for name, theme in record["left out"]:
         themes.setdefault(theme, []).append(name)
@@ -231,18 +231,18 @@ def _named(names: Iterable[str]) -> str:
 
 
 def skip_rows(record: Record) -> list[list[str]]:
-    """Each reason once, with how many tests it kept from running, the most first."""
+    """Return the number of skipped tests and the reason, for each reason, most frequent first."""
     reasons = Counter(test["reason"] for test in record["tests"] if test["outcome"] == "skipped")
     return [[str(count), reason] for reason, count in reasons.most_common()]
 
 
 def outcome_rows(record: Record, *outcomes: str) -> list[list[str]]:
-    """Name and reason of the tests that came to one of `outcomes`."""
+    """Return name and reason of each test whose outcome is in `outcomes`."""
     return [[test["name"], test["reason"]] for test in record["tests"] if test["outcome"] in outcomes]
 
 
 def failure_rows(record: Record) -> list[list[str]]:
-    """Name and last line of what failed."""
+    """Return name and last line of each failed test."""
     return outcome_rows(record, "failed", "error")
 
 
@@ -251,7 +251,7 @@ def _capability_rows(record: Record) -> list[list[str]]:
 
 
 def _section(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table, under a title unless that is ""; "" without rows."""
+    """Return a Markdown table, with a heading unless `title` is ""; return "" without rows."""
     lines = [_markdown_row(row) for row in rows]
     if not lines:
         return ""
@@ -270,22 +270,22 @@ def _cells(cells: Iterable[str]) -> Iterator[str]:
 
 
 _PASSED, _FAILED, _NOT_RUN = 0, 1, 2
-# What pytest itself exits with when tests failed; more than that is not about tests.
+# pytest's exit code if tests failed; higher codes have other causes
 _PYTEST_FAILED = 1
 _TEST_FILE = "from deepspeed.testing import suite\n\nglobals().update(suite.chosen({level}))\n"
 _MOST, _DEFAULT = 4, 2  # of `deepspeed.testing.suite`, which imports torch
 
 
 class _CannotRun(Exception):
-    """Said in one line, with exit code 2."""
+    """The suite cannot run. `main` prints the message as one line, and returns exit code 2."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         for path in filter(None, (options.json, options.report, options.badge)):
-            if not path.parent.is_dir():  # said before the suite runs for minutes
+            if not path.parent.is_dir():  # fail before the suite, which takes minutes
                 raise _CannotRun(f"cannot write {path}: there is no folder {path.parent}")
         record, passed = _run(options)
         if options.json:
@@ -324,13 +324,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """The record of a run, and whether all tests did as they should."""
+    """Run the suite; return the record, and whether all tests had the expected outcome."""
     if importlib.util.find_spec("pytest") is None:
         raise _CannotRun("the suite is run by pytest, which is not installed: pip install pytest")
     with tempfile.TemporaryDirectory(prefix="ds_conformance_") as name:
         folder = Path(name)
         (folder / "test_conformance.py").write_text(_TEST_FILE.format(level=options.level))
-        (folder / "pytest.ini").write_text("[pytest]\n")  # no configuration of the place it is called from
+        (folder / "pytest.ini").write_text("[pytest]\n")  # ignore a pytest configuration in the working directory
         if options.expected_failures is not None:
             _check_readable(options.expected_failures)
         record = folder / "record.json"
@@ -341,7 +341,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[int, str]:
-    """pytest's exit code and output; with `--verbose` it writes to the terminal itself, and the output is ""."""
+    """Run pytest, and return its exit code and output. With `--verbose` it writes to the terminal; the output is ""."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "deepspeed.testing.recording", "--ds-record", str(record), "--ds-level", str(options.level)),
@@ -359,7 +359,7 @@ def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[in
 
 
 def _followed(command: list[str], environment: dict[str, str], output: Path) -> tuple[int, str]:
-    """Run pytest, its output in a file, and show how far it is; its exit code and the output."""
+    """Run pytest with its output in a file, and show the progress; return the exit code and the output."""
     reading, writing = os.pipe()
     command = [*command, "--ds-progress", str(writing)]
     with os.fdopen(reading, encoding="utf-8") as progress, output.open("wb") as told:
@@ -373,14 +373,14 @@ def _followed(command: list[str], environment: dict[str, str], output: Path) -> 
 
 
 def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str:
-    """pytest's last words in one line."""
+    """Return one line that explains why pytest failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = next((line for line in lines if line.startswith("ERROR: ")), "")
     if told:
         return _named_by_flag(told.removeprefix("ERROR: "), options.accelerator)
     if code == 5:
         return f"no test matches -k {options.k!r}; give part of the name or theme of a test in deepspeed.testing.suite"
-    if code < 0:  # the stack that Python writes as it dies has the test in it
+    if code < 0:  # the stack that faulthandler wrote names the test
         name = signal.Signals(-code).name
         at = next((found[1] for line in lines if (found := re.search(r" in (test_\w+)$", line))), "no test")
         return f"the process was ended by {name} in {at} (--verbose shows all of it)"
@@ -391,7 +391,7 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
 
 
 def _named_by_flag(told: str, accelerator: str | None) -> str:
-    """The core speaks of `DS_ACCELERATOR`; when `--accelerator` set it, the user never did."""
+    """Replace `DS_ACCELERATOR` in a message of the core with `--accelerator`, if the user gave that flag."""
     if accelerator is None:
         return told
     return told.replace(f"DS_ACCELERATOR={accelerator}", f"--accelerator {accelerator}").replace(

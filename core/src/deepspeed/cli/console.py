@@ -1,6 +1,6 @@
-"""The commands share a parser, the reading of sizes on their command lines, a console and tables.
+"""Parts that all commands share: the parser, sizes on command lines, the console and tables.
 
-The console and the tables have colors on a terminal only, and no folded lines elsewhere.
+The console and the tables use colors only on a terminal; elsewhere they do not wrap lines.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from rich.text import Text
 from deepspeed._version import __version__
 
 _LETTER_ALONE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGTkmgt]")
-_UNFOLDED = 10_000  # columns; a table takes only what its longest cells need
-# Cells that say in what state something is. rich omits colors where the output is no terminal, or NO_COLOR is set.
+_UNFOLDED = 10_000  # columns; a table uses only the width of its longest cells
+# Styles of cells that name a state. rich omits colors if the output is no terminal, or NO_COLOR is set.
 _STYLES = {
     **dict.fromkeys(("available", "active", "prebuilt", "cached", "passed", "whole"), "green"),
     **dict.fromkeys(("absent", "blocked", "not built", "missing", "no index"), "yellow"),
@@ -29,20 +29,20 @@ _STYLES = {
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows `--version`. Called once by each command."""
+    """Create a parser with `--version`. Each command calls it once."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"{program} {__version__}", help="print the version")
     return parser
 
 
 def size_bytes(text: str) -> int:
-    """The bytes of a size on a command line.
+    """Parse a size on a command line, and return it in bytes.
 
-    Units are those of pydantic's `ByteSize`: 80GiB is binary, 80GB decimal. A letter alone is binary, as DeepSpeed's
-    `ds_io` has it: 500M is 500MiB.
+    Units are those of pydantic's `ByteSize`: 80GiB is binary, 80GB decimal. A single letter is binary, like in
+    DeepSpeed's `ds_io`: 500M is 500MiB.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no size, or less than a byte.
+        argparse.ArgumentTypeError: the text is no size, or is less than a byte.
     """
     try:
         size = TypeAdapter(ByteSize).validate_python(f"{text}iB" if _LETTER_ALONE.fullmatch(text) else text)
@@ -54,7 +54,7 @@ def size_bytes(text: str) -> int:
 
 
 def size_with_unit(text: str) -> int:
-    """`size_bytes`, where a plain number is more likely a forgotten unit than a number of bytes."""
+    """Parse a size like `size_bytes`, but refuse a plain number, whose unit was probably forgotten."""
     if text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r} without a unit; give for example {text.strip()}GiB")
     return size_bytes(text)
@@ -62,9 +62,9 @@ def size_with_unit(text: str) -> int:
 
 @contextlib.contextmanager
 def answer_stream() -> Iterator[TextIO]:
-    """Give the stream for a command's JSON, and send to stderr what libraries print below Python meanwhile.
+    """Yield the stream for a command's JSON. Inside the block, output to file descriptor 1 goes to stderr.
 
-    The gloo of torch 2.10 prints a line to standard output for each process group.
+    Native libraries print to stdout: gloo in torch 2.10 prints a line for each process group.
     """
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as answer:
@@ -78,13 +78,13 @@ def answer_stream() -> Iterator[TextIO]:
 
 
 def make_console() -> Console:
-    """A console on today's stdout. Called once by each command; `COLUMNS` decides where stdout is no terminal."""
+    """Create a console on the current stdout, once per command. `COLUMNS` sets the width outside of a terminal."""
     wide = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
     return Console(soft_wrap=False, width=_UNFOLDED if wide else None)
 
 
 def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table of plain text: brackets in a cell are no markup. A cell that names a state has its color."""
+    """Create a table of plain text: brackets in a cell are no markup. A cell that names a state is colored."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -1,9 +1,9 @@
-"""`ds_elastic`: what `elasticity` of a configuration chooses, before a job is started.
+"""`ds_elastic`: show the batch sizes that `elasticity` of a configuration chooses, before a job starts.
 
     ds_elastic -c ds_config.json              the global batch, and the numbers of ranks that can compute it
     ds_elastic -c ds_config.json -w 8         and the micro-batch for 8 ranks
 
-Exit code 0; 2 where the section is wrong or does not allow that many ranks.
+Exit code 0; 2 if the section is invalid or does not allow that many ranks.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _RULE = "-" * 42
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         config = read_config(options.config)

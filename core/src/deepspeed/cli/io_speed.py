@@ -1,10 +1,10 @@
-"""`ds_io`: how fast tensors are written to a folder and read again with one choice of `aio` parameters.
+"""`ds_io`: measure how fast tensors are written to a folder and read from it with given `aio` parameters.
 
     ds_io --folder /local_nvme --io_size 1G --block_size 1M --queue_depth 32 --overlap_events
 
-Each write and each read moves `--io_size` bytes between a locked tensor and one file, past the page cache where the
-file system has O_DIRECT; the figure is the median of `--loops`. The file is removed, also after Ctrl-C. Exit code 0; 1
-where the folder or the op cannot be used; 130 after Ctrl-C.
+Each write and each read moves `--io_size` bytes between a page-locked tensor and one file, and bypasses the page cache
+if the file system has O_DIRECT. The result is the median of `--loops`. The file is removed, also after Ctrl-C. Exit
+code 0; 1 if the folder or the op cannot be used; 130 after Ctrl-C.
 """
 
 import argparse
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Parameters:
-    """The `aio` section of a configuration, as `aio_handle` takes it."""
+    """The `aio` section of a configuration: the arguments of `aio_handle`."""
 
     block_size: int = 1_048_576
     queue_depth: int = 8
@@ -41,24 +41,24 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Speed:
-    """A `Speed` holds the measured rates in bytes per second; a rate that was not asked for is None."""
+    """A `Speed` holds the measured rates in bytes per second; a rate that was not measured is None."""
 
     read: float | None
     write: float | None
 
     @property
     def seconds_per_byte(self) -> float:
-        """The seconds that one read and one write of a byte take, as offload does both; choices are judged by them."""
+        """The seconds to read and write one byte; the fastest parameters minimize it, because offload does both."""
         return sum(1 / rate for rate in (self.read, self.write) if rate)
 
 
 class Bench:
-    """One file and one tensor, written and read with any parameters. Made by `bench_in`, which removes the file.
+    """A file and a tensor for measurements with any parameters. `bench_in` creates it, and removes the file.
 
     Args:
-        path: of the file.
-        num_bytes: of both.
-        loops: of each measurement; the median counts.
+        path: path of the file.
+        num_bytes: size of the file and of the tensor.
+        loops: repetitions of each measurement; the median is used.
         kinds: "read", "write" or both.
     """
 
@@ -72,7 +72,7 @@ class Bench:
         handle.sync_pwrite(self.tensor, self.path)
 
     def measure(self, parameters: Parameters) -> Speed:
-        """Write and read the file `loops` times each."""
+        """Write and read the file `loops` times each, and return the median rates."""
         handle = aio_handle(**dataclasses.asdict(parameters))
         calls = {"write": handle.sync_pwrite, "read": handle.sync_pread}
         rates = {kind: self._rate(calls[kind]) if kind in self.kinds else None for kind in calls}
@@ -89,7 +89,7 @@ class Bench:
 
 @contextmanager
 def bench_in(options: argparse.Namespace) -> Iterator[tuple[Bench, FolderReport]]:
-    """A bench in `options.folder`, which is checked first, and left as it was found even when the process is ended.
+    """Check `options.folder`, and yield a bench in it. The bench's file is removed even if a signal ends the process.
 
     Raises:
         DeepSpeedError: the folder or the op cannot be used.
@@ -100,7 +100,7 @@ def bench_in(options: argparse.Namespace) -> Iterator[tuple[Bench, FolderReport]
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, io_size: str, loops: int) -> None:
-    """The arguments of `ds_io` and `ds_nvme_tune`."""
+    """Add the arguments that `ds_io` and `ds_nvme_tune` share."""
     parser.add_argument("--folder", "--nvme_dir", required=True, help="an existing folder on the disk to measure")
     parser.add_argument(
         "--io_size",
@@ -118,7 +118,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, io_size: str, loops: i
 
 
 def run(program: str, action: Callable[[], None]) -> int:
-    """`action` as a command: its exit code, and one line for what went wrong."""
+    """Run `action`, print an error as one line, and return the exit code."""
     try:
         action()
     except (DeepSpeedError, OSError, ValueError) as error:
@@ -131,7 +131,7 @@ def run(program: str, action: Callable[[], None]) -> int:
 
 
 def describe(bench: Bench, report: FolderReport) -> dict[str, Any]:
-    """Return the head of the JSON: the folder, the engine, and how many bytes each measurement moved how often."""
+    """Return the head of the JSON: folder, engine, and size and number of the transfers of each measurement."""
     return {
         "folder": report.folder,
         "file_system": report.file_system,
@@ -144,12 +144,12 @@ def describe(bench: Bench, report: FolderReport) -> dict[str, Any]:
 
 
 def rate_text(rate: float | None) -> str:
-    """A rate in GB/s (10**9 bytes)."""
+    """Format a rate in GB/s (10**9 bytes)."""
     return "" if rate is None else f"{rate / 1e9:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     parser = make_parser("ds_io", "Measure how fast tensors are written to a folder and read from it.")
     add_common_arguments(parser, io_size="1G", loops=3)
     default = Parameters()
@@ -193,7 +193,7 @@ def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def positive(text: str) -> int:
-    """The argparse type of a count."""
+    """Parse a whole number of at least 1 for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return int(text)
@@ -201,7 +201,7 @@ def positive(text: str) -> int:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that it can remove its files."""
+    """Let SIGTERM end the block like Ctrl-C, so that its files are removed."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

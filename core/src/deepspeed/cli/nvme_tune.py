@@ -1,11 +1,11 @@
-"""`ds_nvme_tune`: which `aio` parameters read and write fastest in a folder; ends by printing the section to paste.
+"""`ds_nvme_tune`: find the fastest `aio` parameters for a folder, and print the section for the configuration.
 
     ds_nvme_tune --nvme_dir /local_nvme                      # a minute or two
     ds_nvme_tune --nvme_dir /local_nvme --io_size 4G --json
 
 Every combination of `--block_size`, `--queue_depth`, `--intra_op_parallelism` (lists, `256K,1M`), `single_submit` and
-`overlap_events` is measured as `ds_io` does. The best one takes the least time for reading and writing a byte once;
-of those within 3% the one with the smallest numbers. Progress is on stderr. Exit codes are those of `ds_io`.
+`overlap_events` is measured like in `ds_io`. The best one takes the least time to read and write a byte; among those
+within 3% of it, the smallest parameters win. Progress goes to stderr. Exit codes are those of `ds_io`.
 """
 
 import argparse
@@ -36,14 +36,14 @@ _NUM_SHOWN = 10
 
 
 class Trial(NamedTuple):
-    """One combination and how fast it was."""
+    """One combination of parameters and its measured speed."""
 
     parameters: Parameters
     speed: Speed
 
 
 def combinations(options: argparse.Namespace) -> list[Parameters]:
-    """Return the combinations that are measured, small numbers first."""
+    """Return the combinations to measure, small numbers first."""
     sizes = (options.intra_op_parallelism, options.queue_depth, options.block_size)
     flags = ((False, True), (True, False))
     return [
@@ -53,13 +53,13 @@ def combinations(options: argparse.Namespace) -> list[Parameters]:
 
 
 def best_of(rows: Sequence[Trial]) -> Trial:
-    """The first of those that take at most 3% more time than the fastest; `rows` have small numbers first."""
+    """Return the first trial that takes at most 3% more time than the fastest; `rows` start with small numbers."""
     least = min(row.speed.seconds_per_byte for row in rows)
     return next(row for row in rows if row.speed.seconds_per_byte <= _AS_GOOD * least)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     parser = make_parser("ds_nvme_tune", "Find the fastest aio parameters for a folder.")
     add_common_arguments(parser, io_size="256M", loops=3)
     numbers = _listed(positive)
@@ -109,7 +109,7 @@ def _show(head: dict[str, Any], rows: Sequence[Trial]) -> None:
 
 
 def _followed(found: Sequence[Parameters]) -> Iterator[Parameters]:
-    """`found`, with a bar on stderr where that is a terminal."""
+    """Yield the items of `found`, with a progress bar on stderr if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -121,7 +121,7 @@ def _followed(found: Sequence[Parameters]) -> Iterator[Parameters]:
 
 
 def _listed(convert: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """The argparse type of a list: `256K,1M`."""
+    """Return a parser for argparse of a list such as `256K,1M`."""
 
     def numbers(text: str) -> list[int]:
         return sorted(convert(part) for part in text.split(","))

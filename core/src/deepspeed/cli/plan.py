@@ -1,11 +1,11 @@
-"""`ds_plan`: which meshes and stages of ZeRO a model fits on, with memory and traffic of a rank, on paper.
+"""`ds_plan`: estimate which meshes and ZeRO stages a model fits on, and the memory and traffic of a rank.
 
     ds_plan config.json --ranks 512 --memory 80GiB
     ds_plan config.json --ranks 64 --memory 40GiB --config ds.json --sequence 4096 --tp 4
     ds_plan config.json --ranks 64 --memory 40GiB --pp any --verbose
 
-Nothing is measured and no device is needed: figures follow from formulas (docs/explanation/memory-and-traffic.md).
-Exit code 0; 1 if no mesh fits; 2 for a question that cannot be answered.
+The command measures nothing and needs no device: it uses formulas (docs/explanation/memory-and-traffic.md).
+Exit code 0; 1 if no mesh fits; 2 for wrong arguments or an unreadable file.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SHOWN = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         found = _plan(options)
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stage(text: str) -> int:
-    if not text.isdecimal():  # what follows the stages is taken for one
+    if not text.isdecimal():  # argparse takes a word after the stages for another stage
         raise argparse.ArgumentTypeError(
             f"found {text!r}; give numbers of 0 to 3. A model goes before --stages, or after another option"
         )
@@ -136,7 +136,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
-# ----- what is printed -----------------------------------------------------------------------------------------------
+# ----- output --------------------------------------------------------------------------------------------------------
 
 
 def _show(found: Plan, top: int, *, verbose: bool) -> None:

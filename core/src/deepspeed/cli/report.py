@@ -1,21 +1,21 @@
-"""`ds_report`: what is installed, which accelerators are offered, which one is chosen and why, whence each op.
+"""`ds_report`: report what is installed, which accelerator is chosen and why, and the source of each op.
 
     ds_report                          tables for people
     ds_report --json                   the same for programs
     ds_report --explain-accelerator    only the choice: every candidate, and why it won or lost
-    ds_report --verbose                also where plugins come from, and the traceback of each that is broken
-    ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
-    ds_report --hide_operator_status   without the ops, which takes a second less
+    ds_report --verbose                also the origin of plugins, and the traceback of each broken plugin
+    ds_report --build                  first compile every op that has a kernel here, as for a cluster image
+    ds_report --hide_operator_status   without the ops, which saves a second
     ds_report --hide_errors_and_warnings
-    ds_report --all-ranks              in a job: what its ranks have in common, and in what they differ
+    ds_report --all-ranks              in a job: equal and different facts of its ranks
 
 `python -m deepspeed.env_report` is the same command.
 
-Exit code 0, or 1 when no accelerator can be chosen, a vendor's package breaks `import torch`, another DeepSpeed
+Exit code 0; 1 if no accelerator can be chosen, a vendor's package breaks `import torch`, another DeepSpeed
 overwrote these files, or `--build` failed.
 
-Nothing that needs torch is imported at the top: `import torch` may be broken by a package that torch loads by itself
-(entry points `torch.backends`), of which `ds_report` has to tell rather than to fail with it.
+The module imports nothing that needs torch at the top: a package that torch loads by itself (entry points
+`torch.backends`) may break `import torch`, and `ds_report` has to report this instead of failing.
 """
 
 import argparse
@@ -52,11 +52,11 @@ VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def import_torch() -> list[dict[str, Any]]:
-    """Import torch, then what torch would have loaded, one by one. Called by `ds_report` before all that needs torch.
+    """Import torch, then the packages that torch would load by itself, one by one. Called before any use of torch.
 
     Returns:
-        One row per package: `name`, `origin`, `error` (None: it was loaded). No rows when torch was there before, or
-        the user keeps it from loading them.
+        One row per package: `name`, `origin`, `error` (None: loaded). No rows if torch was imported already, or the
+        user has disabled this loading.
     """
     if "torch" in sys.modules or os.environ.get(VARIABLE, "1") != "1":
         return []
@@ -72,7 +72,7 @@ def import_torch() -> list[dict[str, Any]]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Say in one line why the package of `row` makes `import torch` fail, and what to do."""
+    """Return one line that says why the package of `row` makes `import torch` fail, and what to do."""
     return (
         f"import torch fails, because it loads {row['name']!r} of {row['origin']}: {row['error']}. Repair or uninstall "
         f"that package; {VARIABLE}=0 keeps torch from loading it"
@@ -92,9 +92,9 @@ _COLUMNS = ("name", "state", "hooks", "reason")
 
 
 def collect_features() -> list[dict[str, Any]]:
-    """One row per feature plugin that is installed or that `DS_PLUGINS` names. Imports them, as the first engine does.
+    """Return one row per feature plugin that is installed or named in `DS_PLUGINS`. Imports them like the first engine.
 
-    Keys: `name`, `origin` (package, version, module), `state` ("active", "broken", "blocked"), `hooks` (what it
+    Keys: `name`, `origin` (package, version, module), `state` ("active", "broken", "blocked"), `hooks` (hooks that it
     implements), `reason` (why it is broken or blocked, else ""), `traceback` (for "broken", else None).
     """
     manager = plugin_manager()
@@ -138,22 +138,22 @@ def _row(name: str) -> dict[str, Any]:
 
 
 _LIBRARIES = ("pluggy", "importlib-metadata", "pydantic", "psutil", "safetensors", "deepspeed")
-# Methods of the accelerator whose answers are shown.
+# `_ASKED`: methods of the accelerator whose results are shown
 _RULE = "-" * 50
 _ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
 
 
 def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
-    """The report as plain values. Chooses the accelerator when nothing was chosen yet.
+    """Return the report as plain values. Chooses the accelerator if none is chosen yet.
 
     Args:
         build: compile ops first.
-        ops: look at ops; False leaves the key `ops` empty.
+        ops: examine ops; False leaves the key `ops` empty, unless `build` is set.
 
     Returns:
         The keys of `collect_why`, `versions` (name -> version or None), `paths`, `toolkits` and `machine` (see
-        `report_parts`), `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of
-        `collect_ops`).
+        `report_parts`), `features` (rows of `collect_features`), `device` (results of methods of the chosen
+        accelerator), `ops` (rows of `collect_ops`).
     """
     why = collect_why()
     from deepspeed.accelerator.current import explain
@@ -173,9 +173,9 @@ def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
 
 
 def collect_why() -> dict[str, Any]:
-    """The part of the report on the choice.
+    """Return the part of the report about the choice.
 
-    Keys: `torch_backends` (rows of `import_torch`), those of `collect_choice` (`chosen`, `accelerators`,
+    Keys: `torch_backends` (rows of `import_torch`), the keys of `collect_choice` (`chosen`, `accelerators`,
     `environment`), `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
     """
     backends = import_torch()
@@ -185,7 +185,7 @@ def collect_why() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     if options.completion:
         sys.stdout.write(Path(__file__).with_name(f"completion.{options.completion}").read_text(encoding="utf-8"))
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare_ranks(report: dict[str, Any], options: argparse.Namespace) -> int:
-    """Show on rank 0 the reports of all ranks. Exit code 1 where a rank has no accelerator or cannot be reached."""
+    """Show the reports of all ranks on rank 0. Return 1 if this rank has no accelerator, or a rank is unreachable."""
     from deepspeed.cli.report_parts import differences, facts_of, gather, show
     from deepspeed.errors import DeepSpeedError
 
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         "--all-ranks", action="store_true", help="compare the ranks of a job; a launcher starts the command on each"
     )
     what.add_argument("--completion", choices=("bash", "zsh"), help="print what a shell needs to complete our commands")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers pass it
     parser.add_argument("-v", "--verbose", action="store_true", help="also origins and tracebacks of plugins")
     parser.add_argument("--hide_operator_status", action="store_true", help="omit the ops")
     parser.add_argument(
@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def versions(*others: str) -> dict[str, str | None]:
-    """Return the versions of Python, torch, this package, the libraries beside it and `others`; None: it is missing."""
+    """Return the versions of Python, torch, this package, its libraries and `others`; None: not installed."""
     import torch
 
     versions: dict[str, str | None] = {
@@ -267,13 +267,13 @@ def versions(*others: str) -> dict[str, str | None]:
 
 
 def _device(choice: "AcceleratorChoice") -> dict[str, Any]:
-    """Return the answers of the chosen accelerator to the methods of `_ASKED`, by their names."""
+    """Return method name -> result for the methods `_ASKED` of the chosen accelerator, and "faults"."""
     answers = {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
     return {**answers, "faults": _answer(lambda: _faults(choice.accelerator))}
 
 
 def _faults(accelerator: Any) -> dict[str, dict[str, int]] | str:
-    """Return the counts of each device's faults by its name, or why there are none."""
+    """Return device name -> fault counts, or a text that says why there are no counts."""
     import torch
 
     manager = plugin_manager()
@@ -293,7 +293,7 @@ def _faults(accelerator: Any) -> dict[str, dict[str, int]] | str:
 
 
 def _answer(method: Callable[[], Any]) -> Any:
-    """Return what the accelerator answers, dtypes as their names, or a vendor's failure as text."""
+    """Return the method's result, with dtypes as names, or a vendor's exception as text."""
     try:
         answer = method()
     except Exception as error:  # noqa: BLE001 - a report shows a broken vendor package, whatever it raises
@@ -303,7 +303,7 @@ def _answer(method: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No line of the log, and no Python warning, while the report is collected."""
+    """Suppress log lines and Python warnings inside the block."""
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
@@ -341,7 +341,7 @@ def _show_all(report: dict[str, Any], console: Console, options: argparse.Namesp
 
 
 def _shown_device(device: dict[str, Any]) -> dict[str, Any]:
-    """Return the answers for people: of faults those that there were."""
+    """Return the answers with the nonzero fault counts as text."""
     faults = device["faults"]
     if not isinstance(faults, dict):
         return device
@@ -350,7 +350,7 @@ def _shown_device(device: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show_pasted(report: dict[str, Any], console: Console, *, ops: bool) -> None:
-    """The headings and rows that people paste into a bug report and scripts look for, as DeepSpeed prints them."""
+    """Print the headings and rows of DeepSpeed's report, which people paste into bug reports and scripts parse."""
     lines = []
     if ops:
         lines += [
@@ -389,7 +389,7 @@ def _dotted(name: str, value: Any) -> str:
 
 
 def _show_faults(report: dict[str, Any], console: Console) -> None:
-    """Print what is wrong with the installation as a whole."""
+    """Print problems of the whole installation."""
     for row in report["torch_backends"]:
         if row["error"]:
             console.print(describe(row), style="bold red", markup=False)
@@ -400,7 +400,7 @@ def _show_faults(report: dict[str, Any], console: Console) -> None:
 
 
 def _show_ops(ops: Sequence[dict[str, Any]], console: Console, remarks: bool) -> None:
-    """The ops that somebody has a builder for; in two lines the others; and with `remarks` why not, and who failed."""
+    """Print the ops that have a builder, and the others in two lines; with `remarks` also reasons and failures."""
     offered = [row for row in ops if row["offered"]]
     columns = ("op", "from", "state", "builder", *(["remarks"] if remarks else []))
     rows = [(row["op"], row["source"], row["state"], row["builder"] or "none", _remarks(row)) for row in offered]
@@ -419,12 +419,12 @@ def _show_ops(ops: Sequence[dict[str, Any]], console: Console, remarks: bool) ->
 
 def _show_failed_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
     for row in ops:
-        if row["state"] == "failed" and row["remark"]:  # a compiler's words and a path are no cell
+        if row["state"] == "failed" and row["remark"]:  # compiler output and a path are too long for a cell
             console.print(f"{row['op']} failed: {row['remark']}", style="red", markup=False, soft_wrap=True)
 
 
 def _show_rejections(ops: Sequence[dict[str, Any]], console: Console) -> None:
-    """The places that could not be asked for a kernel of `ops`, each once."""
+    """Print each place that could not be searched for a kernel of `ops` once."""
     rejections = {tuple(rejection) for row in ops for rejection in row["rejected"]}
     for where, reason in sorted(rejections):
         if not reason.startswith(("has no ", "serves ")):

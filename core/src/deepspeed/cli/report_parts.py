@@ -1,22 +1,20 @@
 """Parts of `ds_report`: the machine, the choice of the accelerator, the ops, and what all ranks have installed.
 
-The machine: where packages are installed, which toolkits there are, limits on memory. A toolkit is what an op builder
-compiles with: the C++ compiler, and what the builders of installed extensions answer in `OpBuilder.toolchain`. Nothing
-is compiled.
+The machine: install paths, toolkits, limits on memory. A toolkit is a compiler that op builders use: the C++ compiler,
+and the results of `OpBuilder.toolchain` of the builders in installed extensions. Nothing is compiled.
 
-The choice: every candidate, who won, why, and what failed. `ds_report --explain-accelerator` shows this part alone.
+The choice: every candidate, which one won and why, and failures. `ds_report --explain-accelerator` shows only this.
 
-The ops: who serves each, whether it is built, why no better place does. `--build` alone compiles.
+The ops: the builder of each op, whether the op is built, and why no better place serves it. Only `--build` compiles.
 
     prebuilt    came in the wheel
     cached      compiled before, on this machine or one that shares its folder
-    not built   compiled when it is first used (seconds)
-    by itself   its builder compiles by means of its own, when it is first used
+    not built   compiled at first use (takes seconds)
+    by itself   the builder compiles at first use, in its own way
     reference   torch's operators
 
-A whole job: `--all-ranks` compares what the ranks, and so the hosts, have installed. Each rank makes its own report;
-rank 0 shows what all have in common in few lines, and every fact in which they differ with the ranks that have each
-value.
+A whole job: `--all-ranks` compares the installations of the ranks, and so of the hosts. Each rank makes its own report.
+Rank 0 shows the equal facts in a few lines, and every fact that differs, with the ranks that have each value.
 
     deepspeed --hostfile hosts --module deepspeed.cli.report --all-ranks
     srun -n 16 python -m deepspeed.cli.report --all-ranks
@@ -53,17 +51,17 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written
 
 
 def collect_paths() -> dict[str, str | None]:
-    """The folders of deepspeed, torch and the accelerator plugins; None for a plugin that could not be loaded."""
+    """Return the folders of deepspeed, torch and the accelerator plugins; None for a plugin that failed to load."""
     manager = plugin_manager()
     plugins = {f"accelerator {name!r}": manager.folder(name) for name in manager.names()}
     return {"deepspeed": _folder("deepspeed"), "torch": _folder("torch"), **plugins}
 
 
 def collect_machine() -> dict[str, int | None]:
-    """Limits of this machine in bytes.
+    """Return memory limits of this machine in bytes.
 
-    Keys: `shared_memory_bytes` and `shared_memory_free_bytes` of /dev/shm, which ranks and the workers of data loaders
-    share (None: there is none), `memlock_bytes`, what one process may pin (None: unlimited).
+    Keys: `shared_memory_bytes` and `shared_memory_free_bytes` of /dev/shm, which ranks and data loader workers share
+    (None: /dev/shm does not exist), `memlock_bytes`, which one process may pin (None: unlimited).
     """
     shared = shutil.disk_usage(_SHARED_MEMORY) if Path(_SHARED_MEMORY).is_dir() else None
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -75,10 +73,10 @@ def collect_machine() -> dict[str, int | None]:
 
 
 def collect_toolkits() -> list[dict[str, Any]]:
-    """One row per toolkit, or per reason why there is none.
+    """Return one row per toolkit, or per reason why a toolkit is missing.
 
-    Keys: `used_by` ("core", and names of accelerators), `command`, `version` (what it says of itself, in one line),
-    `reason` ("" where there is one; `command` and `version` are None otherwise).
+    Keys: `used_by` ("core", and names of accelerators), `command`, `version` (one line of its own output), `reason`
+    (why it is missing; `command` and `version` are None then; "" for a toolkit that exists).
     """
     rows: dict[tuple[str | None, str | None, str], list[str]] = {}
     for user, (command, version, reason) in _found():
@@ -92,7 +90,7 @@ def collect_toolkits() -> list[dict[str, Any]]:
 
 
 def show_machine(report: dict[str, Any], console: Console) -> None:
-    """Print what the three functions above found, under `paths`, `machine` and `toolkits` of `report`."""
+    """Print the results of the three functions above: `paths`, `machine` and `toolkits` of `report`."""
     paths = ((name, folder or "not loaded") for name, folder in report["paths"].items())
     console.print(make_table("Install paths", ("package", "folder"), paths))
     toolkits = (
@@ -113,14 +111,14 @@ def _folder(module: str) -> str | None:
 
 
 def _found() -> Iterator[tuple[str, tuple[str | None, str | None, str]]]:
-    """(who uses it, (command, version, reason)), a toolkit as often as a builder names it."""
+    """Yield (user, (command, version, reason)) for each builder; toolkits may repeat."""
     yield "core", _asked(find_compiler)
     yield "core", _asked(lambda: identify(("cmake",)))
     manager = plugin_manager()
     for name in manager.names():
         try:
             builders = manager.op_builders(name)
-        except PluginError:  # the part on the choice shows why
+        except PluginError:  # the part about the choice shows the reason
             continue
         for kind in builders.values():
             if issubclass(kind, OpBuilder):
@@ -139,7 +137,7 @@ def _asked(toolchain: Any) -> tuple[str | None, str | None, str]:
 
 
 def _version_line(identity: str) -> str:
-    """The first line that holds a version: some compilers begin with their name and a copyright."""
+    """Return the first line that contains a version: some compilers print their name and a copyright first."""
     lines = identity.splitlines() or [""]
     return next((line.strip() for line in lines if re.search(r"\d+\.\d+", line)), lines[0].strip())
 
@@ -160,10 +158,10 @@ _VARIABLES = (VARIABLE, BLOCK_VARIABLE, AUTOLOAD_VARIABLE, NAMES_VARIABLE, TIMEO
 
 
 def collect_choice() -> dict[str, Any]:
-    """The choice as plain values; it is made now if none was.
+    """Return the choice of the accelerator as plain values. Makes the choice if there is none yet.
 
     Keys: `chosen` (name, class, plugin, why, or error), `accelerators` (fields of `Candidate`, likeliest first, the
-    plain device last), `environment` (the variables that decide -> value or None).
+    plain device last), `environment` (environment variables that affect the choice -> value or None).
     """
     choice, error = None, None
     try:
@@ -171,8 +169,8 @@ def collect_choice() -> dict[str, Any]:
     except DeepSpeedError as failure:
         error = str(failure)
     try:
-        rows = [dataclasses.asdict(each) for each in list_candidates(choice)]  # after the choice, which may break one
-    except DeepSpeedError as failure:  # a variable that holds nonsense
+        rows = [dataclasses.asdict(each) for each in list_candidates(choice)]  # after the choice, which may fail one
+    except DeepSpeedError as failure:  # an environment variable has an invalid value
         rows, error = [], str(failure)
     return {
         "chosen": _chosen(choice, error),
@@ -182,7 +180,7 @@ def collect_choice() -> dict[str, Any]:
 
 
 def show_choice(report: dict[str, Any], console: Console, verbose: bool) -> None:
-    """Print what `collect_choice` found, as one part of the whole report; `verbose` adds origins and tracebacks."""
+    """Print the result of `collect_choice` as a part of the whole report; `verbose` adds origins and tracebacks."""
     console.print(_table(report["accelerators"], verbose))
     _show_chosen(report["chosen"], console)
     if verbose:
@@ -190,7 +188,7 @@ def show_choice(report: dict[str, Any], console: Console, verbose: bool) -> None
 
 
 def show_explanation(report: dict[str, Any], console: Console, verbose: bool) -> None:
-    """Print all of it: each candidate with its verdict, the rules, and what was chosen; `verbose` adds tracebacks."""
+    """Print each candidate with its verdict, the rules, and the chosen accelerator; `verbose` adds tracebacks."""
     for row in report["accelerators"]:
         mark, priority = (
             "*" if row["chosen"] else " ",
@@ -260,22 +258,22 @@ def _show_rules(environment: dict[str, Any], console: Console) -> None:
 
 
 def collect_ops() -> list[dict[str, Any]]:
-    """One row per op for the current accelerator, those that have a builder first.
+    """Return one row per op for the current accelerator; ops with a builder come first.
 
-    Keys: `op`, `front` (what users import, or None), `offered` (a place has a builder, or could not be read),
-    `builder` (import path of the class that serves, or None), `source` ("device", "host", "plugin", "reference"),
-    `state` (those above; "failed" when its builder broke, or no place serves it and one could not be read), `library`
-    (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built,
-    or what it chose for this machine).
+    Keys: `op`, `front` (module that users import, or None), `offered` (a place has a builder, or could not be read),
+    `builder` (import path of the builder class, or None), `source` ("device", "host", "plugin", "reference"),
+    `state` (see above; "failed" if the builder failed, or if no place serves the op and one could not be read),
+    `library` (path, or None), `rejected` ([place, reason] of each better place), `remark` (the builder's text: why
+    nothing is built, or the choice for this machine).
     """
     return sorted((_row(op) for op in registry.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
 
 def build_ops() -> list[dict[str, Any]]:
-    """Compile every op that has a kernel here and is not built yet, as its first use would. Called by `--build`.
+    """Compile every op that has a kernel here and is not built yet, like its first use. Called for `--build`.
 
     Returns:
-        The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
+        The rows of `collect_ops` afterwards. An op that failed to build has the `state` "failed", and a `remark`.
     """
     outcomes = [warm(op) for op in registry.op_names()]
     failures = {outcome.op: outcome.detail for outcome in outcomes if outcome.state == "failed"}
@@ -292,7 +290,7 @@ def _row(op: str) -> dict[str, Any]:
     kind = type(builder)
     front = registry.OPS[op].front if op in registry.OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
-    if builder is None and resolution.failed:  # what the place that failed would have served is unknown
+    if builder is None and resolution.failed:  # the place that failed might have served the op
         state = "failed"
     return {
         "op": op,
@@ -308,7 +306,7 @@ def _row(op: str) -> dict[str, Any]:
 
 
 def _state(builder: Any) -> tuple[str, str | None, str]:
-    """(state, library, remark) of a builder that serves its op. Compiles nothing."""
+    """Return (state, library, remark) of a builder that serves its op. Compiles nothing."""
     if not isinstance(builder, OpBuilder) or type(builder).load is not OpBuilder.load:
         return "by itself", None, ""
     try:
@@ -333,7 +331,7 @@ _NEVER_EQUAL = frozenset({"machine.shared_memory_free_bytes", "device.faults"})
 
 
 def facts_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """The report of this rank as lines "part.name" -> value, with its host first and an op's state per op."""
+    """Return this rank's report as "part.name" -> value: the host first, and the state of each op."""
     found = {"host": platform.node()}
     for part in _PARTS:
         found.update({f"{part}.{name}": str(value) for name, value in report[part].items()})
@@ -342,11 +340,11 @@ def facts_of(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def gather(facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of every rank of the job, in rank order. A collective over the host's network.
+    """Return the facts of every rank of the job, in rank order. The call is a collective over gloo.
 
     Raises:
         ConfigError: this process is no rank of a job.
-        CommError: a rank did not come, or ended.
+        CommError: a rank did not join, or ended.
     """
     import deepspeed.comm as dist
     from deepspeed.comm.environment import is_rank
@@ -357,7 +355,7 @@ def gather(facts: Mapping[str, str]) -> list[dict[str, str]]:
             "--all-ranks compares the ranks of a job, and no launcher has started this process; run deepspeed "
             "--hostfile HOSTFILE --module deepspeed.cli.report --all-ranks"
         )
-    dist.init_distributed("gloo")  # values of the host: devices may be what differs
+    dist.init_distributed("gloo")  # not the devices' backend: the ranks' devices may differ
     try:
         return all_gather_values(dict(facts))
     finally:
@@ -365,9 +363,9 @@ def gather(facts: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def differences(by_rank: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """Return the facts in which ranks differ: by the fact's name, the ranks that have each value.
+    """Return fact name -> value -> ranks, for the facts that differ between ranks.
 
-    The value of a fact that a rank lacks is "absent".
+    The value "absent" stands for a fact that a rank lacks.
     """
     names = dict.fromkeys(itertools.chain.from_iterable(by_rank))
     found: dict[str, dict[str, list[int]]] = {}
@@ -381,7 +379,7 @@ def differences(by_rank: Sequence[Mapping[str, str]]) -> dict[str, dict[str, lis
 
 
 def show(by_rank: Sequence[Mapping[str, str]], console: Console) -> None:
-    """Print what the ranks have in common, and a table of what differs."""
+    """Print the facts that are equal on all ranks, and a table of the facts that differ."""
     different = differences(by_rank)
     hosts: dict[str, list[int]] = {}
     for rank, facts in enumerate(by_rank):
@@ -403,7 +401,7 @@ def show(by_rank: Sequence[Mapping[str, str]], console: Console) -> None:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Sorted ranks in few words: "0-3, 8"."""
+    """Format sorted ranks as ranges: "0-3, 8"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,13 +1,13 @@
-"""`ds_verify`: whether a training script trains as plain torch would.
+"""`ds_verify`: check whether a training script trains like plain torch.
 
     ds_verify train.py --deepspeed_config ds.json
     ds_verify --ranks 4 --steps 10 --json verdict.json --plot verdict.svg train.py
     ds_verify --against stage0.json train.py --deepspeed_config ds.json
 
-The script runs twice, unchanged and with the same arguments: as its configuration says, which is recorded, and by plain
-torch, or by the configuration after `--against`. The second run begins each step with the recorded weights and compares
-(docs/howto/verify-a-run.md). Exit code 0: all is equal within the bounds that rounding explains; 1: something differs;
-2: a run failed, or the question cannot be answered; 3: both runs had other data.
+The script runs twice, unchanged and with the same arguments. The first run uses its configuration and is recorded. The
+second run uses plain torch, or the configuration of `--against`; it begins each step with the recorded weights and
+compares (docs/howto/verify-a-run.md). Exit code 0: all values are equal within the bounds that rounding explains; 1: a
+value differs; 2: a run failed, or the comparison is impossible; 3: the two runs had different data.
 """
 
 import argparse
@@ -53,11 +53,11 @@ _SAYS = {
 
 
 class _CannotVerify(Exception):
-    """The question cannot be answered. Its text is for the user."""
+    """The comparison is impossible. The message is for the user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         _check(options)
@@ -135,7 +135,7 @@ def _other_config(path: str) -> dict[str, Any]:
     """Read the configuration of the second run.
 
     Raises:
-        ConfigError: names the file, and the key in it that is wrong.
+        ConfigError: the message names the file, and the wrong key.
     """
     return DeepSpeedConfig(Path(path), batch_required=False).raw
 
@@ -147,7 +147,7 @@ def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> Non
     """Run the script on all ranks.
 
     Raises:
-        _CannotVerify: it failed.
+        _CannotVerify: the run failed.
     """
     form = "module" if options.module else "script"
     command = [
@@ -159,7 +159,7 @@ def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> Non
     log = folder / f"{role}.log"
     with log.open("wb") as output:
         told = None if options.verbose else output
-        environment = {"PYTHONHASHSEED": "0", **os.environ}  # sets have one order in both runs
+        environment = {"PYTHONHASHSEED": "0", **os.environ}  # sets have the same order in both runs
         process = subprocess.Popen(
             command,
             env=environment,
@@ -180,7 +180,7 @@ def _run(role: str, what: str, folder: Path, options: argparse.Namespace) -> Non
 
 
 def _follow(process: subprocess.Popen[bytes], role: str, what: str, folder: Path, options: argparse.Namespace) -> None:
-    """Show how far a run is until it ends."""
+    """Show the progress of a run until it ends."""
     pattern = "step*/rank0.json" if role == "record" else "step*/rows0.json"
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -198,7 +198,7 @@ def _follow(process: subprocess.Popen[bytes], role: str, what: str, folder: Path
 
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
-    """Let a SIGTERM end this process as Ctrl-C does, so that it leaves no ranks behind."""
+    """Let SIGTERM end this process like Ctrl-C, so that it leaves no ranks behind."""
 
     def leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -210,11 +210,11 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ---- what is printed ----------------------------------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------------------------------------
 
 
 def _what_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a verdict is about: the script, as it is before it runs, its arguments, and what runs it."""
+    """Return what the verdict covers: the script with its digest before the run, arguments, ranks and versions."""
     from deepspeed.cli.report import versions
 
     content = None if options.module else Path(options.script).read_bytes()
@@ -244,7 +244,7 @@ def _write(verdict: RunVerdict, run: dict[str, Any], options: argparse.Namespace
 
 
 def _strict(value: Any) -> Any:
-    """JSON knows no infinity and no nan: they become null."""
+    """Replace infinity and nan with None, because JSON has neither."""
     if isinstance(value, dict):
         return {name: _strict(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -265,10 +265,10 @@ def _cell(rows: Sequence[Finding]) -> str:
 
 
 def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
-    """Say the verdict in a few lines.
+    """Return the verdict in a few lines.
 
     Args:
-        asked: steps that were asked for; the script may have made fewer.
+        asked: number of steps that the user requested; the script may have made fewer.
     """
     first, faults, second = verdict.first, verdict.faults, verdict.second
     of = f"{counted(len(verdict.rows), 'comparison')} in {counted(verdict.num_steps, 'step')}"
@@ -296,7 +296,7 @@ def summary(verdict: RunVerdict, *, asked: int) -> list[str]:
 
 
 def _draw(verdict: RunVerdict, path: str) -> None:
-    """Draw for each kind the worst difference of each step, as a share of its bound; what is 0 is not drawn."""
+    """Plot the worst difference of each kind and step, as a share of its bound. Zeros are not plotted."""
     import matplotlib as mpl  # late: only --plot needs it
 
     mpl.use("Agg")

@@ -365,7 +365,7 @@ class DeepSpeedConfig(Section):
         return list(self._auto)
 
     def check_supported(self) -> None:
-        """Raise ConfigError for unsupported keys that must not be ignored; warn once for others. Called by the engine."""
+        """Raise ConfigError for unsupported keys that must not be ignored; warn once about others. For the engine."""
         with naming_file(self._file):
             check_supported(self)
 

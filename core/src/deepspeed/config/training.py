@@ -266,7 +266,7 @@ class AutotuningConfig(Section):
 
 
 def switched_on(value: Any) -> bool:
-    """Return whether a free object asks for anything: an `enabled` in it is true, or it has content and no `enabled`."""
+    """Return whether a free object is switched on: an `enabled` in it is true, or it has content and no `enabled`."""
     flags = list(_enabled_flags(value))
     return any(flags) if flags else bool(value)
 

@@ -51,7 +51,7 @@ class OffloadParamConfig(LaxSection):
 
 
 class LocoConfig(LaxSection):
-    """`zeropp_loco_param`: error feedback: quantization errors are added to the next gradients (LoCo, arXiv 2407.04480)."""
+    """`zeropp_loco_param`: adds the quantization error of gradients to the next gradients (LoCo, arXiv 2407.04480)."""
 
     err_beta: Float = key(
         0.8,

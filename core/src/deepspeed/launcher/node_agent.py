@@ -235,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
         return is_running
 
     def _exit_barrier(self) -> None:
-        """On node 0, wait for the other nodes. torch's own barrier waits up to five minutes, even for failed nodes."""
+        """Wait on node 0 for the other nodes. torch's own barrier waits up to five minutes, even for failed nodes."""
         if self._peers is not None and self._node_rank == 0:
             self._peers.wait_for_others()
             self.cause_elsewhere = self._peers.cause()
