@@ -276,6 +276,30 @@ def gradient_penalty(model, batch, backward):
     backward(mse(output, batch) + slope.square().mean())
 
 
+def transforms(model, batch, backward):
+    """Gradients, a Jacobian and a directional derivative with respect to the inputs, by `torch.func`."""
+
+    def of_outputs(x):
+        output = model(x)
+        return output.sum(), output
+
+    slope, output = torch.func.grad(of_outputs, has_aux=True)(batch.x)
+    of_samples = torch.func.vmap(torch.func.grad(lambda x: model(x).square().sum()))(batch.x)
+    jacobian = torch.func.jacrev(model)(batch.x[0])
+    _, along = torch.func.jvp(model, (batch.x,), (torch.ones_like(batch.x),))
+    terms = (slope, of_samples, jacobian, along)
+    backward(mse(output, batch) + mse(model(batch.x), batch) + sum(term.square().mean() for term in terms))
+
+
+def transforms_without_a_backward(model, batch, backward):
+    """They come between a forward and its backward, and no gradient is asked for through them."""
+    loss = mse(model(batch.x), batch)
+    assert torch.func.grad(lambda x: model(x).sum())(batch.x).detach().isfinite().all()
+    with torch.no_grad():
+        assert torch.func.jacfwd(model)(batch.x[0]).isfinite().all()
+    backward(loss)
+
+
 def with_create_graph(model, batch, backward):
     backward(mse(model(batch.x), batch), create_graph=True)
 
@@ -335,6 +359,12 @@ CASES = {
         backward=gradient_penalty,
         keys={"zero_optimization": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}},
     ),
+    "transforms of torch.func": Case(backward=transforms, accumulation=2),
+    "transforms of torch.func, weights released": Case(
+        backward=transforms,
+        keys={"zero_optimization": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}},
+    ),
+    "transforms of torch.func, no backward": Case(backward=transforms_without_a_backward),
     "create_graph": Case(backward=with_create_graph),
     "reentrant checkpoints": Case(Checkpointed),
     "reentrant checkpoints, accumulated": Case(Checkpointed, accumulation=3),

@@ -44,6 +44,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
 
 from deepspeed.comm.give_up import on_failure_after
@@ -210,7 +211,7 @@ class BackwardWindow:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
         see, own = self._see_output, self._itself
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:
+            if tensor.requires_grad and not (tensor.is_leaf or is_functorch_wrapped_tensor(tensor)):
                 tensor.register_hook(see)
                 _metadata(tensor.grad_fn)[_MARK] = own
 
@@ -283,8 +284,12 @@ class _TaskEnd:
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in any nesting of containers, and within torch.func's transforms those that they wrap."""
     if isinstance(outputs, Tensor):
         yield outputs
+        while is_functorch_wrapped_tensor(outputs):
+            outputs = get_unwrapped(outputs)
+            yield outputs
     elif isinstance(outputs, dict):  # ModelOutput of transformers is one
         for value in outputs.values():
             yield from tensors_in(value)

@@ -18,10 +18,14 @@ that no backward followed is compared with the shards before a step, and where i
 by `param.data`.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import StateError
@@ -33,6 +37,23 @@ _AVAILABLE, _NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAI
 
 #: the two latest uses
 _Place = tuple[ParamUnit | None, ParamUnit | None]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _outside_transforms(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Call `method` where no transform of `torch.func` wraps the memory that it makes, fills and frees."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **keys: P.kwargs) -> T:
+        if peek_interpreter_stack() is None:
+            return method(self, *args, **keys)
+        with temporarily_clear_interpreter_stack():
+            return method(self, *args, **keys)
+
+    return call
 
 
 class ParamFetcher:
@@ -105,6 +126,7 @@ class ParamFetcher:
         if self._is_evaluated:
             self._left_whole.update(unit for unit in self.units if unit.status is _AVAILABLE)
 
+    @_outside_transforms
     def use(self, unit: ParamUnit) -> None:
         """Return when the parameters of `unit` are whole."""
         if unit.status is _AVAILABLE and unit not in self._unused:  # in use
@@ -120,6 +142,7 @@ class ParamFetcher:
             if (reduction := self._live_reduction()) is not None and unit.gathered_over is unit.ranks:
                 reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
 
+    @_outside_transforms
     def release_or_keep(self, unit: ParamUnit) -> None:
         """Release a unit that its last user is done with, or keep it whole for its next use (`max_reuse_numel`).
 
@@ -163,6 +186,7 @@ class ParamFetcher:
             if unit.status is ZeroParamStatus.INFLIGHT:
                 unit.finish()
 
+    @_outside_transforms
     def compare_order(self) -> None:
         """Raise where ranks have gathered different units; see [Note: ranks that differ]. A collective of each group
         in which something was gathered since the last call, of a library that does not compare by itself.
@@ -196,15 +220,18 @@ class ParamFetcher:
         if refusals:
             raise refusals[0]
 
-    def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
-        """Forget the all-gathers in flight without waiting for them; yields the group and the work of each."""
+    @_outside_transforms
+    def abandon(self) -> list[tuple[GroupBackend, Work]]:
+        """Forget the all-gathers in flight without waiting for them; returns the group and the work of each."""
+        works = []
         for unit in self.units:
             if (work := unit.abandon()) is not None:
-                yield work
+                works.append(work)
             unit.num_users = 0
             unit.release()
         self._forget_whole()
         self.invalidate_trace()  # ranks that failed at other places have learned other parts of it
+        return works
 
     def _forget_whole(self) -> None:
         self._unused.clear()
