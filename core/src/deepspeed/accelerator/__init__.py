@@ -3,8 +3,8 @@
     from deepspeed.accelerator import get_accelerator
     x = torch.empty(8, device=get_accelerator().current_device_name())
 
-May import `plugins` and what lies below. Read next: `current.py` (how the choice is made), `abstract_accelerator.py`
-(what an accelerator answers), `plain.py` (the smallest complete one).
+May import `plugins` and lower floors. Read next: `current.py` (how the accelerator is chosen),
+`abstract_accelerator.py` (the interface of an accelerator), `plain.py` (the smallest complete accelerator).
 """
 
 from deepspeed._absent import complete

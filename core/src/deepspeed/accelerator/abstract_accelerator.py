@@ -1,6 +1,6 @@
-"""DeepSpeedAccelerator: everything the core asks of a device, answered by torch where a vendor says nothing else.
+"""DeepSpeedAccelerator: the interface between the core and a device. Every method has a default built on torch.
 
-A vendor whose device torch knows writes two lines and then only what differs:
+For a device that torch supports, a vendor writes two lines and overrides only the methods that differ:
 
     class XYZ_Accelerator(DeepSpeedAccelerator):
         _name = "xyz"                          # torch.device("xyz"), torch.xyz
@@ -8,10 +8,10 @@ A vendor whose device torch knows writes two lines and then only what differs:
 
     # optional: override any method of the six mixins below
 
-The methods stand in files by subject, so that each can be read at once: `device.py` (which device, how it behaves, its
-random numbers, streams, events, graphs, dtypes), `memory.py`, `building.py` (op builders, environment, compiler). There
-is no abstract method and no `__init__`: a class that implements everything itself, as vendors wrote them for DeepSpeed,
-is as welcome as one that implements nothing, and new methods never break it.
+The methods are split into files by subject: `device.py` (device selection and behavior, random numbers, streams,
+events, graphs, dtypes), `memory.py`, `building.py` (op builders, environment, compiler). There is no abstract method
+and no `__init__`. A class may override every method, as vendor classes written for DeepSpeed do, or none. New methods
+never break an existing class.
 """
 
 from deepspeed.accelerator.building import BuildingMixin
@@ -20,7 +20,7 @@ from deepspeed.accelerator.memory import MemoryMixin
 
 
 class DeepSpeedAccelerator(DeviceMixin, RngMixin, StreamMixin, MemoryMixin, DtypeMixin, BuildingMixin):
-    """A device as the core sees it. Built once per process by a plugin's `ds_accelerator`, or by the user.
+    """A device as the core uses it. A plugin's `ds_accelerator`, or the user, builds one per process.
 
     Class attributes (an old-style class sets the same names in its `__init__`):
         _name: the device type of torch, for example `"cpu"`.
@@ -29,7 +29,7 @@ class DeepSpeedAccelerator(DeviceMixin, RngMixin, StreamMixin, MemoryMixin, Dtyp
     """
 
 
-# Title -> mixin; the reference page is written from this table.
+# Title -> mixin. The reference page is generated from this table.
 MIXINS: dict[str, type] = {
     "Device": DeviceMixin,
     "Random numbers": RngMixin,
@@ -39,8 +39,8 @@ MIXINS: dict[str, type] = {
     "Op builders, environment, compiler": BuildingMixin,
 }
 
-# What may be asked at any time: also before a fork, in the launcher, and where there is no device. The answer makes no
-# device context. Every other method may initialize the current device, so it is asked in the process that computes.
+# Methods that may be called at any time, even before a fork, in the launcher, and without a device. They create no
+# device context. Every other method may initialize the current device, so only the process that computes calls it.
 ANY_TIME = frozenset(
     """
     is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device_count

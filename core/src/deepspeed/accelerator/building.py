@@ -1,4 +1,4 @@
-"""BuildingMixin: where the device's op builders are, what its ranks need in their environment, who compiles."""
+"""BuildingMixin: the device's op builders, the environment variables of its ranks, and its compiler."""
 
 import importlib.machinery
 import importlib.util
@@ -27,28 +27,28 @@ class BuildingMixin(TorchModule):
     # ----- op builders -----------------------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
-        """The import path of the package that holds this accelerator's op builders.
+        """Return the import path of the package that holds this accelerator's op builders.
 
-        Default: the folder `op_builder` beside the module of the accelerator's class, or beside a class that it derives
-        from; the core's own `deepspeed.ops.op_builder` when there is none. Importing that package compiles nothing.
+        Default: the package `op_builder` beside the module of the accelerator's class or of one of its base classes. If
+        there is none, the core's own `deepspeed.ops.op_builder`. Importing the package compiles nothing.
         """
         return builders_beside(type(self))
 
     def create_op_builder(self, class_name: str) -> Any:
-        """An instance of the builder called `class_name`, for example `"FusedAdamBuilder"`; None when there is none.
+        """Return an instance of the builder `class_name`, for example `"FusedAdamBuilder"`, or None.
 
-        None means that the device has no kernel of its own for the op. `deepspeed.ops.registry` then looks further: the
-        host extension, the feature plugins, the torch reference.
+        None means that the device has no kernel for the op. `deepspeed.ops.registry` then tries the host extension, the
+        feature plugins, and the torch reference, in this order.
         """
         builder_class = self.get_op_builder(class_name)
         return None if builder_class is None else builder_class()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The builder class called `class_name`, or None when this accelerator has none.
+        """Return the builder class `class_name`, or None when this accelerator has none.
 
-        Default: what the accelerator's plugin names in the hook `ds_op_builders`, then the class of that name in the
-        package `op_builder_dir()`, in its `__init__` or in one of its modules. Both are asked at each call, so that a
-        name means this accelerator, whichever was current when something was imported.
+        Default: the class that the accelerator's plugin returns from the hook `ds_op_builders`, else the class of this
+        name in the package `op_builder_dir()` (its `__init__` or one of its modules). Nothing is cached: each call
+        looks up both, so the result does not depend on the accelerator that was current at some import.
 
         Raises:
             PluginError: the plugin failed in its hook, or the package cannot be imported.
@@ -59,20 +59,20 @@ class BuildingMixin(TorchModule):
         return _find_class(_import_builders(self), class_name)
 
     def build_extension(self) -> Any:
-        """The setuptools command class that compiles this device's extensions in a wheel build.
+        """Return the setuptools command class that compiles this device's extensions in a wheel build.
 
-        Default: torch's `BuildExtension`. Called by `setup.py` of an extension as `cmdclass={"build_ext": ...}`.
+        The `setup.py` of an extension uses it: `cmdclass={"build_ext": ...}`. Default: torch's `BuildExtension`.
         """
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
 
     def _stated_builders(self) -> dict[str, type]:
-        """Builder name -> class, as the plugin that this accelerator came from states them."""
+        """Return builder name -> class from the `ds_op_builders` hook of this accelerator's plugin."""
         return {} if self._plugin is None else plugin_manager().op_builders(self._plugin)
 
     def _builder_names(self) -> list[str]:
-        """The names under which builder classes can be found here: stated by the plugin, or in its package."""
+        """Return the names of all builder classes in the plugin's hook and in the package `op_builder_dir()`."""
         names = set(self._stated_builders())
         if self.op_builder_dir() != _CORE_BUILDERS:
             names.update(name for module in _modules(_import_builders(self)) for name in _classes(module))
@@ -81,25 +81,25 @@ class BuildingMixin(TorchModule):
     # ----- environment -----------------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Prefixes of the environment variables that ranks on other hosts need too, for example `["XYZCCL"]`.
+        """Return prefixes of the environment variables to export to ranks on other hosts, for example `["XYZCCL"]`.
 
-        For launchers that start ranks there (hook `ds_launcher`); ranks on this machine inherit the environment.
+        Launchers that start ranks on other hosts (hook `ds_launcher`) use them. Local ranks inherit the environment.
         """
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """Names of the variables that limit which devices a process sees; empty when the device has none."""
+        """Return the names of the environment variables that limit the devices a process sees. May be empty."""
         return []
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Write into `current_env` that a rank shall see only `local_accelerator_ids`. Called by the launcher."""
+        """Set these variables in `current_env`: a rank must see only `local_accelerator_ids`. The launcher calls it."""
         for variable in self.visible_devices_envs():
             current_env[variable] = ",".join(str(index) for index in local_accelerator_ids)
 
     # ----- compiler --------------------------------------------------------------------------------------------------
 
     def get_compile_backend(self) -> str:
-        """The `torch.compile` backend for this device. Asked by `engine.compile` when the user names none."""
+        """Return the `torch.compile` backend. `engine.compile` calls this when the user names no backend."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
@@ -115,7 +115,7 @@ class BuildingMixin(TorchModule):
 
 
 def builders_beside(accelerator_class: type) -> str:
-    """The package `op_builder` beside the module of `accelerator_class` or of a parent of it, else the core's own."""
+    """Return the package `op_builder` beside the module of the class or of a base class, else the core's package."""
     for kind in accelerator_class.__mro__:
         package = kind.__module__.rpartition(".")[0]
         if package and package.split(".")[0] != "deepspeed" and _exists(f"{package}.op_builder"):
@@ -131,10 +131,10 @@ def _exists(module_name: str) -> bool:
 
 
 def _import_builders(accelerator: BuildingMixin) -> ModuleType:
-    """The package `op_builder_dir()`.
+    """Import the package `op_builder_dir()`.
 
     Raises:
-        PluginError: it cannot be imported, whatever a vendor's package raises.
+        PluginError: the import failed with any exception.
     """
     where = accelerator.op_builder_dir()
     try:
@@ -155,10 +155,10 @@ def _find_class(package: ModuleType, name: str) -> type | None:
 
 
 def _modules(package: ModuleType) -> Iterator[ModuleType]:
-    """`package`, then its modules, as a vendor may keep one builder per file under an empty `__init__`.
+    """Yield `package`, then its modules: a vendor may keep one builder per file under an empty `__init__`.
 
-    A module that cannot be imported is warned about and left out: the other builders still count. Compiled ones are
-    passed over: they are ops that a wheel brought, and looking for builders must not load those.
+    A module that cannot be imported is skipped with a warning. Compiled modules are skipped: they are ops from a wheel,
+    and a search for builders must not load ops.
     """
     yield package
     for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
@@ -175,6 +175,6 @@ def _modules(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def _classes(module: ModuleType) -> list[str]:
-    """Names of builder classes in `module` by DeepSpeed's convention: `...Builder`, but not a base `...OpBuilder`."""
+    """Return the names of the builder classes in `module`: `...Builder`, but not `...OpBuilder` (a base class)."""
     names = [name for name in dir(module) if name.endswith("Builder") and not name.endswith("OpBuilder")]
     return [name for name in names if isinstance(getattr(module, name, None), type)]

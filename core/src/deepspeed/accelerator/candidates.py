@@ -1,7 +1,7 @@
-"""Every accelerator that could have been chosen, and why it was or was not: what `ds_report` shows.
+"""Lists every candidate accelerator and why it was or was not chosen, for `ds_report`.
 
-The choice itself is made in `current.py`; nothing here takes part in it. Asking all candidates imports their plugins,
-which a program with `DS_ACCELERATOR` set never does.
+`current.py` makes the choice; this module only explains it. Listing the candidates imports the plugins of all of them.
+A program with `DS_ACCELERATOR` set never imports the others.
 """
 
 import os
@@ -18,16 +18,16 @@ State = Literal["available", "absent", "broken", "blocked"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One accelerator that is installed, or registered by the program, or the plain device.
+    """An accelerator that is installed or registered by the program, or the plain device.
 
     Fields:
-        name, priority, available, reason, impersonates: of its offer; the plain device has no priority.
-        origin: package, version and module that announce it.
-        api: the range of plugin API versions it states, or None.
-        state: "absent" is a device that is not there, "blocked" a plugin that the environment keeps out.
-        chosen: it is the current one.
+        name, priority, available, reason, impersonates: the fields of its `Offer`; the plain device has no priority.
+        origin: the package, version and module of its entry point.
+        api: its range of plugin API versions, or None.
+        state: "absent" means that there is no device, "blocked" that the environment excludes the plugin.
+        chosen: True for the current accelerator.
         verdict: why it won or lost, in one line.
-        traceback: where it failed, for "broken"; else None.
+        traceback: the traceback of the failure if `state` is "broken", else None.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Candidate:
 
 
 def list_candidates(choice: AcceleratorChoice | None) -> list[Candidate]:
-    """All candidates, the likeliest first and the plain device last.
+    """Return all candidates, the best offer first and the plain device last.
 
     Args:
-        choice: the current one; None when none could be made.
+        choice: the current choice; None when no accelerator could be chosen.
     """
     offers = plugin_manager().offers()
     found = [_candidate(offer, offers, choice) for offer in offers]

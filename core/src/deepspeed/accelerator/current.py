@@ -1,13 +1,13 @@
-"""The current accelerator: who chooses it, when, and why it was this one.
+"""Chooses the current accelerator. The order of precedence is:
 
     set_accelerator(X())  >  DS_ACCELERATOR=name  >  the available offer of highest priority  >  the plain device
 
-The choice is made on the first `get_accelerator()`, once per process, and logged in one line. `DS_ACCELERATOR` loads
-that plugin alone. `explain()` gives `ds_report` the whole story.
+The first `get_accelerator()` makes the choice, once per process, and logs one line. With `DS_ACCELERATOR` set, only the
+named plugin is loaded. `explain()` returns the choice and its reason for `ds_report`.
 
-An accelerator whose class does not derive from DeepSpeedAccelerator is wrapped in one that does. The wrapper asks the
-object first, for methods, properties and private names such as `_compile_backend`; the base answers what the object
-lacks. The object itself is left as it was.
+If the class of an accelerator does not derive from DeepSpeedAccelerator, the object is wrapped in a class that does.
+The wrapper delegates each method, property and private name (such as `_compile_backend`) that the object has, and
+inherits the rest from the base class. The object itself is not modified.
 """
 
 import inspect
@@ -30,18 +30,18 @@ from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
 from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN, inside_probe
 
-# What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
+# Methods that a class must implement if it does not derive from DeepSpeedAccelerator. The wrapper inherits the rest.
 _OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
 _MISSING = object()
 
 
 def as_accelerator(candidate: Any) -> DeepSpeedAccelerator:
-    """`candidate` itself, or its wrapper when its class does not derive from the base.
+    """Return `candidate`, or a wrapper around it if its class does not derive from the base class.
 
-    Called for the argument of `set_accelerator` and for what a plugin's `ds_accelerator` returns.
+    `candidate` is the argument of `set_accelerator` or the result of a plugin's `ds_accelerator`.
 
     Raises:
-        PluginError: it is a class, lacks the methods that every device answers, or has no `_name`.
+        PluginError: `candidate` is a class, lacks a required method, or has no `_name`.
     """
     kind = type(candidate)
     if isinstance(candidate, type):
@@ -53,9 +53,9 @@ def as_accelerator(candidate: Any) -> DeepSpeedAccelerator:
 
 
 class WrappedAccelerator(DeepSpeedAccelerator):
-    """The base of all wrappers; each wrapped class gets a subclass with its name, made by `_wrap`.
+    """The base class of all wrappers. `_wrap` creates one subclass per wrapped class, with the same name.
 
-    Names that the base does not know are looked up on the object, when they are asked.
+    A name that DeepSpeedAccelerator does not have is looked up on the wrapped object at each access.
     """
 
     _wrapped: Any
@@ -64,7 +64,7 @@ class WrappedAccelerator(DeepSpeedAccelerator):
         self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped" or name.startswith("__"):  # a copy that is still empty
+        if name == "_wrapped" or name.startswith("__"):  # `copy` asks an instance that has no `_wrapped` yet
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._wrapped, name)
 
@@ -73,7 +73,7 @@ class WrappedAccelerator(DeepSpeedAccelerator):
 
 
 class _Delegated:
-    """A name that the wrapped object has: read from it, and written to it."""
+    """A descriptor that reads and writes an attribute of the wrapped object."""
 
     def __init__(self, name: str) -> None:
         self._attribute = name
@@ -95,7 +95,7 @@ def _wrap(candidate: Any) -> DeepSpeedAccelerator:
         )
     known = [*documented_names(), "_communication_backend_name", "_compile_backend"]
     members: dict[str, Any] = {name: _Delegated(name) for name in known if _has(candidate, name)}
-    # The vendor's names of class and module, so that logs and reports show them.
+    # Keep the vendor's class and module names for logs and reports.
     members.update(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__)
     wrapper_class = type(kind.__name__, (WrappedAccelerator,), members)
     accelerator: DeepSpeedAccelerator = wrapper_class(candidate)
@@ -104,7 +104,7 @@ def _wrap(candidate: Any) -> DeepSpeedAccelerator:
 
 
 def _has(candidate: Any, name: str) -> bool:
-    """Whether the object has the name. A property is not read: `Stream` may start the device."""
+    """Return whether the object has `name`, without reading a property: reading `Stream` may initialize the device."""
     return inspect.getattr_static(candidate, name, _MISSING) is not _MISSING
 
 
@@ -116,7 +116,7 @@ _HOST = "cpu"
 
 @dataclass(frozen=True)
 class AcceleratorChoice:
-    """The current accelerator, the plugin it came from (None: from no plugin), and why it was chosen."""
+    """The current accelerator, the name of its plugin (or None), and the reason for the choice."""
 
     accelerator: DeepSpeedAccelerator
     plugin: str | None
@@ -124,32 +124,32 @@ class AcceleratorChoice:
 
 
 _choice: AcceleratorChoice | None = None
-#: `_choice.accelerator`, one lookup away; None before the choice
+#: `_choice.accelerator`, for a fast lookup; None before the choice
 installed: DeepSpeedAccelerator | None = None
-_lock = threading.RLock()  # re-entrant, so that a plugin that calls back gets an error and not a deadlock
+_lock = threading.RLock()  # re-entrant, so that a plugin that calls back gets an error instead of a deadlock
 _choosing = False
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The current accelerator, the same object for the whole process. Called everywhere, so it costs a lookup.
+    """Return the current accelerator, the same object for the whole process. After the first call this is a lookup.
 
     Raises:
         PluginError: `DS_ACCELERATOR` names a plugin that is missing, broken or has no device, or two plugins offer
-            devices with equal priority. Nothing is remembered then; the next call tries again.
+            devices with equal priority or for the same torch device. The error is not cached: the next call retries.
     """
     return installed if installed is not None else _choose_once().accelerator
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Use `accelerator` from now on, over every other rule. Called by user scripts before anything else.
+    """Use `accelerator` from now on. This overrides every other rule. User scripts call it before anything else.
 
     Args:
-        accelerator: an instance of `DeepSpeedAccelerator`, or of a class with its methods that does not derive from it:
-            such an object is wrapped, and `get_accelerator()` returns the wrapper: an instance of the base that asks
-            the object first and answers itself what the object lacks.
+        accelerator: an instance of `DeepSpeedAccelerator`, or an object with the same methods. Such an object is
+            wrapped, and `get_accelerator()` returns the wrapper: an instance of `DeepSpeedAccelerator` that delegates
+            to the object and inherits the methods that the object lacks.
 
     Raises:
-        PluginError: it is neither, for example None. The accelerator stays as it was.
+        PluginError: `accelerator` is neither, for example None. The current accelerator does not change.
     """
     chosen = as_accelerator(accelerator)
     with _lock:
@@ -163,22 +163,22 @@ def reset_accelerator() -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """True when the current accelerator can be used: its device is there."""
+    """Return True when the current accelerator has an available device."""
     return get_accelerator().is_available()
 
 
 def explain() -> AcceleratorChoice:
-    """The choice and its reason; chooses when nothing was chosen yet. For `ds_report`, with `candidates.py`."""
+    """Return the choice and its reason, for `ds_report`. Makes the choice if there is none yet."""
     return _choice if _choice is not None else _choose_once()
 
 
 def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
-    """The plugin that `accelerator` came from; None when it was set by hand, is the plain one, or is not current."""
+    """Return the plugin of `accelerator`, or None if it is not current, was set by hand, or is the plain device."""
     return accelerator._plugin
 
 
 def __getattr__(name: str) -> DeepSpeedAccelerator | None:
-    """`deepspeed.accelerator.real_accelerator.ds_accelerator`: the current accelerator, None before the choice."""
+    """Return the current accelerator for `real_accelerator.ds_accelerator`: None before the choice."""
     if name == "ds_accelerator":
         return installed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -186,7 +186,7 @@ def __getattr__(name: str) -> DeepSpeedAccelerator | None:
 
 def _choose_once() -> AcceleratorChoice:
     global _choosing
-    if inside_probe():  # it runs in another thread, for which the lock below would be a deadlock
+    if inside_probe():  # the probe runs in another thread, which would deadlock on the lock below
         raise PluginError("get_accelerator() was called by a plugin whose import or ds_probe the choice is waiting for")
     with _lock:
         if _choice is not None:
@@ -204,7 +204,7 @@ def _choose_once() -> AcceleratorChoice:
 
 
 def _install(choice: AcceleratorChoice | None) -> None:
-    """The only writer of the choice. Keeps the hooks of the chosen plugin, and no other's, active."""
+    """Write the choice; nothing else does. Activate the hooks of the chosen accelerator plugin only."""
     global _choice, installed
     if _choice is not None and _choice.plugin is not None:
         plugin_manager().deactivate(_choice.plugin)
@@ -232,17 +232,17 @@ def _choose() -> AcceleratorChoice:
         _check_claims(best, best.device, available)
         try:
             choice = _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
-        except PluginError as error:  # its device is there but its package is broken: the others still count
+        except PluginError as error:  # the device exists but the package is broken: try the other offers
             plugin_manager().withdraw(best.name, error)
         else:
             found = choice.accelerator._name
-            if found != _HOST:  # every package may compute there, and a priority says whose kernels are better
+            if found != _HOST:  # several packages may use the host; the priority decides whose kernels are better
                 _check_claims(best, found, available)
             return choice
 
 
 def _warn_of_broken(offers: list[Offer]) -> None:
-    """One warning per broken plugin, whichever accelerator wins: its device may be the one that was meant."""
+    """Warn once per broken plugin, even if another accelerator wins: the user may want the broken plugin's device."""
     manager = plugin_manager()
     for offer in offers:
         error = manager.failure(offer.name)
@@ -264,8 +264,8 @@ def _highest(available: list[Offer]) -> Offer:
 
 
 def _check_claims(best: Offer, device: str, available: list[Offer]) -> None:
-    """Refuse a choice between packages for one device of torch, of which a process has one: a priority says which
-    vendor's device is better, not whose this device is."""
+    """Refuse to choose between packages for the same torch device. A priority ranks different devices, not packages
+    for one device."""
     others = [offer for offer in available if offer.name != best.name and offer.device == device]
     if not others:
         return
@@ -286,7 +286,7 @@ def _check_claims(best: Offer, device: str, available: list[Offer]) -> None:
 
 
 def _by_name(name: str) -> AcceleratorChoice:
-    """Errors stand alone, without the traceback of their cause: they say it, and the report shows where it was."""
+    """Load the plugin `name`. Errors are raised `from None`: the text states the cause, and `ds_report` shows where."""
     manager = plugin_manager()
     try:
         manager.load(name)
@@ -308,7 +308,7 @@ def _from_plugin(offer: Offer, why: str) -> AcceleratorChoice:
 
 
 def _known_to_torch(built: Any, offer: Offer) -> DeepSpeedAccelerator:
-    """`built` by a plugin, as an accelerator by whose name torch can place a tensor."""
+    """Check that the `_name` of the accelerator `built` by a plugin is a torch device type, and return it."""
     accelerator = as_accelerator(built)
     name = accelerator._name
     if offer.impersonates and name != offer.impersonates:
@@ -350,7 +350,7 @@ def set_random_seed(seed: int) -> None:
         seed: 0 to 2**32 - 1.
 
     Raises:
-        ValueError: from NumPy, for another seed; Python's generator is seeded then.
+        ValueError: NumPy rejects the seed; Python's generator is already seeded then.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -359,7 +359,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def _after_fork() -> None:
-    """Called in each forked child: a choice that another thread was making is forgotten, one that was made stays."""
+    """Reset the lock in a forked child if another thread held it. A completed choice stays."""
     global _lock, _choosing
     if _lock.acquire(blocking=False):
         _lock.release()

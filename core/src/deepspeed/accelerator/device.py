@@ -1,11 +1,11 @@
-"""DeviceMixin: which devices there are, which one is current, how they behave in time. RngMixin: their random numbers.
+"""DeviceMixin: device selection and synchronization behavior. RngMixin: random number generators.
 
-StreamMixin: queues of work on the device, marks in them, and recorded graphs of them. DtypeMixin: what the device
-computes in, and the tensor constructors of old scripts.
+StreamMixin: streams, events and captured graphs. DtypeMixin: the dtypes that the device supports, and the tensor
+constructors that old scripts use.
 
-TorchModule, the root of all mixins, is the way from an accelerator to what torch knows of its device. Two places are
-asked: the device's own module, `torch.xyz`, and where that lacks a name `torch.accelerator`, which answers for the one
-kind of device that this process has, whatever it is.
+TorchModule is the base of all mixins. It looks up a function in torch's module for the device, `torch.xyz`. If that
+module lacks the name and the device is torch's current accelerator, TorchModule uses `torch.accelerator`, which has the
+same functions under generic names.
 """
 
 import functools
@@ -20,7 +20,7 @@ import torch
 from deepspeed.errors import PluginError, StateError
 
 TensorMaker = Callable[..., torch.Tensor]
-# What `torch.accelerator` calls differently than the modules of devices do.
+# Name in a device module -> its different name in `torch.accelerator`.
 _GENERIC_NAMES = {
     "current_device": "current_device_index",
     "device": "device_index",
@@ -30,7 +30,7 @@ _GENERIC_NAMES = {
 
 
 class TorchModule:
-    """Answers by torch; the error says what to override when torch has no answer."""
+    """Looks up functions in torch's module for the device. If torch lacks one, the error says what to override."""
 
     _name: str = ""
     _communication_backend_name: str = ""
@@ -56,7 +56,7 @@ class TorchModule:
         return self._find(name) is not None
 
     def _ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.<device>.<name>`, or its like in `torch.accelerator`.
+        """Call `torch.<device>.<name>`, or the equivalent function of `torch.accelerator`.
 
         Raises:
             NotImplementedError: torch has no such function.
@@ -73,81 +73,81 @@ class TorchModule:
         return found
 
     def _find(self, name: str) -> Any:
-        """Return what torch has under `name`, or None."""
+        """Return torch's attribute `name` for the device, or None."""
         found = getattr(self._module(), name, None)
         if found is None and self._is_torchs_accelerator():
             if name in ("Stream", "Event"):
-                return getattr(torch, name)  # made without an argument they are of torch's accelerator
+                return getattr(torch, name)  # without a device argument, torch's accelerator is the default
             found = getattr(torch.accelerator, _GENERIC_NAMES.get(name, name), None)
         return found
 
     def _is_torchs_accelerator(self) -> bool:
-        """Whether `torch.accelerator` speaks of this device."""
+        """Return whether this device is torch's current accelerator."""
         current = torch.accelerator.current_accelerator()
         return current is not None and current.type == self._name
 
 
-# Open profiler ranges, innermost last. Per thread, as a range is opened and closed by the same thread.
+# Open profiler ranges, innermost last. Thread-local, because one thread must open and close a range.
 _open_ranges = threading.local()
 
 
 class DeviceMixin(TorchModule):
-    """Identity, choice and behaviour of the device."""
+    """Device selection and synchronization behavior."""
 
-    # ----- behaviour in time: what the core may rely on --------------------------------------------------------------
+    # ----- synchronization behavior that the core relies on ----------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
-        """True when an op has finished when its call returns, as on a CPU; then streams and events mean nothing.
+        """Return True when every op completes before its call returns, as on a CPU. Streams and events then do nothing.
 
-        Asked when the engine is built. Default False: the device works behind the host.
+        The engine calls this when it is built. Default False: the device executes ops asynchronously.
         """
         return False
 
     def use_host_timers(self) -> bool:
-        """True when timers read the host's clock, False when they record device events. Asked by the timers."""
+        """Return True when timers must read the host's clock, False when they must record device events."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """True when the device orders uses of a tensor across streams itself, so that no `wait_stream` is needed."""
+        """Return True when the device orders uses of a tensor across streams itself, so `wait_stream` is not needed."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """True when the device itself holds back work that does not fit its memory.
+        """Return True when the device itself delays work that does not fit its memory.
 
-        Otherwise the host waits, so that few buffers are in flight. Asked by ZeRO for gradients that go to the host.
+        If False, the host waits to limit the number of buffers in flight. ZeRO asks when it offloads gradients.
         """
         return self.is_synchronized_device()
 
     # ----- which device ----------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The device as torch writes it: `"xyz"` without an index, `"xyz:1"` with one.
+        """Return torch's name of the device: `"xyz"` without an index, `"xyz:1"` with one.
 
-        Without an index it is the device *type*; use `current_device_name` to place a tensor.
+        Without an index this is the device *type*; use `current_device_name` to place a tensor.
         """
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """A context in which `device_index` is the current device; `None` leaves the current one."""
+        """Return a context in which `device_index` is the current device; None keeps the current device."""
         index = self.current_device() if device_index is None else device_index
         context: AbstractContextManager[Any] = self._ask("device", index)
         return context
 
     def set_device(self, device_index: int) -> None:
-        """Make `device_index` current in this process. Called by `deepspeed.initialize`, and by scripts before it.
+        """Make `device_index` the current device of this process. `deepspeed.initialize` and scripts call it.
 
-        `initialize` gives the number that `LOCAL_RANK` says, or 0 where this process sees one device. A negative index
-        changes nothing, as in torch: it is often the default of `--local_rank`, where no launcher gives it.
+        `initialize` passes `LOCAL_RANK`, or 0 if this process sees one device. A negative index changes nothing, as in
+        torch: -1 is a common default of `--local_rank` in scripts that run without a launcher.
         """
         if not (isinstance(device_index, int) and device_index < 0):
             self._ask("set_device", device_index)
 
     def current_device(self) -> int:
-        """The index of the current device. Initializes the device when it was not yet used."""
+        """Return the index of the current device. Initializes the device if necessary."""
         return int(self._ask("current_device"))
 
     def current_device_name(self) -> str:
-        """The current device with its index, for `device=` arguments: `"xyz:0"`."""
+        """Return the current device with its index, for `device=` arguments: `"xyz:0"`."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
@@ -155,23 +155,23 @@ class DeviceMixin(TorchModule):
         return int(self._ask("device_count"))
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait on the host until everything queued on the device is done; `None` means the current device."""
+        """Block the host until all work queued on the device is done; None means the current device."""
         if device_index is None:
             self._ask("synchronize")
         else:
             self._ask("synchronize", device_index)
 
     def is_available(self) -> bool:
-        """True when at least one device can be used. Creates no device context."""
+        """Return True when at least one device can be used. Creates no device context."""
         return bool(self._ask("is_available"))
 
     # ----- communication ---------------------------------------------------------------------------------------------
 
     def communication_backend_name(self) -> str:
-        """The torch.distributed backend for this device. Asked by `init_distributed` when the user names none.
+        """Return the torch.distributed backend of this device. `init_distributed` uses it if the user names none.
 
         Raises:
-            PluginError: the class does not state `_communication_backend_name`.
+            PluginError: the class does not set `_communication_backend_name`.
         """
         if not self._communication_backend_name:
             raise PluginError(
@@ -180,32 +180,32 @@ class DeviceMixin(TorchModule):
         return self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
-        """The version of that backend, a tuple or a string, or None when it has none of its own. For reports."""
+        """Return the version of the communication backend for reports: a tuple, a string, or None if unknown."""
         return None
 
     # ----- profiler --------------------------------------------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Open a named range that profilers show; nests. The default is a `torch.profiler` range.
+        """Open a named profiler range. Ranges nest. Default: a `torch.profiler.record_function` range.
 
         Args:
-            domain, category: for profilers that group ranges; the default does not.
+            domain, category: groups for profilers that support them; the default ignores both.
         """
         ranges = _open_ranges.__dict__.setdefault("stack", [])
         ranges.append(torch.profiler.record_function(msg))
         ranges[-1].__enter__()
 
     def range_pop(self, domain: str | None = None) -> None:
-        """Close the innermost range of this thread; nothing happens when none is open.
+        """Close the innermost range of this thread. Does nothing when no range is open.
 
-        Ranges are hints: hooks may run on another thread than the one that opened the range, and must not fail there.
+        Ranges are hints: a hook may run on a different thread from the one that opened the range, and must not fail.
         """
         ranges = _open_ranges.__dict__.get("stack")
         if ranges:
             ranges.pop().__exit__(None, None, None)
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Run `callback` once the device is initialized: now if it is, later otherwise. Never initializes it."""
+        """Run `callback` now if the device is initialized, else when it becomes so. Never initializes the device."""
         if self._has("_lazy_call"):
             self._ask("_lazy_call", callback)
         else:
@@ -213,10 +213,10 @@ class DeviceMixin(TorchModule):
 
 
 class RngMixin(TorchModule):
-    """Random numbers. A state is a `torch.uint8` CPU tensor, opaque but for `set_rng_state`."""
+    """Random number generators. A state is an opaque `torch.uint8` CPU tensor for `set_rng_state`."""
 
     def random(self) -> ModuleType:
-        """The `torch.random` module: the host's generator and `fork_rng`."""
+        """Return the `torch.random` module: the host's generator and `fork_rng`."""
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -227,7 +227,7 @@ class RngMixin(TorchModule):
             self._ask("set_rng_state", new_state, device_index)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """A copy of the generator's state, of `device_index` or the current device."""
+        """Return a copy of the generator state of `device_index` (default: the current device)."""
         state: torch.Tensor
         if device_index is None:
             state = self._ask("get_rng_state")
@@ -240,15 +240,15 @@ class RngMixin(TorchModule):
         self._ask("manual_seed", seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the generators of all devices with the same number."""
+        """Seed the generators of all devices with `seed`."""
         self._ask("manual_seed_all", seed)
 
     def initial_seed(self) -> int:
-        """The number with which the current device's generator was last seeded."""
+        """Return the seed that the current device's generator last received."""
         return int(self._ask("initial_seed"))
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator that ops on `device_index` draw from when none is given."""
+        """Return the default generator of ops on `device_index`."""
         generator: torch.Generator = self._attribute("default_generators")[device_index]
         return generator
 
@@ -260,13 +260,13 @@ class StreamMixin(TorchModule):
 
     @property
     def Stream(self) -> Any:
-        """The stream class: `get_accelerator().Stream()` makes one on the current device."""
+        """The stream class: `get_accelerator().Stream()` creates a stream on the current device."""
         return self._attribute("Stream")
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work is queued on `stream`; `None` leaves the current one.
+        """Return a context in which work is queued on `stream`; None keeps the current stream.
 
-        Default: `torch.xyz.stream`, else the stream itself, which then is a context as `torch.Stream` is.
+        Default: `torch.xyz.stream(stream)`, else the stream itself if it is a context manager, as `torch.Stream` is.
         """
         if stream is None:
             return nullcontext()
@@ -277,43 +277,43 @@ class StreamMixin(TorchModule):
         return context
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream that work is queued on now, of `device_index` or the current device."""
+        """Return the current stream of `device_index` (default: the current device)."""
         return self._ask("current_stream", device_index)
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The stream that work is queued on when nothing else was said."""
+        """Return the default stream of `device_index` (default: the current device)."""
         return self._ask("default_stream", device_index)
 
     @property
     def Event(self) -> Any:
-        """The event class, made with `enable_timing=True` where `elapsed_time` (milliseconds) is wanted."""
+        """The event class. Pass `enable_timing=True` to use `elapsed_time` (milliseconds)."""
         return self._attribute("Event")
 
     def is_current_stream_capturing(self) -> bool:
-        """True while the current stream is recorded into a graph. Default: what torch says, where it can say it."""
+        """Return True while the current stream is captured into a graph. Default: torch's answer, else False."""
         return bool(self._ask("is_current_stream_capturing")) if self._has("is_current_stream_capturing") else False
 
     # ----- graphs ----------------------------------------------------------------------------------------------------
 
     def is_graph_supported(self) -> bool:
-        """True when work can be recorded and replayed, as inference may do. Default: `create_graph` makes one."""
+        """Return True when work can be captured and replayed, as inference may do. Default: `create_graph` works."""
         return self.create_graph() is not None
 
     def create_graph(self) -> Any:
-        """An empty graph to capture into, or None when this device records no graphs: then run eagerly.
+        """Return an empty graph, or None when this device cannot capture graphs and the work must run eagerly.
 
-        torch calls the class after the device, in capitals: `torch.xyz.XYZGraph`.
+        torch names the class after the device, in capitals: `torch.xyz.XYZGraph`.
         """
         graph_class = getattr(self._module(), f"{self._name.upper()}Graph", None)
         return graph_class() if graph_class is not None else None
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
-        """A context that records work into `graph`; with `graph=None` the work simply runs.
+        """Return a context that captures work into `graph`. With `graph=None` the work runs eagerly.
 
         Args:
-            graph: from `create_graph`.
-            pool: memory pool shared with another graph, in the device's own terms.
-            stream: the stream to capture on; default: one of torch's own.
+            graph: a graph from `create_graph`.
+            pool: a device-specific memory pool that is shared with another graph.
+            stream: the stream to capture on; default: torch's capture stream.
         """
         if graph is None:
             return nullcontext()
@@ -321,13 +321,13 @@ class StreamMixin(TorchModule):
         return context
 
     def replay_graph(self, graph: Any) -> None:
-        """Run the recorded work again, on the same memory.
+        """Run the captured work again, on the same memory.
 
-        With `graph=None`, from a device whose `create_graph` returns None, nothing happens: `capture_to_graph(None)`
-        recorded nothing.
+        On a device that cannot capture graphs, `graph` is None and nothing happens, because `capture_to_graph(None)`
+        ran the work eagerly.
 
         Raises:
-            StateError: `graph` is None, and this device records graphs.
+            StateError: `graph` is None although this device can capture graphs.
         """
         if graph is not None:
             graph.replay()
@@ -338,10 +338,10 @@ class StreamMixin(TorchModule):
 
 
 class DtypeMixin(TorchModule):
-    """Number formats."""
+    """Supported dtypes, and tensor constructors."""
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The floating point types that a model can be trained in. Asked when the engine is built, to refuse others."""
+        """Return the floating-point dtypes for training. The engine refuses other dtypes when it is built."""
         dtypes = [torch.float32]
         if self.is_fp16_supported():
             dtypes.append(torch.float16)
@@ -350,42 +350,41 @@ class DtypeMixin(TorchModule):
         return dtypes
 
     def prepare_dtype(self, dtype: torch.dtype) -> None:
-        """Get ready to compute in `dtype`, which is one of `supported_dtypes`.
+        """Prepare the device to compute in `dtype`, one of `supported_dtypes`.
 
-        `deepspeed.initialize` and `init_inference` call it for what the configuration asks for, before they build
-        anything; again for each engine. A device on which torch computes slowly in it may load kernels of its own.
-        Default: nothing.
+        `deepspeed.initialize` and `init_inference` call it with the configured dtype before they build each engine. If
+        torch is slow in this dtype on the device, the accelerator may load its own kernels here. Default: nothing.
         """
 
     def is_bf16_supported(self) -> bool:
-        """True when bfloat16 arithmetic works. Default: what torch says of the device, else True."""
+        """Return True when the device supports bfloat16 arithmetic. Default: torch's answer, else True."""
         return bool(self._ask("is_bf16_supported")) if self._has("is_bf16_supported") else True
 
     def is_fp16_supported(self) -> bool:
-        """True when float16 arithmetic works. Default: what torch says of the device, else True."""
+        """Return True when the device supports float16 arithmetic. Default: torch's answer, else True."""
         return bool(self._ask("is_fp16_supported")) if self._has("is_fp16_supported") else True
 
     def is_fp64_supported(self) -> bool:
-        """True when torch computes in float64 on this device."""
+        """Return True when torch computes in float64 on this device. Default True."""
         return True
 
     def is_grouped_mm_supported(self) -> bool:
-        """True when torch's product of groups of rows, each with its matrix, runs on this device. Layers of experts
-        ask; without it they take one product per expert. Default: torch has it for every device, which it had not
-        before 2.8.
+        """Return True when torch's grouped matrix product (one matrix per group of rows) runs on this device.
+
+        Expert layers fall back to one product per expert without it. Default: torch has `_grouped_mm` (2.8 or later).
         """
         return _torch_has_grouped_mm()
 
     def prefer_triton_grouped_mm(self) -> bool:
-        """True when grouped matrix products are faster by Triton than by torch. Default False."""
+        """Return True when Triton's grouped matrix products are faster than torch's. Default False."""
         return False
 
     def is_triton_supported(self) -> bool:
-        """True when Triton compiles for this device. Default False: a vendor who has a Triton back end says so."""
+        """Return True when Triton has a back end for this device. Default False."""
         return False
 
     def amp(self) -> Any:
-        """Return torch's autocast module for the device (`torch.xyz.amp`), or None. `torch.autocast` needs none."""
+        """Return torch's module `torch.xyz.amp`, or None. `torch.autocast` does not need it."""
         return getattr(self._module(), "amp", None)
 
     # ----- constructors of old scripts: get_accelerator().FloatTensor([1.0, 2.0]) ------------------------------------
@@ -426,11 +425,11 @@ class DtypeMixin(TorchModule):
         return self._maker(torch.int64)
 
     def _maker(self, dtype: torch.dtype) -> TensorMaker:
-        # `torch.device(name)` without an index is the current device, and asking for it initializes nothing.
+        # `torch.device(name)` without an index means the current device, and creating it initializes nothing.
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
 
-@functools.cache  # asked for each product of each layer
+@functools.cache  # called for each product of each layer
 def _torch_has_grouped_mm() -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))

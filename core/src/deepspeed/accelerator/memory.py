@@ -1,4 +1,4 @@
-"""MemoryMixin: how much memory there is and who has it, in bytes; and memory that the device can copy from."""
+"""MemoryMixin: memory statistics in bytes, and page-locked (pinned) host memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,27 +9,27 @@ from deepspeed.accelerator.device import TorchModule
 
 
 class MemoryMixin(TorchModule):
-    """Memory figures and pinned memory. Every figure is an int in bytes; `None` means the current device."""
+    """Memory statistics and pinned memory. Every size is in bytes; a `device_index` of None is the current device."""
 
     # ----- figures ---------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Give memory that the allocator keeps for reuse back to the device. Slow; for use between phases."""
+        """Return the allocator's cached memory to the device. Slow: call it between phases, not in every step."""
         self._ask("empty_cache")
 
     def return_freed_memory(self, min_bytes: int | None = 2**20) -> None:
-        """From now on, give freed blocks of `min_bytes` or more back to the device at once; None ends that.
+        """From now on, return freed blocks of `min_bytes` or more to the device at once. None restores the default.
 
-        `zero.Init` calls it while a model is built: it frees every whole parameter, which leaves gaps in a heap that
-        what lives longer fills. Training reuses blocks of the same sizes in every step, which a heap does well. Counts
-        for the whole process. Default: nothing, for an allocator that reuses such blocks well.
+        `zero.Init` calls this while it builds a model. It frees every full parameter, and longer-lived allocations
+        would fill the gaps and fragment the heap. Training does not need it: each step reuses blocks of the same
+        sizes. The setting applies to the whole process. The default implementation does nothing.
 
         Args:
-            min_bytes: the size of the smallest blocks that are given back; smaller ones may be kept for reuse.
+            min_bytes: the smallest block size that is returned; smaller blocks may stay cached for reuse.
         """
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes held by live tensors."""
+        """Return the bytes held by live tensors."""
         return int(self._ask("memory_allocated", device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -53,7 +53,7 @@ class MemoryMixin(TorchModule):
         self.reset_peak_memory_stats(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """The allocator's counters, keyed as torch does: `"allocated_bytes.all.current"`, `"...peak"` and so on."""
+        """Return the allocator's counters under torch's keys: `"allocated_bytes.all.current"`, `"...peak"`, ..."""
         return dict(self._ask("memory_stats", device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
@@ -61,7 +61,7 @@ class MemoryMixin(TorchModule):
         self._ask("reset_peak_memory_stats", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes the allocator took from the device: live tensors and what it keeps for reuse."""
+        """Return the bytes the allocator took from the device: live tensors and cached blocks."""
         return int(self._ask("memory_reserved", device_index))
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
@@ -69,14 +69,14 @@ class MemoryMixin(TorchModule):
         return int(self._ask("max_memory_reserved", device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of memory on the device, whoever uses them."""
+        """Return the total bytes of memory on the device."""
         index = self._ask("current_device") if device_index is None else device_index
         return int(self._ask("get_device_properties", index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that can still be taken from the device.
+        """Return the bytes that can still be allocated on the device.
 
-        What the driver calls free, where torch can ask it; otherwise the total less this process's tensors.
+        This is the driver's free memory if torch can query it, otherwise the total minus this process's tensors.
         """
         if self._has("mem_get_info"):
             free, _total = self._ask("mem_get_info", device_index)
@@ -88,13 +88,13 @@ class MemoryMixin(TorchModule):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1
     ) -> torch.Tensor:
-        """A CPU tensor of the same content in page-locked memory, which the device copies from without the host.
+        """Return a copy of `tensor` in page-locked memory, from which the device copies without the host.
 
         Args:
-            tensor: a CPU tensor; returned as it is when it is pinned and aligned already.
-            make_copy: False leaves what is in the new memory undefined.
-            match_shape: False gives one dimension.
-            align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
+            tensor: a CPU tensor; returned itself if it is already pinned and aligned.
+            make_copy: False leaves the contents of the new memory undefined.
+            match_shape: False returns a 1-D tensor.
+            align_bytes: the address is a multiple of this number, as direct file I/O requires.
         """
         if is_aligned(tensor, align_bytes) and self.is_pinned(tensor):
             return tensor if match_shape else tensor.view(-1)
@@ -106,36 +106,36 @@ class MemoryMixin(TorchModule):
     def pin_empty(
         self, *size: int | Sequence[int], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
     ) -> torch.Tensor:
-        """Page-locked memory of this shape, whose contents are undefined."""
+        """Return an uninitialized tensor of this shape in page-locked memory."""
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)  # type: ignore[arg-type]
         return self._torch_empty_pinned(torch.empty(0, dtype=dtype, device=device), shape)
 
     def pin_empty_like(
         self, tensor: torch.Tensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """`pin_empty` of the shape, and unless it is given of the dtype, of `tensor`."""
+        """Call `pin_empty` with the shape of `tensor`, and with its dtype unless `dtype` is given."""
         return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Let page-locked memory go. Default: nothing, since it goes with its last tensor."""
+        """Release page-locked memory. Default: nothing, because the memory is freed with its last tensor."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True when `tensor` lies in memory as `pin_memory` gives it."""
+        """Return True when `tensor` is in page-locked memory."""
         return self._torch_is_pinned(tensor)
 
     def pin_memory_alignment(self) -> int:
-        """The multiple that addresses of memory for `register_host_memory` have, in bytes. 1: any."""
+        """Return the address alignment, in bytes, that `register_host_memory` requires. 1 means any address."""
         return 1
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Page-lock memory that is there already; whether that was done. Default: it is not, and copies are staged."""
+        """Page-lock existing memory and return True. Default: return False, and copies are staged."""
         return False
 
     def unregister_host_memory(self, address: int) -> bool:
-        """Take `register_host_memory` back; whether there was something to take back."""
+        """Undo `register_host_memory`. Return whether the memory was registered."""
         return False
 
-    # what a class of DeepSpeed 0.19.6 overrides alone: the methods above come here
+    # Hooks for classes written for DeepSpeed 0.19.6, which override only these. The methods above call them.
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
@@ -147,15 +147,15 @@ class MemoryMixin(TorchModule):
         return tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """True when `tensor` lies in this device's memory."""
+        """Return True when `tensor` is on this device."""
         return tensor.device.type == self._name
 
 
 def is_aligned(tensor: torch.Tensor, align_bytes: int) -> bool:
-    """True when the first element of `tensor` stands at a multiple of `align_bytes`.
+    """Return True when the address of `tensor` is a multiple of `align_bytes`.
 
     Raises:
-        ValueError: `align_bytes` is not a multiple of the element size, so no view can start there.
+        ValueError: `align_bytes` is not a multiple of the element size, so no view can start at such an address.
     """
     if align_bytes > 1 and align_bytes % tensor.element_size():
         raise ValueError(
@@ -166,10 +166,10 @@ def is_aligned(tensor: torch.Tensor, align_bytes: int) -> bool:
 
 
 def aligned_copy(tensor: torch.Tensor, align_bytes: int, allocate: Any) -> torch.Tensor:
-    """A contiguous copy of `tensor` at an address that is a multiple of `align_bytes`.
+    """Return a contiguous copy of `tensor` at an address that is a multiple of `align_bytes`.
 
-    `allocate(numel)` gives a 1-D uint8 buffer; `align_bytes` bytes more than needed are taken from it. The buffer lives
-    as long as the copy, which is a view of it.
+    `allocate(numel)` returns a 1-D uint8 buffer. The requested size includes `align_bytes` spare bytes. The copy is a
+    view of the buffer and keeps it alive.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     buffer = allocate(num_bytes + align_bytes)

@@ -1,10 +1,10 @@
-"""PlainAccelerator: the null device. The CPU by torch alone, so that the core runs and tests with no extension at all.
+"""PlainAccelerator: the CPU through torch alone, so that the core runs and its tests pass without any extension.
 
-`ds-ext-cpu` builds on it and adds what the machine can tell (sockets, communication library, kernels). Streams and
-events of the host keep the shape of torch's, so that code written for a device runs unchanged: every op has finished
-when its call returns. torch's CPU allocator keeps no count, so the process's resident set stands for "allocated": it
-holds the tensors, and also the interpreter and the libraries. Control groups count: in a container the limit is the
-container's.
+`ds-ext-cpu` derives from it and adds sockets, a communication library and kernels. `HostStream` and `HostEvent` have
+the interface of torch's streams and events, so code written for a device runs unchanged, but every op completes before
+its call returns. torch's CPU allocator keeps no statistics, so "allocated" memory is the resident set of the process:
+it includes the tensors, the interpreter and the libraries. In a container, the memory limit is the limit of the control
+group.
 """
 
 import resource
@@ -24,19 +24,19 @@ from deepspeed.errors import StateError, environment_int
 
 _PROC = Path("/proc/self")
 _CGROUP = Path("/sys/fs/cgroup")
-# (limit, present use) of control groups version 2 and version 1, relative to _CGROUP
+# Files with (limit, current use) of control groups version 2 and version 1, relative to _CGROUP
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in physical memory now."""
-    import psutil  # late: each rank and the launcher load this room before they ask for memory
+    """Return the resident set size of this process in bytes."""
+    import psutil  # late: every rank and the launcher import this module, but few query memory
 
     return int(psutil.Process().memory_info().rss)
 
 
 def total_bytes() -> int:
-    """Bytes of memory of the machine, or of the container when its limit is lower."""
+    """Return the bytes of memory of the machine, or the container's limit if it is lower."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
@@ -45,7 +45,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Bytes that can be taken without swapping, within the container's limit."""
+    """Return the bytes that can be allocated without swapping, within the container's limit."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -54,17 +54,17 @@ def available_bytes() -> int:
 
 
 class PeakMemory:
-    """The highest resident set of this process since the start or the last reset.
+    """Measures the peak resident set of this process since the start or the last reset.
 
-    Linux counts it (`VmHWM`) and can be reset (`/proc/self/clear_refs`). Elsewhere, or where the kernel
-    forbids that, the peak after a reset is the highest figure seen by the calls made here since.
+    Linux maintains the peak (`VmHWM`), and `/proc/self/clear_refs` resets it. On other systems, or if the kernel
+    forbids the reset, the peak after a reset is the highest value that a `read` or `reset` has seen since.
     """
 
     def __init__(self) -> None:
-        self._seen: int | None = None  # None: the system's own counter is right
+        self._seen: int | None = None  # None: use the system's counter
 
     def read(self) -> int:
-        """The peak in bytes; never below `resident_bytes()`."""
+        """Return the peak in bytes; never below `resident_bytes()`."""
         now = resident_bytes()
         if self._seen is None:
             return max(now, _system_peak_bytes())
@@ -72,7 +72,7 @@ class PeakMemory:
         return self._seen
 
     def reset(self) -> None:
-        """Reset to the present value."""
+        """Reset the peak to the current value."""
         self._seen = None if _reset_system_peak() else resident_bytes()
 
 
@@ -89,14 +89,14 @@ def _system_peak_bytes() -> int:
 
 def _reset_system_peak() -> bool:
     try:
-        (_PROC / "clear_refs").write_text("5")  # man 5 proc: 5 resets VmHWM to the present resident set
+        (_PROC / "clear_refs").write_text("5")  # man 5 proc: 5 resets VmHWM to the current resident set
     except OSError:
         return False
     return True
 
 
 def _cgroup_bytes() -> tuple[int, int] | None:
-    """(limit, use) of the control group, or None without a limit."""
+    """Return (limit, current use) of the control group in bytes, or None without a limit."""
     for limit_file, use_file in _CGROUP_FILES:
         try:
             limit = (_CGROUP / limit_file).read_text().strip()
@@ -112,26 +112,26 @@ _NS_PER_MS = 1_000_000
 
 
 class HostStream:
-    """A queue that is always empty. Takes and ignores a device stream's arguments; use it with `with` or `stream()`."""
+    """A stream of the host: always empty. It ignores a device stream's arguments and is a context manager."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Do nothing: no work is queued."""
 
     def query(self) -> bool:
-        """True: nothing is queued."""
+        """Return True: no work is queued."""
         return True
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for: the other stream's work is done."""
+        """Do nothing: the work of the other stream is done."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for: what the event marks is done."""
+        """Do nothing: the work before the event is done."""
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
-        """Record `event`, or a new one, now."""
+        """Record `event`, or a new event, and return it."""
         event = HostEvent() if event is None else event
         event.record(self)
         return event
@@ -146,27 +146,27 @@ class HostStream:
 
 
 class HostEvent:
-    """A moment on the host's clock. Takes and ignores a device event's arguments; always measures time."""
+    """An event that records a time on the host's clock. It ignores a device event's arguments and always has timing."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._recorded_ns: int | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Note the time."""
+        """Record the current time."""
         self._recorded_ns = time.perf_counter_ns()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work before the event is done."""
 
     def query(self) -> bool:
-        """True: what came before is done."""
+        """Return True: the work before the event is done."""
         return True
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Do nothing: the work before the event is done."""
 
     def elapsed_time(self, end_event: "HostEvent") -> float:
-        """Milliseconds from this event to `end_event`.
+        """Return the milliseconds from this event to `end_event`.
 
         Raises:
             StateError: one of the two was not recorded.
@@ -189,10 +189,10 @@ _TENSOR_CLASSES: dict[torch.dtype, TensorMaker] = {
 
 
 class PlainAccelerator(DeepSpeedAccelerator):
-    """The host as a device: one of it, its memory the process's, its ops done when they return.
+    """The host as a single synchronous device. Its memory statistics are the statistics of the process.
 
-    "Several devices" means several ranks on one machine: they share its memory, and `device_count` says how many ranks
-    the launcher started (`LOCAL_SIZE` or `LOCAL_WORLD_SIZE`).
+    Several ranks on one machine count as several devices that share the machine's memory: `device_count` is the number
+    of ranks that the launcher started (`LOCAL_SIZE` or `LOCAL_WORLD_SIZE`).
     """
 
     _name = "cpu"
@@ -209,27 +209,27 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Always `"cpu"`: torch knows one host."""
+        """Return `"cpu"`: torch has one host device."""
         return self._name
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """A context that changes nothing."""
+        """Return a null context."""
         return nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """Remember `device_index` for `current_device`; a negative one changes nothing, as in torch."""
+        """Store `device_index` for `current_device`; a negative index changes nothing, as in torch."""
         if device_index >= 0:
             self._index = int(device_index)
 
     def current_device(self) -> int:
-        """The index from `set_device`, else `LOCAL_RANK`, else 0."""
+        """Return the index from `set_device`, else `LOCAL_RANK`, else 0."""
         return max(0, environment_int("LOCAL_RANK", 0, least=-1)) if self._index is None else self._index
 
     def current_device_name(self) -> str:
         return self._name
 
     def device_count(self) -> int:
-        """Ranks that the launcher started on this machine, or, when it says nothing, `natural_device_count`."""
+        """Return the number of ranks that the launcher started on this machine, else `natural_device_count()`."""
         for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
             ranks = environment_int(variable, 0)
             if ranks > 0:
@@ -237,11 +237,11 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return self.natural_device_count()
 
     def natural_device_count(self) -> int:
-        """Ranks that this machine is cut for: 1 as long as nobody looks at its sockets."""
+        """Return the default number of ranks for this machine: 1, because this class does not count sockets."""
         return 1
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: every op is done when its call returns."""
 
     def is_available(self) -> bool:
         return True
@@ -255,7 +255,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
-        # Not torch.manual_seed, which would seed, and remember to seed, every other device too.
+        # Not torch.manual_seed: it also seeds every other device, now or when the device is initialized.
         torch.default_generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
@@ -278,24 +278,24 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return HostEvent
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context that changes nothing; any stream will do."""
+        """Return a null context for any stream."""
         return nullcontext(stream)
 
     def current_stream(self, device_index: int | None = None) -> HostStream:
-        """The one stream of the host."""
+        """Return the only stream of the host."""
         return self._stream
 
     def default_stream(self, device_index: int | None = None) -> HostStream:
-        """The one stream of the host."""
+        """Return the only stream of the host."""
         return self._stream
 
     # ----- memory: the process's and the machine's -------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Nothing to give back: torch keeps no cache of host memory."""
+        """Do nothing: torch does not cache host memory."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """The resident set of this process in bytes, interpreter and libraries included."""
+        """Return the resident set of this process in bytes, including interpreter and libraries."""
         return resident_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -320,7 +320,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Memory of the machine, or of the container when its limit is lower."""
+        """Return the memory of the machine, or the container's limit if it is lower."""
         return total_bytes()
 
     def available_memory(self, device_index: int | None = None) -> int:
@@ -329,14 +329,14 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1
     ) -> torch.Tensor:
-        """`tensor` itself, which the host reaches as it is; a copy only where `align_bytes` asks for one."""
+        """Return `tensor` itself, because host memory needs no pinning, or a copy if `align_bytes` requires one."""
         tensor = tensor if match_shape else tensor.reshape(-1)
         if is_aligned(tensor, align_bytes):
             return tensor
         return aligned_copy(tensor, align_bytes, lambda numel: torch.empty(numel, dtype=torch.uint8))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True for every host tensor: no copy to this "device" needs page-locked memory."""
+        """Return True for every host tensor: a copy to this "device" needs no page-locked memory."""
         return self.on_accelerator(tensor)
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -345,13 +345,13 @@ class PlainAccelerator(DeepSpeedAccelerator):
     # ----- dtypes ----------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """True: torch computes in bfloat16 on every CPU, faster where the CPU has instructions for it."""
+        """Return True: torch computes in bfloat16 on every CPU, faster if the CPU has bfloat16 instructions."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """True: torch computes in float16 on every CPU, though often slowly."""
+        """Return True: torch computes in float16 on every CPU, though often slowly."""
         return True
 
     def _maker(self, dtype: torch.dtype) -> TensorMaker:
-        """Return torch's class, such as `torch.FloatTensor`, which takes sizes too, and which `isinstance` accepts."""
+        """Return torch's class, such as `torch.FloatTensor`: it also accepts sizes and works with `isinstance`."""
         return _TENSOR_CLASSES[dtype]
