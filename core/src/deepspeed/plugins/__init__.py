@@ -1,13 +1,13 @@
-"""The plug: what other packages may give to the core, and how the core finds it.
+"""Plugins: how other packages extend the core, and how the core finds them.
 
-A plugin is a module (or any object) with functions marked `@hookimpl`. Packages announce it by an entry point:
-devices in the group `deepspeed.accelerators`, everything else in `deepspeed.plugins`:
+A plugin is a module (or any object) with functions marked `@hookimpl`. A package declares it by an entry point in the
+group `deepspeed.accelerators` (devices) or `deepspeed.plugins` (everything else):
 
     [project.entry-points."deepspeed.accelerators"]
     cpu = "ds_ext_cpu.plugin"
 
-May import `config`, `errors`, `log` and no torch: a plugin's door must open without a device.
-Read next: `hookspecs.py` (what a plugin can say), `manager.py` (how it is found), then `admission.py`;
+May import `config`, `errors`, `log`, but not torch: the core must find plugins without a device.
+Read next: `hookspecs.py` (the hooks), `manager.py` (how plugins are found), then `admission.py`;
 `torch_build` of `hookspecs.py` is for probes.
 """
 

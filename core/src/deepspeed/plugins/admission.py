@@ -1,18 +1,18 @@
-"""The entry points of installed plugins, and which of them may be loaded: the environment and the API version decide.
+"""Reads the entry points of installed plugins and decides, by environment variables and API version, which may load.
 
-    DS_PLUGINS_BLOCK=a,b     these are never imported, whoever asks for them
-    DS_PLUGINS_AUTOLOAD=0    nothing is imported because it is installed: only the plugins that DS_ACCELERATOR and
-                             DS_PLUGINS=a,b name, and what the program registers itself
+    DS_PLUGINS_BLOCK=a,b     never import these plugins
+    DS_PLUGINS_AUTOLOAD=0    do not import plugins just because they are installed: import only the plugins that
+                             DS_ACCELERATOR and DS_PLUGINS=a,b name, and use those that the program registers
 
-Asked by `manager.py` before each import, so the variables count at that moment. Entry points are read with
-`importlib_metadata`: one has `name`, `value` (the module), `dist` (the distribution, or None) and `load()`.
+`manager.py` checks before each import, so the current values of the variables apply. Entry points are read with
+`importlib_metadata`: each has `name`, `value` (the module), `dist` (the distribution, or None) and `load()`.
 
-Plugins are imported and probed with a limit on the time, so that a driver or file server that hangs stops no program.
-Each of the two runs in a thread of its own. A process of its own could be killed, but costs more than all probes
-together; a forked one inherits the locks of every library that runs threads already. What is left of a plugin that
-hangs is a sleeping daemon thread: it does not keep the process from ending, and is not in its forked children. One that
-hangs inside C code *and* holds the interpreter's lock cannot be timed out by anything in the process; ctypes and
-blocking reads release that lock.
+Plugins are imported and probed with a time limit, so that a hanging driver or file server does not block the program.
+Each import and each probe runs in its own thread. A separate process could be killed, but it costs more than all probes
+together, and a forked process inherits the locks of libraries that already run threads. A plugin that hangs leaves a
+sleeping daemon thread: the thread does not prevent the process from exiting, and forked children do not have it. If a
+plugin hangs in C code *and* holds the GIL, nothing in the process can time it out; ctypes and blocking reads release
+the GIL.
 """
 
 import difflib
@@ -40,7 +40,7 @@ DEFAULT_IMPORT_TIMEOUT_S = 300.0
 
 
 class _Call:
-    """A `_Call` says whether the caller of `call_with_limit` still waits, and which of its locks the thread may use."""
+    """A call in progress: whether the caller of `call_with_limit` still waits, and which lock the thread may use."""
 
     def __init__(self, lends: object) -> None:
         self.lends = lends
@@ -48,18 +48,18 @@ class _Call:
 
 
 _inside = threading.local()
-#: modules whose import was given up and may still hang
+#: modules whose import timed out and may still hang
 _overdue: dict[str, TimeoutError] = {}
 
 
 def inside_probe() -> bool:
-    """Whether the caller is a plugin that is imported or probed: it must not ask what waits for its answer."""
+    """Return whether this thread imports or probes a plugin. It must not use the manager, which waits for it."""
     call: _Call | None = getattr(_inside, "call", None)
     return call is not None and call.lends is None
 
 
 def is_lent(lock: object) -> bool:
-    """Whether the caller is a thread of `call_with_limit` whose caller holds `lock` for it and still waits."""
+    """Return whether this is a thread of `call_with_limit` whose caller holds `lock` on its behalf and still waits."""
     call: _Call | None = getattr(_inside, "call", None)
     return call is not None and call.lends is lock and call.awaited
 
@@ -67,13 +67,13 @@ def is_lent(lock: object) -> bool:
 def timeout_s(
     variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEOUT_S, error: type[DeepSpeedError] = PluginError
 ) -> float:
-    """Return how many seconds the import of an accelerator's plugin, or its probe, may take: `DS_PROBE_TIMEOUT`, or 10.
+    """Return the time limit, in seconds, for the import or probe of an accelerator plugin: `DS_PROBE_TIMEOUT`, or 10.
 
     Args:
-        variable, default_s, error: another limit, and what is raised for it.
+        variable, default_s, error: the variable, default and exception class of another limit.
 
     Raises:
-        PluginError: the variable holds no positive number.
+        PluginError: the variable is not a positive number.
     """
     value = os.environ.get(variable, "").strip()
     if not value:
@@ -88,23 +88,23 @@ def timeout_s(
 
 
 def import_timeout_s() -> float:
-    """Return how many seconds the import of a feature plugin or op builders may take: `DS_IMPORT_TIMEOUT`, or 300.
+    """Return the time limit, in seconds, to import a feature plugin or op builders: `DS_IMPORT_TIMEOUT`, or 300.
 
     Raises:
-        PluginError: the variable holds no positive number.
+        PluginError: the variable is not a positive number.
     """
     return timeout_s(IMPORT_TIMEOUT_VARIABLE, DEFAULT_IMPORT_TIMEOUT_S)
 
 
 def import_with_limit(module_name: str) -> Any:
-    """The module of that name, imported within `import_timeout_s()`. Called for modules of op builders.
+    """Import a module within `import_timeout_s()` and return it. Called for modules of op builders.
 
     Raises:
-        TimeoutError: as `call_with_limit`.
+        TimeoutError: the import exceeds the limit, now or in an earlier call.
         Anything that the import raises.
     """
     importing = is_being_imported(module_name)
-    if importing and module_name in _overdue:  # to import it here would wait for the thread that hangs
+    if importing and module_name in _overdue:  # a second import would wait for the hanging thread
         raise _overdue[module_name]
     if importing or module_name in sys.modules:
         return importlib.import_module(module_name)
@@ -124,18 +124,18 @@ def import_with_limit(module_name: str) -> Any:
 def call_with_limit(
     function: Callable[[], Any], seconds: float, name: str, variable: str = TIMEOUT_VARIABLE, lends: object = None
 ) -> Any:
-    """Call `function` in a thread, and return its result. Called for imports and the `ds_probe` of plugins.
+    """Call `function` in a thread, and return its result. Used for imports and the `ds_probe` of plugins.
 
     Args:
-        seconds: the limit.
+        seconds: the time limit.
         name: the name of the thread.
-        variable: the environment variable that sets the limit, for the message.
-        lends: a lock that the caller holds and `function` may use, see `is_lent`; None: `function` must not ask for a
-            plugin or the accelerator (`inside_probe`).
+        variable: the environment variable of the limit, for the error message.
+        lends: a lock that the caller holds and `function` may use (see `is_lent`). If None, `function` must not use
+            the plugin manager or the accelerator (see `inside_probe`).
 
     Raises:
-        TimeoutError: no answer within `seconds`; its cause says where the function hangs.
-        Anything that `function` raises, also what would end a process.
+        TimeoutError: no result within `seconds`. The cause shows where the function hangs.
+        Anything that `function` raises, including `SystemExit`.
     """
     answers: list[Any] = []
     failures: list[BaseException] = []
@@ -145,7 +145,7 @@ def call_with_limit(
         _inside.call = call
         try:
             answers.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             failures.append(error)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -162,16 +162,16 @@ def call_with_limit(
 
 
 def _whereabouts(thread: threading.Thread) -> TimeoutError:
-    """An error whose text is the stack of `thread`, as a traceback would show it."""
+    """Return an error whose text is the current stack of `thread`."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
     return TimeoutError(f"it hangs here:\n{stack}")
 
 
 def is_being_imported(entry_value: str) -> bool:
-    """Whether the module of an entry point, or a package that holds it, is being imported now.
+    """Return whether the module of an entry point, or one of its parent packages, is being imported now.
 
-    The caller is then inside that import, on whose lock another thread would wait.
+    The caller is then inside this import, and another thread would wait for the import lock.
     """
     parts = entry_value.partition(":")[0].split(".")
     modules = (sys.modules.get(".".join(parts[:end])) for end in range(1, 1 + len(parts)))
@@ -179,7 +179,7 @@ def is_being_imported(entry_value: str) -> bool:
 
 
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
-#: what DS_ACCELERATOR calls the CPU by torch alone, which is no plugin
+#: the value of DS_ACCELERATOR for the CPU through torch alone, which is not a plugin
 PLAIN = "plain"
 BLOCK_VARIABLE = "DS_PLUGINS_BLOCK"
 AUTOLOAD_VARIABLE = "DS_PLUGINS_AUTOLOAD"
@@ -190,21 +190,21 @@ _CLAUSE = re.compile(r"\s*(>=|<=|>|<|==)\s*(\d+)(?:\.(\d+))?\s*")
 
 
 def named() -> list[str]:
-    """The plugins that `DS_PLUGINS` asks for by name, sorted: that one is missing or broken is an error then."""
+    """Return the sorted names in `DS_PLUGINS`. A named plugin that is missing or broken is an error."""
     return sorted(_listed(NAMES_VARIABLE))
 
 
 def blocked() -> set[str]:
-    """The names in `DS_PLUGINS_BLOCK`."""
+    """Return the names in `DS_PLUGINS_BLOCK`."""
     return _listed(BLOCK_VARIABLE)
 
 
 def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str | None:
-    """Return why the environment keeps the plugin `name` from being loaded, or None.
+    """Return why the environment excludes the plugin `name`, or None.
 
     Args:
-        is_accelerator: `DS_ACCELERATOR` may have named it.
-        is_registered: the program added it itself; that it is not loaded automatically says nothing then.
+        is_accelerator: the plugin is an accelerator, which `DS_ACCELERATOR` may name.
+        is_registered: the program registered the plugin itself, so `DS_PLUGINS_AUTOLOAD` does not apply.
 
     Raises:
         PluginError: `DS_PLUGINS_AUTOLOAD` is neither 0 nor 1.
@@ -220,19 +220,19 @@ def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str
 
 
 def check_api(plugin: object, label: str) -> None:
-    """Refuse a plugin that was made for other versions of the plugin API. Called before any hook of it is.
+    """Refuse a plugin that requires another version of the plugin API. Called before any of the plugin's hooks.
 
     Args:
-        plugin: may state `DS_PLUGIN_API`, a version range such as ">=1,<2"; without it any version will do.
-        label: the plugin, for the message.
+        plugin: may have `DS_PLUGIN_API`, a version range such as ">=1,<2". Without it, any version is accepted.
+        label: the plugin's name for the error message.
 
     Raises:
-        PluginError: the range leaves out the version that this core speaks, or is no range.
+        PluginError: the range does not include this core's version, or is not a version range.
     """
     stated = getattr(plugin, "DS_PLUGIN_API", None)
     if stated is None or _fits_plainly(stated):
         return
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: it costs more than all probes together
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: this import costs more than all probes
 
     try:
         wanted = SpecifierSet(stated)
@@ -248,7 +248,7 @@ def check_api(plugin: object, label: str) -> None:
 
 
 def _fits_plainly(stated: object) -> bool:
-    """Whether `stated` is a range of plain comparisons, such as ">=1,<2", that holds our version; else look closer."""
+    """Return True if `stated` is simple comparisons that this core's version meets. If False, ask `packaging`."""
     clauses = [_CLAUSE.fullmatch(clause) for clause in stated.split(",")] if isinstance(stated, str) else []
     spoken = tuple(map(int, hookspecs.PLUGIN_API.split(".")))
     return bool(clauses) and all(
@@ -257,7 +257,7 @@ def _fits_plainly(stated: object) -> bool:
 
 
 def _remedy(wanted: Any) -> str:
-    """Say which of the two is older, by the versions that the range mentions, and what to install."""
+    """Return what to install: the versions in the range show whether the core or the plugin is older."""
     from packaging.version import Version
 
     spoken = Version(hookspecs.PLUGIN_API)
@@ -289,26 +289,26 @@ KINDS = {ACCELERATORS: "accelerator", FEATURES: "plugin"}
 
 
 def read_entry_points(group: str) -> list[Any]:
-    """The entry points of `group` in this environment, by name; no plugin is imported. Called once per group."""
+    """Return the entry points of `group`, sorted by name, without importing a plugin. Called once per group."""
     return sorted(importlib_metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value))
 
 
 def distribution_of(entry: Any) -> str:
-    """Name and version of the package that announces `entry`, for messages."""
+    """Return name and version of the package that declares `entry`, for messages."""
     dist = getattr(entry, "dist", None)
     return f"{dist.metadata['Name']} {dist.version}" if dist is not None else "an unnamed distribution"
 
 
 def import_plugin(name: str, group: str, announced: list[Any], seconds: float, lock: object) -> object:
-    """The plugin called `name` among the entry points `announced` in `group`. Called once per plugin.
+    """Import the plugin `name` from the entry points `announced` of `group`. Called once per plugin.
 
     Args:
-        seconds: a limit on the import, which runs in a thread of its own, unless the caller is inside the import of
-            that package.
-        lock: the manager's, which the caller holds: a feature plugin may use the manager while it is imported.
+        seconds: the time limit. The import runs in its own thread, unless the caller is already inside the import of
+            the same package.
+        lock: the manager's lock, which the caller holds. A feature plugin may use the manager during its import.
 
     Raises:
-        PluginError: none has the name, or several, or the import failed.
+        PluginError: no entry point or several have the name, or the import failed.
     """
     entries = {entry.value: entry for entry in announced if entry.name == name}
     if not entries:
@@ -331,13 +331,13 @@ def import_plugin(name: str, group: str, announced: list[Any], seconds: float, l
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of what a plugin raised, for a message."""
+    """Return type and text of a plugin's exception in one line, for a message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _missing(name: str, group: str, installed: list[str]) -> str:
-    """The message for a name that no installed package announces."""
+    """Return the error message for a name that no installed package declares."""
     found = f"no {KINDS[group]} named {shown(name)} is installed; installed: {', '.join(installed) or 'none'}; "
     to_install = _own_extensions() if group == ACCELERATORS else {}
     if name in to_install:
@@ -357,9 +357,9 @@ def _missing(name: str, group: str, installed: list[str]) -> str:
 
 
 def _own_extensions() -> dict[str, str]:
-    """Device name -> the distribution that brings it, from the extras of ds-core; empty when ds-core is not installed.
+    """Return device name -> its distribution, from the extras of ds-core; empty if ds-core is not installed.
 
-    Only its metadata names devices: no module of the core does.
+    The metadata is the only place in the core that names devices.
     """
     try:
         required = importlib_metadata.requires("ds-core") or []

@@ -1,6 +1,6 @@
-"""The hooks, in four groups: what a plugin can say to the core. This file is the reference page.
+"""The hooks that a plugin can implement, in four groups. The reference page is generated from this file.
 
-A plugin writes only the hooks it needs, with as many of the named arguments as it uses:
+A plugin implements only the hooks it needs. A hook may omit arguments that it does not use:
 
     from deepspeed.plugins import Offer, hookimpl
 
@@ -13,9 +13,9 @@ A plugin writes only the hooks it needs, with as many of the named arguments as 
 Order of calls: `ds_probe` -> `ds_accelerator` -> `ds_op_builders`, `ds_check_config` -> the hooks by name, while the
 engine is built -> the events and the readings. No hook is called per parameter or per bucket.
 
-`Offer` is what an accelerator plugin answers when it is asked whether its device is here. Whether there is a device is
-half of the answer, whether the installed torch can use it is the other. `torch_build` finds which torch this process
-has or would import, and what it was built for, without importing it, which would take a second."""
+An accelerator plugin returns an `Offer` from `ds_probe`. A device is available if it exists and the installed torch
+supports it. `torch_build` finds the version and build of the torch that this process has imported or would import.
+`torch_build` does not import torch, because the import takes a second."""
 
 import importlib.util
 import re
@@ -41,10 +41,10 @@ _LINE = re.compile(r"^(\w+)\b[^=\n]*=\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|None)", re
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return what `torch.version` states, as text or None: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
+    """Return the names in `torch.version`, as text or None: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
 
-    Read the torch in memory if it is there whole, else its `version.py`. Return {} when torch is not installed, and
-    `{"__version__": None}` when that file cannot be read.
+    The source is the imported torch if its import is complete, else the file `version.py`. The result is {} when torch
+    is not installed, and `{"__version__": None}` when the file cannot be read.
     """
     version = getattr(sys.modules.get("torch"), "version", None)
     if hasattr(version, "__version__"):  # not while another thread is in the middle of importing torch
@@ -60,22 +60,22 @@ def torch_build() -> dict[str, str | None]:
 
 
 def torch_name(build: dict[str, str | None]) -> str:
-    """That torch as reasons name it: `torch 2.13.0+cpu`, or `torch is not installed`."""
+    """Format a `torch_build` for an offer's reason: `torch 2.13.0+cpu`, or `torch is not installed`."""
     return f"torch {build['__version__'] or 'of an unknown version'}" if build else "torch is not installed"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One plugin's answer to `ds_probe`. Made by the plugin, compared by `accelerator.current`, shown by `ds_report`.
+    """A plugin's answer to `ds_probe`. `accelerator.current` compares the offers, and `ds_report` shows them.
 
     Fields:
-        name: the device as `DS_ACCELERATOR` and torch call it, for example `"cpu"`. The entry point has the same name.
-        priority: among available offers the highest wins; a tie is an error. The host CPU offers 0, a device 100;
-            a vendor who means to win over another vendor for the same device goes above that.
+        name: the device name in `DS_ACCELERATOR` and in torch, for example `"cpu"`. The entry point has the same name.
+        priority: the highest available offer wins; a tie is an error. The host CPU offers 0, a device 100. A vendor
+            whose package must win over another vendor's device offers more.
         available: a device was found and this process can use it.
-        reason: why, in one line: what was found, or what is missing and how to get it.
-        impersonates: torch's device type where it is not `name`: that of the device as which this one poses. Two
-            available offers for one device of torch are an error, whatever their priorities. New in plugin API 1.2.
+        reason: one line that states what was found, or what is missing and how to get it.
+        impersonates: torch's device type if it differs from `name`, because the device poses as another one. Two
+            available offers for one torch device are an error, whatever their priorities. New in plugin API 1.2.
     """
 
     name: str
@@ -86,11 +86,11 @@ class Offer:
 
     @property
     def device(self) -> str:
-        """Torch's device type that it claims."""
+        """The torch device type that this offer claims."""
         return self.impersonates or self.name
 
     def check_types(self) -> None:
-        """Refuse a field of another type, which would fail later, where offers are compared. Asked after each probe.
+        """Refuse a field of a wrong type, which would fail later, when offers are compared. Called after each probe.
 
         Raises:
             PluginError: the message names the field, its value and what is expected.
@@ -108,8 +108,8 @@ class Offer:
 
 
 PROJECT = "deepspeed"
-# Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break. The
-# tests keep a plugin of each version, which has to train (`unit/plugins/test_installed.py`).
+# A new hook or argument raises the minor version. A change that breaks old plugins raises the major version. The
+# tests keep a plugin of each version and train with it (`unit/plugins/test_installed.py`).
 PLUGIN_API = "1.3"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -117,7 +117,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Start: which device, with what, under which configuration
+# Start: device selection, op builders, configuration
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -125,79 +125,79 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def ds_probe() -> Offer:  # type: ignore[empty-body]
     """Say whether this plugin's device can be used in this process.
 
-    Called at most once per process, on the first `get_accelerator()` or by `ds_report`, and not at all when
-    `set_accelerator` came first. Must be cheap (milliseconds), import no torch, and create no device context: look at
-    `/dev`, `/sys` or the driver library. An exception counts as "not available", with its text as the reason; so does
-    no answer within 10 seconds (`DS_PROBE_TIMEOUT`). It runs in a thread of its own, as the import of the plugin does:
-    do not ask there for the accelerator or the plugin manager, which wait for the answer.
+    Called at most once per process, on the first `get_accelerator()` or by `ds_report`. Not called if the program calls
+    `set_accelerator` first. The hook must take milliseconds, must not import torch, and must not create a device
+    context: look at `/dev`, `/sys` or the driver library. If the hook raises, or gives no answer within 10 seconds
+    (`DS_PROBE_TIMEOUT`), the device is not available, with the error as the reason. The hook and the import of the
+    plugin run in a separate thread. Do not use the accelerator or the plugin manager there: both wait for the answer.
 
     Returns:
-        An `Offer` whose `name` is the entry point's name. Where torch calls the device otherwise, as that of a device
-        which poses as another, `impersonates` is torch's name for it.
+        An `Offer` whose `name` is the entry point's name. If torch has another name for the device, because the device
+        poses as another one, `impersonates` is torch's name.
     """
 
 
 @hookspec
 def ds_accelerator() -> "DeepSpeedAccelerator":  # type: ignore[empty-body]
-    """Build the accelerator. Called once, for the chosen plugin only, after its API range was checked.
+    """Build the accelerator. Called once, for the chosen plugin only, after the check of its API range.
 
     Import torch and the vendor's package here, not at the top of the plugin module. Do not call `get_accelerator()`:
-    it is waiting for this answer.
+    `get_accelerator()` waits for this hook.
 
     Returns:
         An instance of `DeepSpeedAccelerator`.
 
     Raises:
-        Anything: it becomes a `PluginError` that names this plugin.
+        Anything: the core converts it to a `PluginError` that names this plugin.
     """
 
 
 @hookspec
 def ds_op_builders() -> "Mapping[str, type]":  # type: ignore[empty-body]
-    """Name the op builders of this plugin. Called when an op is resolved: in the chosen device's plugin, then in `cpu`,
-    the host extension, whichever device was chosen, then in the feature plugins.
+    """Return the op builders of this plugin. Called when an op is resolved: first in the chosen device's plugin, then
+    in the host extension `cpu`, whatever device is chosen, then in the feature plugins.
 
-    The builders of a feature plugin say by `is_compatible` for which accelerators they are.
+    `is_compatible` of a feature plugin's builder says whether it supports the current accelerator.
 
     Returns:
-        Builder name -> class deriving from `OpBuilder`, for example `{"FusedAdamBuilder": FusedAdamBuilder}`.
-        Naming is cheap; compiling happens in `OpBuilder.load`.
+        Builder name -> class that derives from `OpBuilder`, for example `{"FusedAdamBuilder": FusedAdamBuilder}`.
+        Compile nothing here: `OpBuilder.load` compiles.
     """
 
 
 @hookspec
 def ds_check_config(config: "DeepSpeedConfig") -> None:
-    """Refuse or remark on a configuration. Called once per engine, before anything is built, in every active plugin.
+    """Refuse a configuration or warn about it. Called in every active plugin, once per engine, before it is built.
 
     Args:
-        config: the parsed configuration; read it, never write it.
+        config: the parsed configuration. Do not modify it.
 
     Raises:
-        ConfigError: naming the key, what was found and what this plugin can do.
+        ConfigError: states the key, the value found and the values that this plugin supports.
     """
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By name: the first plugin that knows the name wins. Answer None for a name that is not yours.
+# By name: the first plugin that knows the name wins. Return None for an unknown name.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
 def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Any | None":
-    """Give the collectives of the communication library called `name`. Called on every rank.
+    """Provide the collectives of the communication library `name`. Called on every rank.
 
-    With a group: once per process group, when an engine first needs its collectives, and by
-    `init_deepspeed_backend(name)`; the answer serves that group and replaces what the core makes of torch's
-    collectives. Without: for a name that torch does not have, called by `init_distributed`, before there is a process
-    group: the plugin registers a library of that name with torch (`torch.distributed.Backend.register_backend`) if it
-    has one. The host extension is asked last, whichever accelerator was chosen.
+    With a group, called once per process group, when an engine first needs its collectives, and by
+    `init_deepspeed_backend(name)`. The returned backend serves this group and replaces the core's own backend over
+    torch's collectives. Without a group, called by `init_distributed` for a name that torch does not have: if the
+    plugin has a library of this name, it registers the library (`torch.distributed.Backend.register_backend`). The
+    host extension is asked last, whatever accelerator is chosen.
 
     Args:
-        name: what the user or `communication_backend_name()` asked for, for example `"gloo"`.
-        group: the process group to serve; None: there is none yet.
+        name: the backend that the user or `communication_backend_name()` requested, for example `"gloo"`.
+        group: the process group; None before there is one.
 
     Returns:
-        With a group an object with the methods of `deepspeed.comm.backend.GroupBackend`, or None; without, None.
+        With a group, an object with the methods of `deepspeed.comm.backend.GroupBackend`, or None; without, None.
     """
 
 
@@ -205,7 +205,7 @@ def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Any | None":
 def ds_optimizer(
     name: str, params: "list[dict[str, Any]]", arguments: "Mapping[str, Any]"
 ) -> "torch.optim.Optimizer | None":
-    """Give the optimizer that the configuration calls `name`. Called once per engine, before the built-in names.
+    """Provide the optimizer that the configuration calls `name`. Called once per engine, before the built-in names.
 
     Args:
         name: `optimizer.type` of the configuration, as written.
@@ -219,25 +219,25 @@ def ds_optimizer(
 
 @hookspec(firstresult=True)
 def ds_sharding(name: str) -> "Callable[..., Any] | None":
-    """Give the way in which states, gradients and parameters are sharded. Called once per engine, but below stage 3 not
-    for an engine without optimizer.
+    """Provide the sharding of optimizer states, gradients and parameters. Called once per engine, but not for an engine
+    without optimizer below stage 3.
 
     Args:
-        name: `zero_optimization.stage` as text, `"0"` to `"3"`: a plugin may replace a stage.
+        name: `zero_optimization.stage` as text, `"0"` to `"3"`. A plugin may replace a stage.
 
     Returns:
-        A class with the contract of `deepspeed.zero.sharding.Sharding`, or None; its `options.stage` says what is
-        divided among the ranks.
+        A class with the contract of `deepspeed.zero.sharding.Sharding`, or None. Its `options.stage` says what is
+        sharded across the ranks.
     """
 
 
 @hookspec(firstresult=True)
 def ds_checkpoint_store(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
-    """Give the store that writes and reads checkpoint files. Called once per engine, on every rank, before the built-in
-    store `torch` is made: a plugin may replace it.
+    """Provide the store that writes and reads checkpoint files. Called once per engine, on every rank, before the core
+    creates the built-in store `torch`, so a plugin may replace `torch`.
 
     Args:
-        name: `checkpoint.store.type` of the configuration, as written; `"torch"` when nothing is.
+        name: `checkpoint.store.type` of the configuration, as written; the default is `"torch"`.
         arguments: `checkpoint.store.params` of the configuration.
 
     Returns:
@@ -247,26 +247,26 @@ def ds_checkpoint_store(name: str, arguments: "Mapping[str, Any]") -> "Any | Non
 
 @hookspec(firstresult=True)
 def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
-    """Give a monitor that metrics are written to. Called on rank 0, once per engine and monitor that is switched on.
+    """Provide a monitor that records metrics. Called on rank 0, once per engine and enabled monitor.
 
-    Switched on are the sections `tensorboard`, `wandb`, `comet` and `csv_monitor` with `enabled: true`, for which
-    plugins are asked before the built-in monitor is made, and each entry of `monitor_plugins` without `enabled: false`:
-    `{"monitor_plugins": {"mine": {"path": "x"}}}` asks for `ds_monitor("mine", {"path": "x"})`. A name that no plugin
-    knows, and a hook or a monitor that raises, is warned about once; training goes on.
+    The sections `tensorboard`, `wandb`, `comet` and `csv_monitor` need `enabled: true`; plugins are asked before the
+    core creates the built-in monitor. Entries of `monitor_plugins` are enabled unless they have `enabled: false`:
+    `{"monitor_plugins": {"mine": {"path": "x"}}}` calls `ds_monitor("mine", {"path": "x"})`. The core warns once about
+    a name that no plugin knows, and about a hook or monitor that raises. Training continues.
 
     Args:
         name: the section, or the key below `monitor_plugins`, for example `"tensorboard"`.
-        arguments: what stands there.
+        arguments: the content of the section or entry.
 
     Returns:
-        An object with `write_events(list of (name, value, step))`, and `close()` if it has to end; or None.
+        An object with `write_events(list of (name, value, step))` and optionally `close()`, or None.
     """
 
 
 @hookspec(firstresult=True)
 def ds_launcher(name: str) -> "Any | None":
-    """Give a way to start ranks on many hosts. Called by the `deepspeed` command when `--launcher` is given, in feature
-    plugins only (no accelerator is chosen there), and in a process without torch: do not import it.
+    """Provide a launcher that starts ranks on many hosts. The `deepspeed` command calls it when `--launcher` is given,
+    in feature plugins only (no accelerator is chosen there). The process has no torch: do not import torch.
 
     Args:
         name: the value of `--launcher`, lower case.
@@ -277,58 +277,58 @@ def ds_launcher(name: str) -> "Any | None":
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Events: every plugin hears them, also when one fails; nothing they return is read, and they cannot change the step.
+# Events: called in every plugin, even if one fails. Return values are ignored, and hooks cannot change the step.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @hookspec
 def ds_engine_ready(engine: "DeepSpeedEngine") -> None:
-    """The engine is built. Called once per engine, at the end of `deepspeed.initialize`, on every rank."""
+    """React to a new engine. Called once per engine, at the end of `deepspeed.initialize`, on every rank."""
 
 
 @hookspec
 def ds_step_end(stats: "Any") -> None:
-    """An optimizer step ended. Called on every rank, once per step (not per micro batch), after the update.
+    """React to the end of an optimizer step. Called on every rank, once per step (not per micro batch).
 
     Args:
-        stats: a `deepspeed.engine.observers.StepStats`: `global_step` (steps before this one), `applied` (False:
-            skipped because of an overflow), `grad_norm` (before clipping; reading it makes the host wait for the
-            device), `loss_scale`.
+        stats: a `deepspeed.engine.observers.StepStats`: `global_step` (number of steps before this one), `applied`
+            (False if an overflow skipped the step), `grad_norm` (before clipping; reading it synchronizes the host with
+            the device), `loss_scale`.
     """
 
 
 @hookspec
 def ds_checkpoint_saved(directory: str, tag: str) -> None:
-    """A checkpoint is complete on disk. Called on every rank, after the closing barrier.
+    """React to a checkpoint that is complete on disk. Called on every rank, after the last barrier of the save.
 
     Args:
-        directory: the `save_dir` the user gave.
-        tag: the folder below it.
+        directory: the user's `save_dir`.
+        tag: the folder below `directory`.
     """
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Readings: every plugin is asked, also when one fails.
+# Readings: called in every plugin, even if one fails.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @hookspec
 def ds_device_faults(index: int | None) -> "Mapping[str, int]":  # type: ignore[empty-body]
-    """Count what has gone wrong with a device, since its driver started or in all. New in plugin API 1.3.
+    """Count the faults of a device, since its driver started or in total. New in plugin API 1.3.
 
-    Called every `watch.device_faults_every` steps, on every rank for its own device, and by `ds_report`. Answer within
-    milliseconds, from files or from the driver's library, and do not wait for the device.
+    Called every `watch.device_faults_every` steps, on every rank for its own device, and by `ds_report`. The hook must
+    take milliseconds: read files or the driver's library, and do not wait for the device.
 
     Args:
-        index: of the device among those that this process sees; None: the host.
+        index: the device's index among the devices that this process sees; None means the host.
 
     Returns:
-        A count per kind of fault, in words that a log can show, in the plural: `{"memory errors, corrected": 0}`. One
-        that is higher than before is a new fault. What cannot be counted here is left out; nothing to count is `{}`.
+        Kind of fault, as a plural for the log -> count: `{"memory errors, corrected": 0}`. A count that increased is a
+        new fault. Omit kinds that cannot be counted here; return `{}` if there is none.
     """
 
 
-# Title -> (what the group is, its hooks in the order of their calls). The reference page is written from this table.
+# Title -> (description, hooks in the order of their calls). The reference page is generated from this table.
 GROUPS: dict[str, tuple[str, tuple[Callable[..., Any], ...]]] = {
     "Start": (
         "Which device, with what, under which configuration.",

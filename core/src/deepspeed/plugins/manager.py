@@ -1,11 +1,11 @@
-"""Finding plugins: entry points by name, one at a time, each failure kept where it happened.
+"""PluginManager: loads plugins by entry point, one name at a time, and records each failure.
 
-Nothing is imported until a name is asked for; a plugin that cannot be imported, was made for another API, fails or
-hangs becomes an `Offer` with a reason, or a `PluginError` when somebody asked for it by name.
+A plugin is imported only when its name is requested. If a plugin cannot be imported, needs another API, fails or hangs,
+the result is an unavailable `Offer` with a reason, or a `PluginError` if the caller requested the plugin by name.
 
-Two sets of hooks are kept apart: *candidates* (everything that was loaded, so that it can be probed) and *active*
-plugins (the chosen accelerator's and the feature plugins), the only ones whose other hooks are called. Active plugins
-are asked in one order, whatever was loaded first: feature plugins by name, then the accelerator's.
+The manager keeps two sets of hooks. *Candidates* are all loaded plugins; they can be probed. *Active* plugins are the
+chosen accelerator's plugin and the feature plugins; only their other hooks are called. The order of calls does not
+depend on the order of loading: feature plugins by name, then the accelerator's plugin.
 """
 
 import dataclasses
@@ -47,78 +47,78 @@ Key = tuple[str, str]  # group, name
 
 
 class PluginManager:
-    """Loads, probes and calls plugins. One per process, from `plugin_manager()`; tests build their own.
+    """Loads, probes and calls plugins. `plugin_manager()` returns the one of the process; tests build their own.
 
     Args:
-        entry_points: group -> its entry points; replaced in tests.
+        entry_points: a function from a group to its entry points; tests replace it.
     """
 
     def __init__(self, entry_points: Callable[[str], Iterable[Any]] = read_entry_points) -> None:
         self._read = entry_points
         self._entries: dict[str, list[Any]] = {}
         self._plugins: dict[Key, object] = {}
-        self._registered: set[Key] = set()  # those that the program added itself
-        self._failures: dict[Key, PluginError] = {}  # of loading: raised again at each load
-        self._faults: dict[Key, PluginError] = {}  # of a plugin that was loaded: in its probe, or as it was built
+        self._registered: set[Key] = set()  # plugins that the program registered itself
+        self._failures: dict[Key, PluginError] = {}  # errors of loading, raised again by each `load`
+        self._faults: dict[Key, PluginError] = {}  # errors of loaded plugins: in the probe or the build
         self._offers: dict[str, Offer] = {}
         self._candidates = _pluggy_manager()
         self._active_keys: set[Key] = set()
-        #: the hooks of active plugins; replaced as a whole, so that a call in another thread sees one state
+        #: the hooks of active plugins; replaced as a whole, so that other threads see a consistent state
         self.active = _pluggy_manager()
         self._features_loaded = False
         # Re-entrant: building an accelerator may load another plugin.
         self._lock = threading.RLock()
 
-    # ----- what is there ---------------------------------------------------------------------------------------------
+    # ----- queries ---------------------------------------------------------------------------------------------------
 
     def names(self, group: str = ACCELERATORS) -> list[str]:
-        """Names of installed and registered plugins, sorted, also of blocked and broken ones. Imports none."""
+        """Return the sorted names of installed and registered plugins, even blocked or broken ones. Imports none."""
         registered = {name for (where, name) in self._plugins if where == group}
         return sorted(registered | {entry.name for entry in self._group(group)})
 
     def failure(self, name: str, group: str = ACCELERATORS) -> PluginError | None:
-        """Return the error of loading, probing or building `name`, or None; its `__cause__` is the plugin's error."""
+        """Return the error from loading, probing or building `name`, or None. `__cause__` is the plugin's error."""
         return self._failures.get((group, name)) or self._faults.get((group, name))
 
     def refusal(self, name: str, group: str = ACCELERATORS) -> str | None:
-        """Return why `DS_PLUGINS_BLOCK` or `DS_PLUGINS_AUTOLOAD` keeps `name` from being loaded, or None."""
+        """Return why `DS_PLUGINS_BLOCK` or `DS_PLUGINS_AUTOLOAD` excludes `name`, or None."""
         return refusal(name, group == ACCELERATORS, (group, name) in self._registered)
 
     def origin(self, name: str, group: str = ACCELERATORS) -> str:
-        """Say where `name` comes from, for reports: package, version and module of each announcement."""
+        """Return where `name` comes from, for reports: package, version and module of each entry point."""
         if (group, name) in self._registered:
             return "registered by the program"
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
         return ", ".join(f"{distribution_of(entry)} ({value})" for value, entry in entries.items())
 
     def folder(self, name: str, group: str = ACCELERATORS) -> str | None:
-        """The folder of the module of `name`; None when it could not be loaded, or has no file. For reports."""
+        """Return the folder of the module of `name`, for reports; None if it is not loaded or has no file."""
         file = getattr(self._plugins.get((group, name)), "__file__", None)
         return None if file is None else os.path.dirname(file)
 
     def stated_api(self, name: str, group: str = ACCELERATORS) -> str | None:
-        """The `DS_PLUGIN_API` of `name`; None when it states none or could not be loaded. For reports."""
+        """Return the `DS_PLUGIN_API` of `name`, for reports; None if it is not loaded or has no range."""
         stated = getattr(self._plugins.get((group, name)), "DS_PLUGIN_API", None)
         return None if stated is None else str(stated)
 
     def hooks_of(self, name: str, group: str = ACCELERATORS) -> list[str]:
-        """The hooks that `name` implements, sorted; empty when it is not loaded. For reports."""
+        """Return the sorted hooks that `name` implements, for reports; empty if it is not loaded."""
         plugin = self._plugins.get((group, name))
         callers = self._candidates.get_hookcallers(plugin) if plugin is not None else None
         return sorted(caller.name for caller in callers or [])
 
     def providers(self, hook_name: str) -> list[str]:
-        """Names of the active plugins that implement `hook_name`, in the order in which they are asked."""
+        """Return the names of the active plugins that implement `hook_name`, in the order of the calls."""
         caller = getattr(self.active.hook, hook_name)
         return [impl.plugin_name for impl in reversed(caller.get_hookimpls())]
 
     # ----- loading ---------------------------------------------------------------------------------------------------
 
     def register(self, plugin: object, name: str, group: str = ACCELERATORS) -> None:
-        """Add `plugin` in this process, as if a package had announced it; wins over an installed one of that name.
+        """Add `plugin` as if an installed package declared it. It replaces an installed plugin of the same name.
 
         Raises:
-            PluginError: its hooks do not fit, or it was made for another API.
+            PluginError: a hook does not match its specification, or the plugin needs another API version.
         """
         with self._hold():
             self.unregister(name, group)
@@ -127,7 +127,7 @@ class PluginManager:
             self._registered.add((group, name))
 
     def unregister(self, name: str, group: str = ACCELERATORS) -> None:
-        """Forget what was registered or loaded as `name`. No error when there is none."""
+        """Remove the plugin that was registered or loaded as `name`, if any."""
         with self._hold():
             self.deactivate(name, group)
             plugin = self._plugins.pop((group, name), None)
@@ -141,11 +141,11 @@ class PluginManager:
                 self._candidates.unregister(plugin)
 
     def load(self, name: str, group: str = ACCELERATORS) -> object:
-        """Import the plugin called `name`, and no other. The second call is a lookup, also of the failure.
+        """Import the plugin `name` and no other. The result, or the error, is cached.
 
         Raises:
-            PluginError: it is not installed, kept out by the environment, announced twice, cannot be imported within
-                the limit of `admission.py`, or does not fit this core.
+            PluginError: the plugin is not installed, excluded by the environment, declared twice, not importable within
+                the time limit of `admission.py`, or incompatible with this core.
         """
         with self._hold():
             if reason := self.refusal(name, group):
@@ -164,7 +164,7 @@ class PluginManager:
             return self._plugins[group, name]
 
     def activate(self, name: str, group: str = ACCELERATORS) -> None:
-        """Call the hooks of `name` from now on; load the plugin first if need be."""
+        """Call the hooks of `name` from now on. Loads the plugin if necessary."""
         with self._hold():
             self.load(name, group)
             if (group, name) not in self._active_keys:
@@ -172,7 +172,7 @@ class PluginManager:
                 self.active = self._arranged()
 
     def deactivate(self, name: str, group: str = ACCELERATORS) -> None:
-        """Call the hooks of `name` no longer. No error when they were not called before."""
+        """Stop calling the hooks of `name`. Does nothing if the plugin is not active."""
         with self._hold():
             if (group, name) in self._active_keys:
                 self._active_keys.discard((group, name))
@@ -184,25 +184,25 @@ class PluginManager:
     def hook(self) -> Any:
         """The hooks of all active plugins, as functions: `plugin_manager().hook.ds_optimizer(name=..., ...)`.
 
-        The first use loads the feature plugins; a broken one is warned about and left out.
+        The first use loads the feature plugins. A broken feature plugin is skipped with a warning.
         """
         if not self._features_loaded:
             self._load_features()
         return self.active.hook
 
     def notify(self, event: str, **values: Any) -> dict[str, Exception]:
-        """Call the event hook of every active plugin, also after one of them failed.
+        """Call the event hook of every active plugin, even if one of them fails.
 
         Returns:
-            plugin name -> what it raised; empty when all went well.
+            Plugin name -> the exception that it raised; empty if none failed.
         """
         return self.ask_all(event, **values)[1]
 
     def ask_all(self, hook: str, /, **values: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Call `hook` of every active plugin, also after one of them failed.
+        """Call `hook` of every active plugin, even if one of them fails.
 
         Returns:
-            plugin name -> what it answered, and the same of what those that failed raised.
+            Plugin name -> its answer, and plugin name -> the exception that it raised.
         """
         answers: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
@@ -217,10 +217,10 @@ class PluginManager:
         """Ask every active plugin for its counts of a device's faults.
 
         Args:
-            index: of the device; None: the host.
+            index: the device's index; None means the host.
 
         Returns:
-            (plugin, kind of fault) -> count, and a sentence for each plugin that failed or did not answer by counts.
+            (plugin, kind of fault) -> count, and a message for each plugin that failed or returned no valid counts.
         """
         answers, failures = self.ask_all("ds_device_faults", index=index)
         reasons = [
@@ -239,9 +239,9 @@ class PluginManager:
         return counts, reasons
 
     def probe(self, name: str) -> Offer:
-        """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.
+        """Return the cached offer of the accelerator plugin `name`. Errors of the plugin make the offer unavailable.
 
-        One that gives no answer within `DS_PROBE_TIMEOUT` seconds (10) counts as broken; see `admission.py`.
+        A plugin that gives no answer within `DS_PROBE_TIMEOUT` seconds (10) counts as broken; see `admission.py`.
         """
         with self._hold():
             if reason := self.refusal(name):
@@ -256,24 +256,24 @@ class PluginManager:
             return self._offers[name]
 
     def offers(self) -> list[Offer]:
-        """The offer of every accelerator, the likeliest first: available, then by priority, then by name."""
+        """Return the offers of all accelerators: available ones first, then by priority, then by name."""
         found = [self.probe(name) for name in self.names()]
         return sorted(found, key=lambda offer: (not offer.available, -offer.priority, offer.name))
 
     def withdraw(self, name: str, error: PluginError) -> None:
-        """Make the offer of `name` unavailable for this process: its device was there, but it could not be built."""
+        """Make the offer of `name` unavailable in this process, because its accelerator could not be built."""
         with self._hold():
             self._faults[ACCELERATORS, name] = error
             self._offers[name] = dataclasses.replace(self.probe(name), available=False, reason=f"broken: {error}")
 
     def build_accelerator(self, name: str, accept: Callable[[Any], Any] = lambda built: built) -> Any:
-        """Build the accelerator of the plugin `name` by its `ds_accelerator`, and return what `accept` makes of it.
+        """Call `ds_accelerator` of the plugin `name`, and return `accept(accelerator)`.
 
         Args:
-            accept: may refuse the accelerator with a `PluginError`, which then names the plugin.
+            accept: checks the accelerator. Its `PluginError` is raised again with the plugin's name.
 
         Raises:
-            PluginError: the plugin cannot be loaded, has no such hook, failed in it, or what it built is refused.
+            PluginError: the plugin cannot be loaded, lacks the hook or failed in it, or `accept` refused the result.
         """
         try:
             built = self._call(name, "ds_accelerator")
@@ -288,10 +288,10 @@ class PluginManager:
             raise
 
     def op_builders(self, name: str, group: str = ACCELERATORS) -> dict[str, type]:
-        """The op builders of the plugin `name`, by builder name; empty when it states none.
+        """Return builder name -> class from `ds_op_builders` of the plugin `name`; empty if it lacks the hook.
 
         Raises:
-            PluginError: the plugin cannot be loaded, or failed in `ds_op_builders`, or names there what is no class.
+            PluginError: the plugin cannot be loaded, failed in `ds_op_builders`, or returned something but classes.
         """
         if not self._implements(self.load(name, group), "ds_op_builders"):
             return {}
@@ -311,7 +311,7 @@ class PluginManager:
         return builders
 
     def ask(self, name: str, hook_name: str, /, **values: Any) -> Any:
-        """Return what the accelerator plugin `name`, active or not, answers to a hook; None if it has no such hook.
+        """Call a hook of the accelerator plugin `name`, active or not. Return None if the plugin lacks the hook.
 
         Raises:
             PluginError: the plugin cannot be loaded, or failed in the hook.
@@ -333,12 +333,12 @@ class PluginManager:
         return self._entries[group]
 
     def _admit(self, plugin: object, name: str, group: str) -> None:
-        """Check API range and hooks of `plugin`, then make it a candidate."""
+        """Check the API range and the hooks of `plugin`, then add it to the candidates."""
         label = f"{KINDS[group]} {name!r}"
         if plugin is None or type(plugin).__hash__ is None:  # pluggy keeps plugins in sets
             raise PluginError(f"{label} is {plugin!r}; a module, or a hashable object with hooks, is expected")
         check_api(plugin, label)
-        if self._candidates.is_registered(plugin):  # one module may stand under two names or in both groups
+        if self._candidates.is_registered(plugin):  # one module may have two names, or be in both groups
             return
         try:
             self._candidates.register(plugin, name=f"{group}:{name}")
@@ -362,7 +362,7 @@ class PluginManager:
         return any(impl.plugin is plugin for impl in getattr(self._candidates.hook, hook_name).get_hookimpls())
 
     def _call(self, name: str, hook_name: str, group: str = ACCELERATORS, seconds: float | None = None) -> Any:
-        """Call an argument-free start hook of one plugin; what goes wrong inside becomes a `PluginError`."""
+        """Call a start hook without arguments in one plugin. Convert its exceptions to `PluginError`."""
         plugin = self.load(name, group)
         if not self._implements(plugin, hook_name):
             raise PluginError(
@@ -403,7 +403,7 @@ class PluginManager:
             self._features_loaded = True
 
     def _warn_of_idle_blocks(self) -> None:
-        """Say which names of `DS_PLUGINS_BLOCK` keep nothing out: a misspelt one lets through what it should stop."""
+        """Warn of names in `DS_PLUGINS_BLOCK` that match no plugin: a misspelled name blocks nothing."""
         if names := blocked():
             installed = {*self.names(ACCELERATORS), *self.names(FEATURES)}
             if idle := sorted(names - installed):
@@ -413,29 +413,29 @@ class PluginManager:
                 )
 
     def _arranged(self) -> pluggy.PluginManager:
-        """The active plugins in the order of asking: pluggy asks the one that was registered last first."""
+        """Register the active plugins in reverse order of the calls: pluggy calls the last registered plugin first."""
         manager = _pluggy_manager()
         order = sorted(self._active_keys, key=lambda key: (key[0] == ACCELERATORS, key[1]))
         shown = {ACCELERATORS: "{}", FEATURES: FEATURES + ":{}"}
         for group, name in reversed(order):
             plugin = self._plugins[group, name]
-            if not manager.is_registered(plugin):  # one module may stand in both groups
+            if not manager.is_registered(plugin):  # one module may be in both groups
                 manager.register(plugin, name=shown[group].format(name))
         return manager
 
     @contextmanager
     def _hold(self) -> Iterator[None]:
-        """The lock of this manager; a plugin that asks for it while it is probed gets an error: it is waited for."""
+        """Hold the manager's lock. A plugin that calls the manager during its probe gets an error, not a deadlock."""
         if inside_probe():
             raise PluginError("a plugin asked the plugin manager, which is waiting for its import or its ds_probe")
-        if is_lent(self._lock):  # a feature plugin that is being imported: who waits for it holds the lock
+        if is_lent(self._lock):  # a feature plugin is being imported, and the thread that waits for it holds the lock
             yield
             return
         with self._lock:
             yield
 
     def _after_fork(self) -> None:
-        """Called in each forked child: a thread that held the lock is not in it, and what it did may be half done."""
+        """Rebuild the hooks in a forked child if another thread held the lock: its changes may be incomplete."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return
@@ -463,5 +463,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def plugin_manager() -> PluginManager:
-    """The manager of this process. Nothing is read or loaded before it is asked."""
+    """Return the manager of this process. It reads and loads nothing before the first query."""
     return _PROCESS_MANAGER
