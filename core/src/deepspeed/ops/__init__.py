@@ -1,10 +1,10 @@
-"""Operators with DeepSpeed's names, each with a torch reference; extensions bring the kernels.
+"""Operators with DeepSpeed's names. Each has a torch reference; extensions provide the kernels.
 
 May import `accelerator` and below. Each op is a package (`adam`, `adagrad`, `lion`, `lamb`, `muon`, `quantizer`,
-`transformer`), loaded when it is first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (an
-optimizer and its reference), then `registry.py` (where a kernel comes from), `op_builder/` (how one is made).
+`transformer`) that is imported on first use: `import deepspeed.ops` alone does not import torch. Read `adam/` first (an
+optimizer and its reference), then `registry.py` (where a kernel comes from), `op_builder/` (how a kernel is built).
 
-`__compatible_ops__` says for each op whether it has a kernel for the current accelerator, computed when it is read.
+`__compatible_ops__` maps each op to whether it has a kernel for the current accelerator. It is computed when read.
 """
 
 import importlib

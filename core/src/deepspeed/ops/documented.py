@@ -1,6 +1,6 @@
-"""The documented ops and the class names of their builders: one table, that the registry and the names are made from.
+"""The table of documented ops and the class names of their builders, used by the registry and `op_builder`.
 
-May import nothing: `deepspeed.ops.op_builder` reads it before torch is there.
+May import nothing: `deepspeed.ops.op_builder` reads it before torch is imported.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,12 @@ class Op(NamedTuple):
 
     Fields:
         builder: the class name of its builders.
-        on_host: it works in host memory for every device. Any other op takes the device's tensors; a host kernel serves
-            it where the device is the host.
-        operators: what the front calls on the loaded op. A builder may give more, or something else to its own callers;
-            without these it does not serve the front, which then runs its torch reference.
-        front: what users import, with the torch reference in or beside it; "" where this version has none.
-        adapter: a module whose `adapt(loaded op)` gives one that has DeepSpeed's own function these operators, or None.
+        on_host: the op works in host memory for every device. Any other op takes the device's tensors; a host kernel
+            is used for it only if the device is the host.
+        operators: the functions that the front calls on the loaded op. A builder may provide more. If it lacks one of
+            these, the front runs its torch reference.
+        front: the public name, with the torch reference in or beside it; "" if this version has none.
+        adapter: a module whose `adapt(loaded op)` adds these operators to an op with DeepSpeed's function, or is None.
     """
 
     builder: str
@@ -26,7 +26,7 @@ class Op(NamedTuple):
     adapter: str = ""
 
 
-# short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
+# short name -> op: DeepSpeed's documented builders under the NAME of DeepSpeed's builder.
 OPS: dict[str, Op] = {
     "async_io": Op("AsyncIOBuilder", on_host=True, operators=("aio_handle",)),
     "cpu_adagrad": Op(

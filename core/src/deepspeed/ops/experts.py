@@ -1,10 +1,10 @@
-"""Experts as transformers keeps them: what a module of them is, and its forward by two products of sorted rows.
+"""Expert modules of the transformers library: how to recognize them, and their forward as two products of sorted rows.
 
-The experts of a layer are one module with the parameters `gate_up_proj` (or `up_proj`) and `down_proj`, of all experts,
-[E, out, in] or [E, in, out], and biases. Its forward takes the tokens, the experts that the router chose and their
-weights. Its class declares what differs: biases, the order, no gate, a gate of its own (GPT-OSS).
+The experts of a layer are one module. Its parameters `gate_up_proj` (or `up_proj`) and `down_proj` hold all experts,
+[E, out, in] or [E, in, out]; there may be biases. Its forward takes the tokens, and the index and weight of the experts
+chosen by the router. Class attributes declare the variant: biases, transposed weights, no gate, own gate (GPT-OSS).
 
-`moe.experts` divides such modules over ranks; `inference.quantized` and `ops.quantizer.layers` pack their weights.
+`moe.experts` shards such modules across ranks; `inference.quantized` and `ops.quantizer.layers` pack their weights.
 
 Shape legend: T tokens, K experts of a token, N rows, E experts, H width, F inner width.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 DOWN = "down_proj"
 
-#: rows sorted by expert, the weight's name, and how many rows each expert has -> one of the two products
+#: (rows sorted by expert, name of the weight, number of rows per expert) -> the product
 Product = Callable[[Tensor, str, Sequence[int]], Tensor]
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Tell whether a module computes down(inner(up(x))) for each expert, as those of most models of transformers do."""
+    """Return whether a module computes down(inner(up(x))) per expert, as most models of transformers do."""
     if not has_params_of_experts(module):
         return False
     if getattr(module, "has_post_expert_norm", False) or inner_of(module) is None:
@@ -38,20 +38,20 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def has_params_of_experts(module: nn.Module) -> bool:
-    """Tell whether a module has the two weights, the biases that its class declares, and no other parameters."""
+    """Return whether a module has the two weights, the biases that its class declares, and no other parameters."""
     params, weights = dict(module.named_parameters(recurse=False)), names_of_weights(module)
     biases = {f"{name}_bias" for name in weights} if getattr(module, "has_bias", False) else set()
     return set(params) == {*weights, *biases} and list(module.parameters()) == list(params.values())
 
 
 def _whole_shape(param: Tensor) -> Sequence[int]:
-    """Return the shape of the whole parameter, also of one that ZeRO-3 has sharded."""
+    """Return the full shape of a parameter, even if ZeRO-3 has sharded it."""
     shape: Sequence[int] = getattr(param, "ds_shape", param.shape)
     return shape
 
 
 def names_of_weights(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the weights of the first and of the second product."""
+    """Return the names of the weights of the first and the second product."""
     return up_name(module), DOWN
 
 
@@ -61,19 +61,19 @@ def up_name(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Tell whether the weights are [E, in, out]."""
+    """Return whether the weights are [E, in, out]."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def inner_of(module: nn.Module) -> Any:
-    """Return what lies between the two products: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate.
+    """Return the function between the two products: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate.
 
-    None is returned where the module does not say.
+    Returns None if the module does not define it.
     """
     act = getattr(module, "act_fn", None)
     if not getattr(module, "has_gate", True):
         return act
-    own = getattr(module, "_apply_gate", None)  # set by transformers on the classes that declare themselves
+    own = getattr(module, "_apply_gate", None)  # transformers sets it on classes that declare their variant
     if own is not None:
         return own
     return partial(_gated, act) if callable(act) else None
@@ -87,12 +87,12 @@ def _gated(act: Callable[[Tensor], Tensor], gate_and_up: Tensor) -> Tensor:
 def run_experts(
     module: nn.Module, product: Product, num_experts: int, x: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Run the forward of such a module by another product; its own arguments follow `num_experts`."""
+    """Run the forward of an expert module with another product. The forward's own arguments follow `num_experts`."""
     return by_expert(x, index_TK, weights_TK, num_experts, partial(run_sorted, module, product))
 
 
 def run_sorted(module: nn.Module, product: Product, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute what the experts give for rows that are sorted by expert: of the first for `counts[0]`, and so on."""
+    """Apply the experts to rows that are sorted by expert: the first `counts[0]` rows belong to expert 0, and so on."""
     inner: Callable[[Tensor], Tensor] = inner_of(module)
     return product(inner(product(rows_NH, up_name(module), counts)), DOWN, counts)
 
@@ -100,11 +100,11 @@ def run_sorted(module: nn.Module, product: Product, rows_NH: Tensor, counts: Seq
 def by_expert(
     x: Tensor, index_TK: Tensor, weights_TK: Tensor, num_experts: int, run: Callable[[Tensor, Sequence[int]], Tensor]
 ) -> Tensor:
-    """Sum what the experts of each token give, by their weights, [..., H] -> [..., H].
+    """Return the weighted sum of the expert outputs of each token, [..., H] -> [..., H].
 
     Args:
-        index_TK: the experts; E and above are of no expert, a mark of transformers' for tokens that go nowhere.
-        run: rows sorted by expert, and how many each has -> what the experts give.
+        index_TK: the experts of each token. Indices >= E mean no expert; transformers marks dropped tokens this way.
+        run: (rows sorted by expert, number of rows per expert) -> expert outputs.
     """
     rows_TH = x.reshape(-1, x.shape[-1])
     experts = index_TK.reshape(-1)
@@ -116,11 +116,11 @@ def by_expert(
 
 
 class ConvertedExperts(nn.Module):
-    """Experts whose class was changed in place to one that `converted_class` makes; their own class stays a base."""
+    """An expert module whose `__class__` was replaced by one from `converted_class`. The original is a base class."""
 
-    #: the class of transformers
+    #: the original class of the transformers library
     original: type[nn.Module]
-    #: the names of the classes begin with it
+    #: the prefix of the names of converted classes
     prefix: str
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -131,13 +131,13 @@ _CONVERTED: dict[tuple[type[ConvertedExperts], type[nn.Module]], type[ConvertedE
 
 
 def converted_class(base: type[ConvertedExperts], original: type[nn.Module]) -> type[ConvertedExperts]:
-    """Return the class of experts of class `original` that compute as `base` says: one for each pair."""
+    """Return the class that derives from `base` and `original`; there is one per pair."""
     if (base, original) not in _CONVERTED:
         _CONVERTED[base, original] = type(f"{base.prefix}{original.__name__}", (base, original), {"original": original})
     return _CONVERTED[base, original]
 
 
 def _empty(base: type[ConvertedExperts], original: type[nn.Module]) -> ConvertedExperts:
-    """Make a module for a copy, which gets its attributes afterwards."""
+    """Create an empty module for copy and pickle, which set its attributes afterwards."""
     cls = converted_class(base, original)
     return cls.__new__(cls)

@@ -1,9 +1,9 @@
-"""The fakes here check the tensors of the documented operators and give results of the right shapes, without data.
+"""Fake implementations of the documented operators: they check the devices and return empty tensors of the right shape.
 
-Tensors have no data on the meta device and in `torch.compile`, which traces with fake ones.
+Operators need them on the meta device and in `torch.compile`, which traces with fake tensors.
 
-Called by `register_fakes` of an extension's builders, once, after the library was loaded. The operators that fronts
-call have one signature on every device (docs/reference/ops.md), and so have their fakes. May import torch alone.
+`register_fakes` of an extension's builders calls this module once, after the library is loaded. A documented operator
+has the same signature on every device (docs/reference/ops.md), so all devices share its fake. May import only torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ON_HOST = "steps"  # counts of an optimizer's updates, which a step reads without waiting for the device
+_ON_HOST = "steps"  # step counts of an optimizer: on the host, so that a step reads them without waiting for the device
 
 
 def register_fakes(namespace: str, *names: str, **own: Callable[..., Any]) -> None:
     """Register fakes for operators of a loaded library.
 
-    All of them refuse tensors that do not lie beside the first, as the kernels do.
+    Like the kernels, all fakes refuse tensors on another device than the first tensor.
 
     Args:
-        namespace: of the library's operators, for example `"ds_xyz"`.
-        names: documented operators.
-        own: fakes of operators that only this library has, by name; called with what the operator is called with.
+        namespace: the namespace of the library's operators, for example `"ds_xyz"`.
+        names: names of documented operators.
+        own: name -> fake of operators that only this library has; a fake gets the operator's arguments.
 
     Raises:
-        KeyError: one of `names` is not documented.
+        KeyError: one of `names` is not a documented operator.
     """
     for name, fake in {**{name: _FAKES[name] for name in names}, **own}.items():
         torch.library.register_fake(f"{namespace}::{name}", _checked(namespace, name, fake))
@@ -60,21 +60,21 @@ def _tensors(label: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _nothing(*lists: Sequence[Tensor] | Tensor, **numbers: Any) -> None:
-    """Return nothing, as operators that write in place do."""
+    """Return None, as in-place operators do."""
 
 
 def like_first(x: Tensor, *others: Any) -> Tensor:
-    """A contiguous tensor of x's shape and dtype."""
+    """Return a contiguous tensor with the shape and dtype of x."""
     return x.new_empty(x.shape)
 
 
 def two_like_first(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Two of them."""
+    """Return two contiguous tensors with the shape and dtype of x."""
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 def quantized(x: Tensor, num_groups: int, num_bits: int, symmetric: bool, *others: Any) -> tuple[Tensor, Tensor]:
-    """int8 [groups, bytes of a group], fp32 [groups, 1] (scales) or [groups, 2] (with minima)."""
+    """Return int8 [groups, bytes per group] and fp32 [groups, 1] (scales) or [groups, 2] (scales and minima)."""
     group_bytes = (x.numel() // num_groups * num_bits + 7) // 8
     q = x.new_empty((num_groups, group_bytes), dtype=torch.int8)
     return q, x.new_empty((num_groups, 1 if symmetric else 2), dtype=torch.float32)
@@ -85,14 +85,14 @@ def _dequantized(q: Tensor, params: Tensor, group_size: int, *numbers: Any) -> T
 
 
 def linear_like(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    """x's rows, with as many elements as the weight has rows; weight or packed data."""
+    """Return [..., out] for x [..., in] and a weight, or packed data, with `out` rows."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def grouped_linear_like(
     x: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, counts: Sequence[int], *_: int
 ) -> Tensor:
-    """x's rows, with as many elements as one of the packed weights has rows."""
+    """Return [rows of x, out] for packed weights with `out` rows each."""
     return x.new_empty((x.shape[0], data.shape[0] // len(counts)))
 
 

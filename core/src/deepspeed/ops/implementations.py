@@ -1,9 +1,9 @@
-"""Who implements an op for the current accelerator: one frozen record for each place that may have a builder of it.
+"""Lists the builders of an op for the current accelerator: one frozen record for each source that may have a builder.
 
     current accelerator  ->  host extension  ->  feature plugins
 
-Called by `registry.py`, which chooses. The places are read at each call: nothing is bound to the accelerator that came
-first, and no plugin is loaded before its builders are needed. May import `accelerator` and below, not `op_builder`.
+`registry.py` calls this and chooses. Each call reads the sources again, so the result follows the current accelerator,
+and a plugin is loaded only when its builders are needed. May import `accelerator` and below, not `op_builder`.
 """
 
 import inspect
@@ -21,22 +21,22 @@ from deepspeed.plugins.admission import KINDS
 
 Source = Literal["device", "host", "plugin", "reference"]
 
-#: the entry point whose extension has the ops that compute in host memory, for every device
+#: the entry point of the host extension, whose ops compute in host memory for every device
 HOST = "cpu"
 _ON_HOST = {op.builder for op in OPS.values() if op.on_host}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`Implementation` says which class one place has under a builder's name, or why it has none.
+    """`Implementation` holds the builder class that one source has under a name, or the reason why it has none.
 
     Attributes:
-        where: the place, for messages: `"accelerator 'xyz' (XYZ_Accelerator)"`.
-        source: its kind.
-        builder_class: the class; None: the place has none.
-        reason: why there is none; "" when there is.
-        failed: the place could not be read (its package cannot be imported, for example), so that it is unknown
-            whether it has one.
+        where: a description of the source for messages: `"accelerator 'xyz' (XYZ_Accelerator)"`.
+        source: the kind of source.
+        builder_class: the class, or None.
+        reason: why `builder_class` is None; else "".
+        failed: the source could not be read (for example, its package cannot be imported), so that it is unknown
+            whether it has a builder.
     """
 
     where: str
@@ -64,7 +64,7 @@ class _Place:
 
 
 def implementations(class_name: str) -> Iterator[Implementation]:
-    """The record of every place for the builder called `class_name`, the preferred first, each class once."""
+    """Yield the record of every source for the builder `class_name`, in order of preference, each class once."""
     accelerator = get_accelerator()
     seen: list[Any] = []
     for place in _places(accelerator):
@@ -84,37 +84,37 @@ def implemented(class_name: str) -> list[Implementation]:
 
 
 def own_builders() -> dict[str, Any]:
-    """Builder name -> class, of those that the current accelerator itself has. For the conformance suite."""
+    """Return builder name -> class of the current accelerator's own builders. For the conformance suite."""
     records = {name: next(implementations(name)) for name in builder_names()}
     return {name: record.builder_class for name, record in records.items() if record.builder_class is not None}
 
 
 def builder_names() -> list[str]:
-    """Every builder name that is documented, or implemented for the current accelerator, sorted."""
+    """Return the sorted names of all builders that are documented or implemented for the current accelerator."""
     names = {op.builder for op in OPS.values()}
     for place in _places(get_accelerator()):
         try:
             names.update(place.names())
-        except Exception:  # noqa: BLE001, S112 - its reason is in each `Implementation`
+        except Exception:  # noqa: BLE001, S112 - each `Implementation` holds the reason
             continue
     return sorted(names)
 
 
 def is_host(accelerator: DeepSpeedAccelerator) -> bool:
-    """Whether the memory of `accelerator` is the host's, so that host kernels serve its tensors too."""
+    """Return whether `accelerator` computes in host memory, so that host kernels accept its tensors."""
     return accelerator._name == "cpu"
 
 
 def lacks_host_extension(accelerator: DeepSpeedAccelerator) -> bool:
-    """Whether ops in host memory run without kernels because the host extension is not installed beside a device's."""
+    """Return whether the accelerator is a device and the host extension, with the host-memory kernels, is missing."""
     return not is_host(accelerator) and HOST not in plugin_manager().names()
 
 
-# ----- a vendor's class, whatever it raises --------------------------------------------------------------------------
+# ----- calls into a vendor's class, with any exception converted to a reason -----------------------------------------
 
 
 def construct(builder_class: Any, *args: Any, **kwargs: Any) -> tuple[Any | None, str | None]:
-    """(an instance, None), or (None, why there is none)."""
+    """Return (instance, None), or (None, reason)."""
     try:
         return builder_class(*args, **kwargs), None
     except Exception as error:  # noqa: BLE001
@@ -122,30 +122,30 @@ def construct(builder_class: Any, *args: Any, **kwargs: Any) -> tuple[Any | None
 
 
 def incompatible(builder: Any) -> str | None:
-    """Return why `builder` cannot serve this machine, in one line; None when it can. Nothing is compiled."""
+    """Return in one line why `builder` is not compatible with this machine, or None. Compiles nothing."""
     try:
         if call_quietly(builder.is_compatible):
             return None
     except Exception as error:  # noqa: BLE001
         return f"is_compatible failed: {describe_error(error)}"
-    reason = getattr(builder, "reason", None) or getattr(builder, "error_log", None)  # the second: DeepSpeed's name
+    reason = getattr(builder, "reason", None) or getattr(builder, "error_log", None)  # DeepSpeed's name is error_log
     return f"not compatible: {reason or 'its builder gives no reason'}"
 
 
 def call_quietly(method: Any) -> Any:
-    """`method(verbose=False)`, or `method()` for a builder written before that argument existed."""
+    """Call `method(verbose=False)`, or `method()` for a builder written before this argument existed."""
     if "verbose" in inspect.signature(method).parameters:
         return method(verbose=False)
     return method()
 
 
 def describe_error(error: BaseException) -> str:
-    """The first line of what a vendor's code raised, with its type unless it is an error of ours."""
+    """Return the first line of an exception's text, with its type unless the exception is a `DeepSpeedError`."""
     line, kind = first_line(error), type(error).__name__
     return line if isinstance(error, DeepSpeedError) or line == kind else f"{kind}: {line}"
 
 
-# ----- the places ----------------------------------------------------------------------------------------------------
+# ----- the sources ---------------------------------------------------------------------------------------------------
 
 
 def _places(accelerator: DeepSpeedAccelerator) -> list[_Place]:
@@ -164,7 +164,7 @@ def _device(accelerator: DeepSpeedAccelerator) -> _Place:
         if _is_placeholder(found, class_name):
             found = None
         if found is None and plugin is not None:
-            # a class with a get_op_builder of its own may not know the hook beside it
+            # an accelerator that overrides get_op_builder may not read the hook
             found = plugin_manager().op_builders(plugin).get(class_name)
         return found
 
@@ -184,10 +184,10 @@ def _plugin(name: str, where: str, source: Source, group: str) -> _Place:
 
 
 def _is_placeholder(found: Any, class_name: str) -> bool:
-    """Whether `found` is no builder, but an answer that leads nowhere.
+    """Return whether `found` is not a real builder.
 
-    DeepSpeed's vendors answer an unknown name with a class whose `load()` fails; and one that answers from the core's
-    own package gives a `BuilderName`, which would look here again.
+    DeepSpeed's vendors return a class whose `load()` fails for an unknown name. A vendor that returns a name of the
+    core's own package returns a `BuilderName`, which would search here again.
     """
     if found is None:
         return False

@@ -1,8 +1,8 @@
-"""The functions of `quantizer` and `transformer` ask here which compiled operator serves their tensors.
+"""Finds the compiled operator for the tensors of a call in `quantizer` or `transformer`.
 
-May import `ops.optimizer` and below. A kernel serves when it was registered as torch operators (its builder
-names an `op_namespace`), the tensors are plain ones of the current accelerator in fp32, bf16 or fp16, and no gradient
-is needed: these operators have none. Otherwise the caller runs its torch reference, which has one.
+May import `ops.optimizer` and below. An operator is used if it is a registered torch operator (its builder sets
+`op_namespace`), the tensors are plain fp32, bf16 or fp16 tensors of the current accelerator, and no gradient is needed,
+because these operators have no backward. Otherwise the caller runs its torch reference, which has a backward.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from deepspeed.ops.optimizer import FLOATS, PLAIN
 
 
 def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
-    """The torch operator `name` of the kernel of `op`, or None: then the caller runs its torch reference.
+    """Return the torch operator `name` of `op`, or None if the caller must run its torch reference.
 
     Args:
-        op: as `registry.kernel` takes it, for example "quantizer".
+        op: a name for `registry.kernel`, for example "quantizer".
         name: the operator in the kernel's namespace. Its schema is in the caller's docstring.
-        tensors: every floating tensor that the operator would get; None for one that was omitted.
+        tensors: every floating-point argument of the operator; None for an omitted one.
     """
     needs_none, device_type = torch.is_grad_enabled(), None
-    for one in tensors:  # written out, because it runs for every operator of every layer
+    for one in tensors:  # an explicit loop, because it runs for every operator of every layer
         if one is None:
             continue
         if type(one) not in PLAIN or one.dtype not in FLOATS or (needs_none and one.requires_grad):
@@ -40,17 +40,17 @@ def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., A
 
 
 def _namespace(op: str, device_type: str) -> str | None:
-    """Return the namespace that has the operators of `op`; None if it has none for tensors of `device_type`."""
+    """Return the namespace with the operators of `op`; None if there is none for `device_type`."""
     if device_type != _device_type(get_accelerator().device_name()):
         return None
     return getattr(registry.loaded(op).builder, "op_namespace", None)
 
 
-# What torch.compiler.assume_constant_result sets: calling that imports torch's compiler, 1.1 s of every process.
+# torch.compiler.assume_constant_result sets this, but calling it imports torch's compiler: 1.1 s in every process.
 _namespace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def _device_type(name: str) -> str:
-    """The kind of device that an accelerator's device name names."""
+    """Return the device type of an accelerator's device name."""
     return torch.device(name).type

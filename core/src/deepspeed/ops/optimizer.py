@@ -1,8 +1,8 @@
-"""The base classes of the optimizers written here.
+"""The base classes of DeepSpeed's optimizers.
 
-`ReferenceOptimizer` has the step loop, groups that are replaced in place, fp32 state and one-pass steps. The step of a
-`KernelOptimizer` is one operator call where an extension has it, and torch's where not: an operator takes lists of
-tensors and updates all of them in one call. Read next: `registry.py`, which finds it.
+`ReferenceOptimizer` has the step loop, parameter groups whose tensors may be replaced, fp32 state and one-pass steps. A
+`KernelOptimizer` makes its step with one operator call if an extension has the operator, else with torch. An operator
+takes lists of tensors and updates all of them in one call. Read next: `registry.py`, which finds the operator.
 """
 
 import inspect
@@ -34,11 +34,11 @@ _GUARD = torch._disable_dynamo(lambda: None).__code__
 
 @dataclass(slots=True)
 class OnePass:
-    """Gradients of one step, given beside the parameters: of any float dtype, and not yet scaled.
+    """The unscaled gradients of one step, of any float dtype, which are not in `param.grad`.
 
-    The tensors are plain, dense and contiguous, on the parameters' device: whoever makes this has seen to that.
-    `grads[g]` and `copies[g]` belong to `param_groups[g]["params"]`. `copies[g]` is empty, or holds one tensor per
-    parameter that gets the new value rounded to its dtype: the weights of a low-precision model.
+    The caller guarantees plain, dense, contiguous tensors on the parameters' device. `grads[g]` and `copies[g]` belong
+    to `param_groups[g]["params"]`. `copies[g]` is empty, or holds one tensor per parameter, for example the weights of
+    a low-precision model. The step writes the new parameter value, rounded to the copy's dtype, into it.
     """
 
     grads: Sequence[list[Tensor]]
@@ -47,13 +47,13 @@ class OnePass:
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that an engine may hand other tensors: 1-D, empty, replaced in `param_groups`, without `.grad`.
+    """A torch optimizer whose tensors an engine may replace in `param_groups`: 1-D, empty, or without `.grad`.
 
-    A subclass writes `update_params`, and makes a parameter's state at its first gradient. Options live in `defaults`
-    and so in each group: they survive copy and pickle, and a group may say otherwise.
+    A subclass implements `update_params`, which creates a parameter's state at its first gradient. Options are stored
+    in `defaults` and in each group: they survive copy and pickle, and a group may override them.
 
-    One with a kernel that reads low-precision gradients, scales them, updates fp32 master weights and writes the
-    low-precision weights in one pass over memory also writes `has_one_pass` and `update_one_pass`.
+    A one-pass kernel reads low-precision gradients, scales them, updates fp32 master weights and writes the
+    low-precision weights in one pass over memory. For it, a subclass implements `has_one_pass` and `update_one_pass`.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -61,20 +61,20 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Check the options of a group, then add it as torch does; also called for the constructor's groups."""
-        if isinstance(param_group, dict):  # else torch says what it must be
+        """Check the options of a group, then add the group as torch does. The constructor calls it for each group."""
+        if isinstance(param_group, dict):  # else torch raises the error
             check_options(**{name: value for name, value in param_group.items() if name in self.defaults})
         _unguarded(super().add_param_group)(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by `load_state_dict`: a dictionary of torch's own class lacks our keys."""
+        """Restore the state and add missing options. `load_state_dict` calls it: torch's own classes lack our keys."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; `None` means what the argument `set_grad_none` said, else to None."""
+        """Clear gradients. `set_to_none=None` means the constructor's `set_grad_none`, or True if it has none."""
         if set_to_none is None:
             set_to_none = self.defaults.get("set_grad_none", True)
         _unguarded(super().zero_grad)(set_to_none=set_to_none)
@@ -85,9 +85,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, one_pass: OnePass | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what `closure` returned, if there is one.
+        """Update every parameter that has a gradient. Return the result of `closure`, if given.
 
-        The engine gives `one_pass` instead, after it has asked `takes_one_pass`.
+        The engine passes `one_pass` instead of `.grad` if `takes_one_pass` is True.
         """
         if one_pass is not None:
             for group, grads, copies in zip(self.param_groups, one_pass.grads, one_pass.copies, strict=True):
@@ -106,17 +106,17 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         return loss
 
     def before_update(self) -> None:
-        """Called once per step, before the first group. For what looks at all gradients together."""
+        """Run once per step, before the first group, for work that needs all gradients together."""
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Update `params` in place; each has a gradient. Called per group, without autograd."""
+        """Update `params` in place. Each has a gradient. Called once per group, without autograd."""
         raise NotImplementedError(f"{type(self).__name__} must write update_params")
 
     @property
     def takes_one_pass(self) -> bool:
-        """Whether `step(one_pass=...)` does what `step()` would do on the present groups.
+        """Whether `step(one_pass=...)` is equivalent to `step()` for the current groups.
 
-        Not for a subclass with a step or update of its own, nor where a hook before the step wants to see gradients.
+        False for a subclass that overrides the step or the update, and if a step pre-hook reads gradients.
         """
         cls = type(self)
         is_ours = inspect.unwrap(cls.step) is inspect.unwrap(ReferenceOptimizer.step)
@@ -129,17 +129,17 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         )
 
     def has_one_pass(self, group: dict[str, Any]) -> bool:
-        """Whether a kernel serves this group's options and tensors; loads it when first asked."""
+        """Return whether a kernel supports this group's options and tensors. The first call loads the kernel."""
         return False
 
     def update_one_pass(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
-        """Update `params` in place from `scale * grads`, and write `copies`; makes states at the first use."""
+        """Update `params` in place from `scale * grads`, and write `copies`. Creates states on first use."""
         raise NotImplementedError(f"{type(self).__name__} has no one-pass kernel; ask takes_one_pass first")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep fp32 state of a half parameter (torch would round it to that dtype)."""
+        """Load as torch does, but keep the fp32 state of a half-precision parameter, which torch would round."""
         _unguarded(super().load_state_dict)(state_dict)
         saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         owners = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -151,9 +151,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
 
 def _unguarded(method: Any) -> Callable[..., Any]:
-    """`method` of torch's optimizer without what keeps `torch.compile` out of it, as long as nobody compiles.
+    """Return `method` of torch's optimizer without its `torch.compile` guard, unless torch._dynamo is already loaded.
 
-    That guard loads torch._dynamo and sympy: as much time as torch itself, and 70 MiB of every rank.
+    The guard imports torch._dynamo and sympy, which takes as long as importing torch and 70 MiB on every rank.
     """
     function = method.__func__
     if function.__code__ is not _GUARD or "torch._dynamo" in sys.modules:
@@ -162,7 +162,7 @@ def _unguarded(method: Any) -> Callable[..., Any]:
 
 
 def _reads_no_gradients(hook: Callable[..., Any]) -> bool:
-    """Whether a hook before the step is one that does not look at `param.grad`: it says so by an attribute."""
+    """Return whether a step pre-hook declares, by the attribute `reads_no_gradients`, that it ignores `param.grad`."""
     return getattr(hook, "reads_no_gradients", False)
 
 
@@ -171,15 +171,15 @@ def _definer(cls: type, name: str) -> type:
 
 
 class StepKernel(NamedTuple):
-    """One operator, and the kind of device whose tensors it takes."""
+    """An operator, and the device type of its tensors."""
 
     operator: Callable[..., Any]
     device_type: str
 
     def takes(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype] = FLOATS) -> bool:
-        """Whether all are what the operator reads: plain, dense and contiguous, of one of `dtypes`, on its device."""
+        """Return whether all are plain, dense, contiguous, on the operator's device, and of one of `dtypes`."""
         strided, is_host, device_type = torch.strided, self.device_type == "cpu", self.device_type
-        for one in tensors:  # written out, because it runs for every tensor of every step
+        for one in tensors:  # an explicit loop, because it runs for every tensor in every step
             if one.dtype not in dtypes or type(one) not in PLAIN or one.layout is not strided:
                 return False
             if not one.is_contiguous() or not (one.is_cpu if is_host else one.device.type == device_type):
@@ -188,11 +188,11 @@ class StepKernel(NamedTuple):
 
 
 def step_kernel(op: str | None, operator: str) -> StepKernel | None:
-    """The operator that steps for `op`, or None: then the optimizer runs its torch reference.
+    """Return the operator that makes the step of `op`, or None if the optimizer must run its torch reference.
 
     Args:
-        op: as `registry.kernel` takes it, for example "cpu_adam"; None: the optimizer has none.
-        operator: its name in the loaded op, for example "adam_step_".
+        op: a name for `registry.kernel`, for example "cpu_adam"; None if the optimizer has no op.
+        operator: the operator's name in the loaded op, for example "adam_step_".
     """
     loaded = registry.kernel(op) if op is not None else None
     if loaded is None:
@@ -200,13 +200,13 @@ def step_kernel(op: str | None, operator: str) -> StepKernel | None:
     on_host = op in registry.OPS and registry.OPS[op].on_host
     device_type = "cpu" if on_host else torch.device(get_accelerator().device_name()).type
     packet = getattr(loaded, operator)
-    return StepKernel(getattr(packet, "default", packet), device_type)  # the overload saves torch a search per call
+    return StepKernel(getattr(packet, "default", packet), device_type)  # the overload saves a lookup per call
 
 
 def host_numbers(**values: Any) -> dict[str, float] | None:
-    """Options as an operator takes them; None when one is a tensor on a device, which a step must not wait for."""
+    """Convert options to floats. Return None if one is a tensor on a device: reading it would make the step wait."""
     for name, value in values.items():
-        if type(value) is not float:  # they nearly always are
+        if type(value) is not float:  # the fast path: nearly all are floats
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 return None
             values[name] = float(value)
@@ -214,7 +214,7 @@ def host_numbers(**values: Any) -> dict[str, float] | None:
 
 
 def host_step_counts(states: list[dict[str, Any]]) -> list[Tensor]:
-    """`state["step"]` of each as operators count it: a 0-D fp32 tensor on the host, whatever a checkpoint held."""
+    """Return `state["step"]` of each state as a 0-D fp32 tensor on the host, converting counts from a checkpoint."""
     steps = [state["step"] for state in states]
     for index, step in enumerate(steps):
         if type(step) is not Tensor or step.dtype is not torch.float32 or not step.is_cpu or step.dim():
@@ -223,36 +223,36 @@ def host_step_counts(states: list[dict[str, Any]]) -> list[Tensor]:
 
 
 class KernelOptimizer(ReferenceOptimizer):
-    """Divides each group between the kernel and the torch reference beside it, and makes one-pass steps.
+    """Divides each group between the kernel and the torch reference, and makes one-pass steps.
 
-    A subclass names the operator, gives its numbers, and writes `create_state` and `update_reference`. To the reference
-    go all parameters when there is no kernel or the group has options that it lacks, and otherwise those that it cannot
-    take: sparse gradients, DTensors, tensors elsewhere or not contiguous, states in half precision.
+    A subclass sets the operator, and implements `kernel_numbers`, `create_state` and `update_reference`. The reference
+    updates all parameters if no kernel supports the group's options, else only those that the kernel cannot take:
+    with sparse gradients, DTensors, tensors on another device or not contiguous, or half-precision states.
     """
 
-    kernel_op: ClassVar[str | None] = None  # its name in the registry
+    kernel_op: ClassVar[str | None] = None  # the op's name in the registry
     operator: ClassVar[str] = ""
-    state_names: ClassVar[tuple[str, ...]] = ()  # the operator's state lists, in its order
-    uses_kernel = True  # False: step with the reference, as a rank that has no kernel does
+    state_names: ClassVar[tuple[str, ...]] = ()  # the operator's state lists, in its argument order
+    uses_kernel = True  # False: always use the reference, like a rank without the kernel
 
     @abstractmethod
     def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
-        """The operator's keyword arguments but `grad_scale`; None: the group has options that it lacks."""
+        """Return the operator's keyword arguments except `grad_scale`; None if it lacks an option of the group."""
 
     @abstractmethod
     def create_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter at its first gradient."""
+        """Return the initial state of a parameter."""
 
     @abstractmethod
     def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        """Update `params` in place by torch's own operations; the states are there."""
+        """Update `params` in place with torch operations. All states exist."""
 
     def gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return the gradients of `params`, which all have one, for `update_params` to step with."""
+        """Return the gradients that `update_params` uses. Every parameter in `params` has a gradient."""
         return [param.grad for param in params if param.grad is not None]
 
     def run_kernel(self, operator: Callable[..., Any], lists: list[Any], numbers: dict[str, Any]) -> None:
-        """One operator call; a subclass whose operator takes more lists adds them."""
+        """Call the operator once. A subclass whose operator takes more lists adds them here."""
         operator(*lists, **numbers)
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -270,14 +270,14 @@ class KernelOptimizer(ReferenceOptimizer):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the operator can be called here; loads it when first asked."""
+        """Whether the operator is available here. The first access loads it."""
         return self._found_kernel() is not None
 
     def _kernel(self, numbers: dict[str, Any] | None) -> StepKernel | None:
         return self._found_kernel() if numbers is not None and self.uses_kernel else None
 
     def _found_kernel(self) -> StepKernel | None:
-        """Return the operator of the current accelerator. It is kept as long as the registry holds it."""
+        """Return the operator of the current accelerator. The result is cached while `registry.holds` is True."""
         table, kernel = self.__dict__.get("_kept_kernel", (None, None))
         if not registry.holds(table):
             kernel = step_kernel(self.kernel_op, self.operator)
@@ -294,8 +294,8 @@ class KernelOptimizer(ReferenceOptimizer):
         *,
         unknown: list[list[Tensor]],
     ) -> None:
-        """`unknown`: the lists to look at in every step before the operator gets them; empty for the engine's, whose
-        gradients are as it wants them. Other tensors are looked at when they are new."""
+        """Update `params`. `unknown` are the lists to check in every step; it is empty if the engine provides the
+        gradients. Other tensors are checked only when they are new."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
@@ -320,18 +320,18 @@ class KernelOptimizer(ReferenceOptimizer):
         if params:
             lists = [params, grads, *moments, steps, copies]
             self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
-            # for autograd: a graph that saved a weight then refuses to run backward through the new one
+            # for autograd: a graph that saved the old weight then refuses to run backward
             torch.autograd.graph.increment_version([*params, *copies])
 
     def _took(self, lists: list[list[Tensor]]) -> bool:
-        """Whether the kernel took these tensors in the last step. Then they are not looked at again: that would be a
-        twentieth of a step of many small layers."""
+        """Return whether the kernel took these tensors in the last step. They need no second check, which would cost 5%
+        of a step with many small layers."""
         params = lists[0]
         before, addresses = self._known_tensors().get(id(params[0]), ((), []))
         if len(before) != len(lists) * len(params):
             return False
         are_same = all(map(operator.is_, map(weakref.ref.__call__, before), chain.from_iterable(lists)))
-        return are_same and addresses == list(map(Tensor.data_ptr, params))  # a user may give a parameter other `.data`
+        return are_same and addresses == list(map(Tensor.data_ptr, params))  # a user may assign another `.data`
 
     def _remember(self, lists: list[list[Tensor]]) -> None:
         known = self._known_tensors()
@@ -341,8 +341,8 @@ class KernelOptimizer(ReferenceOptimizer):
         known[id(lists[0][0])] = refs, list(map(Tensor.data_ptr, lists[0]))
 
     def _known_tensors(self) -> dict[int, tuple[list["weakref.ref[Tensor]"], list[int]]]:
-        """Return the tensors that the kernel took, with the addresses of the parameters, by the id of the first
-        parameter. The references to tensors are weak, as tensors come and go."""
+        """Return id of the first parameter -> (weak references to the tensors that the kernel took, addresses of the
+        parameters)."""
         return self.__dict__.setdefault("_known", {})  # type: ignore[no-any-return]
 
     def _update_by_torch(
@@ -356,7 +356,7 @@ class KernelOptimizer(ReferenceOptimizer):
 
 
 def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list[Tensor]]) -> list[int]:
-    """The indices of the parameters that the kernel cannot take."""
+    """Return the indices of the parameters that the kernel cannot take."""
     return [
         index
         for index in range(len(lists[0]))
@@ -365,36 +365,36 @@ def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list
 
 
 def _pick(lists: list[list[Any]], indices: list[int]) -> list[list[Any]]:
-    """Each of `lists` at `indices`; an empty one (no copies) stays empty."""
+    """Select `indices` from each of `lists`; an empty list (no copies) stays empty."""
     return [[its[index] for index in indices] if its else [] for its in lists]
 
 
 def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Dtype of a parameter's state: its own, or fp32 for a half parameter with `fp32_optimizer_states`."""
+    """Return fp32 for a half-precision parameter with `fp32_optimizer_states`, else the parameter's dtype."""
     wide = param.dtype in _HALF and group.get("fp32_optimizer_states", False)
     return torch.float32 if wide else param.dtype
 
 
 def new_step_count() -> Tensor:
-    """The count of updates as torch keeps it: a 0-D fp32 tensor on the host."""
+    """Return a step count of 0 in torch's format: a 0-D fp32 tensor on the host."""
     return torch.tensor(0.0, dtype=torch.float32)
 
 
 def check_not_sparse(grad: Tensor, name: str) -> None:
-    """RuntimeError, as torch raises it, for a sparse gradient that `name` cannot use."""
+    """Raise a RuntimeError, as torch does, if `grad` is sparse and the optimizer `name` does not support it."""
     if grad.is_sparse:
         raise RuntimeError(f"{name} does not support sparse gradients; use dense ones (sparse=False) or SGD, Adagrad")
 
 
 def check_params(params: Any) -> None:
-    """ConfigError for what is not an iterable of parameters or of param groups."""
+    """Raise a ConfigError if `params` is not an iterable of parameters or of param groups."""
     if isinstance(params, (Tensor, torch.nn.Module, str)) or not isinstance(params, Iterable):
         raise ConfigError(f"params: found a {type(params).__name__}; give model.parameters() or a list of param groups")
 
 
 def check_options(**options: Any) -> None:
-    """ConfigError naming the first option of a wrong type or out of range. Those that have no rule here may be
-    anything. Called with the arguments of an optimizer, and with what a param group says."""
+    """Raise a ConfigError for the first option of a wrong type or out of range. Options without a rule are not checked.
+    Called with an optimizer's arguments, and with the options of a param group."""
     for name, value in options.items():
         if name == "betas":
             _check_betas(value)
@@ -426,7 +426,7 @@ def _is_number(value: Any) -> bool:
 
 
 _SIZE = _Rule("a finite number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
-_BOUND = _Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0)  # infinity: there is none
+_BOUND = _Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0)  # infinity means no bound
 _DECAY = _Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
 _FLAG = _Rule("true or false", lambda value: not isinstance(value, Tensor) and value in (True, False))
 _COUNT = _Rule(

@@ -1,13 +1,13 @@
-"""The op registry: for an op's name, the kernel of the best place that has one, and why not of a better one.
+"""The op registry: finds the kernel of an op in the first source that has one, and why earlier sources have none.
 
     current accelerator  ->  host extension  ->  feature plugins  ->  None: the torch reference
 
-An optimizer calls `kernel("fused_adam")` and runs its torch reference when the answer is None; it keeps the answer as
-long as `holds` says so. Nothing is bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows
-the same by `resolve`.
+An optimizer calls `kernel("fused_adam")` and runs its torch reference if the result is None. It caches the result while
+`holds` returns True. Nothing is bound at import: after `set_accelerator(X)` every op name refers to the ops of X.
+`ds_report` shows the same information through `resolve`.
 
-`DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time. Read next:
-`documented.py` (the table of ops), `implementations.py` (who has a builder), `op_builder/builder.py` (what that does).
+`DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, makes ops use their references; it can be set at any time. Read next:
+`documented.py` (the table of ops), `implementations.py` (who has a builder), `op_builder/builder.py` (what it does).
 """
 
 import difflib
@@ -43,12 +43,12 @@ class Resolution:
     """`Resolution` says where an op comes from.
 
     Fields:
-        op: its short name.
-        builder: an instance of the builder that serves it; None for the torch reference.
+        op: the short name of the op.
+        builder: an instance of the selected builder; None for the torch reference.
         source: "device", "host", "plugin" (a feature plugin) or "reference".
-        rejected: (where, reason) of every better place that does not serve it.
-        broken: one of them has a builder, and it does not work here.
-        failed: those of `rejected` that could not be read at all, so that it is unknown whether they have a builder.
+        rejected: (where, reason) of every source before it that does not provide the op.
+        broken: True if a rejected source has a builder that does not work here.
+        failed: the entries of `rejected` that could not be read, so that it is unknown whether they have a builder.
     """
 
     op: str
@@ -59,7 +59,7 @@ class Resolution:
     failed: tuple[tuple[str, str], ...] = ()
 
     def why(self) -> str:
-        """The rejected places and their reasons, in one line; "" when the best place serves the op."""
+        """Return the rejected sources and their reasons in one line; "" if the first source provides the op."""
         return _joined(self.rejected)
 
 
@@ -69,7 +69,7 @@ class _Found(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The ops that were loaded for one accelerator and one value of `DS_OPS_DISABLE`."""
+    """The ops loaded for one accelerator and one value of `DS_OPS_DISABLE`."""
 
     accelerator: DeepSpeedAccelerator | None
     disabled: str
@@ -81,9 +81,9 @@ _lock = threading.RLock()  # re-entrant: loading one op may load another
 
 
 def resolve(op: str) -> Resolution:
-    """Return where `op` would come from now, without compiling or loading it.
+    """Return where `op` comes from, without compiling or loading it.
 
-    After `kernel(op)` the reasons include what failed to load. Called by `ds_report` and by the engine.
+    After `kernel(op)` the reasons include failures to load. `ds_report` and the engine call this.
 
     Args:
         op: a short name of `OPS`, the name of a builder class, or the NAME of a vendor's own builder.
@@ -101,13 +101,13 @@ def resolve(op: str) -> Resolution:
 
 
 def kernel(op: str) -> Any | None:
-    """The loaded op, or None: then the caller uses its torch reference.
+    """Return the loaded op, or None if the caller must use its torch reference.
 
-    The first call for an accelerator finds, compiles if need be and loads it, and logs one line on rank 0 when that
-    ends at the reference; later calls are a lookup. May be called from any thread.
+    The first call for an accelerator finds, compiles (if necessary) and loads the op. If no source provides it, the
+    call logs one line on rank 0. Later calls are a lookup. May be called from any thread.
 
     Args:
-        op: as `resolve` takes it.
+        op: see `resolve`.
 
     Raises:
         ConfigError: the op is unknown.
@@ -122,8 +122,8 @@ def kernel(op: str) -> Any | None:
 
 
 def holds(answers: object) -> bool:
-    """Whether `kernel` would answer as it did when `table` was `answers`: no other accelerator was set since, and no
-    other ops were disabled. Called in every step by optimizers, which keep an answer."""
+    """Return whether results of `kernel` from the time when `table` was `answers` are still valid: the accelerator and
+    the disabled ops did not change. Optimizers, which cache a result, call this in every step."""
     return answers is table and _is_current(table)
 
 
@@ -131,7 +131,7 @@ def loaded(op: str) -> Resolution:
     """Load `op` as `kernel` does, and return where it comes from: `builder` is None for the torch reference.
 
     Args:
-        op: as `resolve` takes it.
+        op: see `resolve`.
 
     Raises:
         ConfigError: the op is unknown.
@@ -142,13 +142,13 @@ def loaded(op: str) -> Resolution:
 
 
 def require(op: str) -> Any:
-    """The loaded op, for a user who asked for it by name.
+    """Return the loaded op, for a user who requested it by name.
 
     Args:
-        op: as `resolve` takes it.
+        op: see `resolve`.
 
     Raises:
-        OpUnavailable: no place serves it; the message gives every reason.
+        OpUnavailable: no source provides the op; the message gives every reason.
         ConfigError: the op is unknown.
     """
     found = _load(op)
@@ -158,7 +158,7 @@ def require(op: str) -> Any:
 
 
 def reset() -> None:
-    """Forget what was loaded, so that the next `kernel` looks again; for tests, and after a package was installed."""
+    """Forget all loaded ops, so that the next `kernel` searches again; for tests, and after a package is installed."""
     global table
     with _lock:
         table = _Table(None, "", {})
@@ -168,10 +168,10 @@ def reset() -> None:
 
 
 def builder_name(op: str) -> str:
-    """The class name of the builders of `op`.
+    """Return the class name of the builders of `op`.
 
     Args:
-        op: as `resolve` takes it.
+        op: see `resolve`.
 
     Raises:
         ConfigError: the op is unknown.
@@ -194,25 +194,25 @@ def builder_name(op: str) -> str:
 
 
 def op_names() -> list[str]:
-    """Every op to report on: the short names of the documented ones, and of those that only a vendor has."""
+    """Return the short names of all documented ops, and of ops that only a vendor has, for reports."""
     documented = {op.builder for op in OPS.values()}
     own = [(name, implemented(name)) for name in builder_names() if name not in documented]
     return [*OPS, *(op_of(found[0].builder_class, name) if found else name for name, found in own)]
 
 
 def op_of(builder: Any, class_name: str) -> str:
-    """The short name of the op of `builder`, an object or a class, found as `class_name`: documented, else its own."""
+    """Return the short name of a builder's op: the documented name for `class_name`, else the builder's own NAME."""
     documented = next((op for op, entry in OPS.items() if entry.builder == class_name), None)
     return documented or str(getattr(builder, "NAME", None) or getattr(builder, "name", None) or class_name)
 
 
 def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
-    """An instance of the builder called `class_name`: the first whose op works on this machine, else the first.
+    """Return an instance of the first builder `class_name` whose op works on this machine, else of the first one.
 
-    What calling `deepspeed.ops.op_builder.<X>Builder` does; `args` and `kwargs` are the class's own.
+    A call of `deepspeed.ops.op_builder.<X>Builder` does this; `args` and `kwargs` go to the builder class.
 
     Raises:
-        OpUnavailable: no place has such a builder; the message gives every reason.
+        OpUnavailable: no source has such a builder; the message gives every reason.
     """
     builders: list[Any] = []
     reasons: list[tuple[str, str | None]] = []
@@ -233,9 +233,9 @@ def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def all_ops() -> dict[str, Any]:
-    """Op name -> an instance of the builder that serves it, or would if it were compatible. Compiles nothing.
+    """Return op name -> an instance of its builder, even if the builder is not compatible. Compiles nothing.
 
-    What `deepspeed.ops.op_builder.ALL_OPS` is when it is read.
+    Reading `deepspeed.ops.op_builder.ALL_OPS` calls this.
     """
     found = {}
     for class_name in builder_names():
@@ -248,10 +248,10 @@ def all_ops() -> dict[str, Any]:
 
 
 def compatible_ops() -> dict[str, bool]:
-    """Op name -> whether it has a kernel for the current accelerator on this machine.
+    """Return op name -> whether it has a kernel for the current accelerator on this machine.
 
-    What `deepspeed.ops.__compatible_ops__` is when it is read. Every documented op is a key, so that
-    `__compatible_ops__["sparse_attn"]` is False where no place has a builder.
+    Reading `deepspeed.ops.__compatible_ops__` calls this. Every documented op is a key, so
+    `__compatible_ops__["sparse_attn"]` is False if no source has a builder.
     """
     answers = dict.fromkeys(OPS, False)
     answers.update({op: incompatible(builder) is None for op, builder in all_ops().items()})
@@ -267,7 +267,7 @@ def _is_current(table: _Table) -> bool:
 
 def _load(op: str) -> _Found:
     global table
-    accelerator = get_accelerator()  # chosen before the lock is taken: a plugin that is being built may load an op
+    accelerator = get_accelerator()  # choose it before taking the lock: a plugin that is being built may load an op
     with _lock:
         if not _is_current(table):
             table = _Table(accelerator, os.environ.get(VARIABLE, ""), {})
@@ -278,7 +278,7 @@ def _load(op: str) -> _Found:
 
 
 def _best(op: str, load: bool) -> _Found:
-    """The first place whose builder works here, and loads if `load` is True."""
+    """Find the first source whose builder works here and, if `load` is True, whose op loads."""
     class_name = builder_name(op)
     if _is_disabled(op):
         disabled = ("environment", f"disabled by {stated(VARIABLE)}")
@@ -300,7 +300,7 @@ def _best(op: str, load: bool) -> _Found:
 
 
 def _try(op: str, builder_class: Any, load: bool) -> tuple[Any, Any, str | None]:
-    """(builder, loaded op, None), or (None, None, why not)."""
+    """Return (builder, loaded op, None), or (builder or None, None, reason)."""
     builder, reason = construct(builder_class)
     reason = incompatible(builder) if builder is not None else reason
     if builder is None or reason is not None or not load:
@@ -335,10 +335,10 @@ _logged: set[str] = set()
 
 
 def _log_outcome(found: _Found) -> None:
-    """Log on rank 0 a warning per place that failed, and one line per op and process that runs on its reference.
+    """Log on rank 0 a warning per source that failed, and one line per op and process that runs on its reference.
 
-    The line is shown by default when a place has a kernel that cannot be used, and when the host extension is not
-    installed.
+    The line is a warning if a source has a kernel that does not work, or if the op needs the host extension and it is
+    not installed. Otherwise the line has level INFO.
     """
     resolution = found.resolution
     for where, reason in resolution.failed:

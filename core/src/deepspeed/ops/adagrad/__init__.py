@@ -1,4 +1,4 @@
-"""Adagrad: the front users import, and its torch reference. Imports `ops.optimizer`; read `cpu_adagrad.py`."""
+"""Adagrad: the public class, and its torch reference. Imports `ops.optimizer`; read `cpu_adagrad.py`."""
 
 from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
 

@@ -14,21 +14,21 @@ from deepspeed.ops.optimizer import KernelOptimizer, check_options, host_numbers
 
 @absent_members("ops.adagrad.cpu_adagrad:DeepSpeedCPUAdagrad")
 class DeepSpeedCPUAdagrad(KernelOptimizer):
-    """Adagrad (Duchi et al., JMLR 2011), as `torch.optim.Adagrad` has it, state names and all.
+    """Adagrad (Duchi et al., JMLR 2011) with the formula and the state names of `torch.optim.Adagrad`.
 
         g <- g + wd * p;    s <- s + g^2;    p <- p - lr * g / (sqrt(s) + eps)
 
-    Made by the factory for "Adagrad", by users, and by Accelerate. Unlike torch's class it makes its state at a
-    parameter's first gradient, so that an engine may replace the tensors of a group after construction. Sparse
-    gradients work with `weight_decay=0`, through torch. Dense ones go to the host extension's kernel where it can be
-    had, `adagrad_step_(params, grads, sums, steps, copies, *, lr, lr_decay, eps, weight_decay, maximize, grad_scale)`.
-    The torch reference is bit-equal to torch's class.
+    The optimizer factory creates it for "Adagrad". Users and Accelerate create it too. Unlike torch's class, it creates
+    a parameter's state at its first gradient, so an engine may replace the tensors of a group after construction. torch
+    handles sparse gradients, which require `weight_decay=0`. The host extension's kernel, if available, handles dense
+    gradients: `adagrad_step_(params, grads, sums, steps, copies, *, lr, lr_decay, eps, weight_decay, maximize,
+    grad_scale)`. The torch reference is bit-equal to torch's class.
 
     Args:
         model_params: parameters, or param groups (other keys in a group are kept).
-        fp32_optimizer_states: for half parameters, keep s in fp32 and compute in fp32.
+        fp32_optimizer_states: for half-precision parameters, keep s in fp32 and compute in fp32.
 
-    Raises ConfigError for a value out of range and for `amsgrad=True`, which Adagrad has not.
+    Raises ConfigError for a value out of range and for `amsgrad=True`, which Adagrad does not support.
     """
 
     kernel_op: ClassVar[str | None] = "cpu_adagrad"
@@ -70,7 +70,7 @@ class DeepSpeedCPUAdagrad(KernelOptimizer):
 
     def _update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        work = param.to(state["sum"].dtype)  # the parameter itself when the dtypes agree
+        work = param.to(state["sum"].dtype)  # the parameter itself if the dtypes are equal
         adagrad(
             [work],
             [grad.to(work.dtype)],

@@ -1,4 +1,4 @@
-"""Adam and AdamW: the fronts users import, and their torch reference.
+"""Adam and AdamW: the public classes, and their torch reference.
 
 May import `ops.optimizer` and below. Read `adam.py`.
 """

@@ -1,16 +1,16 @@
-"""Adam and AdamW: `FusedAdam`, `DeepSpeedCPUAdam`, what they share, and the torch reference `adam_step`.
+"""Adam and AdamW: `FusedAdam`, `DeepSpeedCPUAdam`, their base class, and the torch reference `adam_step`.
 
-Formulas (Kingma & Ba, arXiv 1412.6980; AdamW: Loshchilov & Hutter, arXiv 1711.05101), g the gradient, p the weight:
+Formulas (Kingma & Ba, arXiv 1412.6980; AdamW: Loshchilov & Hutter, arXiv 1711.05101), with gradient g and weight p:
 
     g <- g + wd * p                             only with adam_w_mode=False (L2)
     p <- p * (1 - lr * wd)                      only with adam_w_mode=True  (decoupled)
     m <- b1 * m + (1 - b1) * g                  v <- b2 * v + (1 - b2) * g^2
     p <- p - lr * (m / c1) / (sqrt(v / c2) + eps)
-    c1 = 1 - b1^t, c2 = 1 - b2^t                1 and 1 with bias_correction=False
+    c1 = 1 - b1^t, c2 = 1 - b2^t                c1 = c2 = 1 with bias_correction=False
 
-`adam_step` is the reference of the operator `adam_step_` (see `AdamBase`), and what runs where no extension has one.
-Where torch has a fused kernel for the device it is used, otherwise torch's own choice between `foreach` and a loop, so
-results are bit-equal to `torch.optim.Adam` / `AdamW` with the same `fused` flag.
+`adam_step` is the reference of the operator `adam_step_` (see `AdamBase`), and runs if no extension has the operator.
+`adam_step` uses torch's fused kernel if torch has one for the device, otherwise torch chooses between `foreach` and a
+loop. Results are bit-equal to `torch.optim.Adam` / `AdamW` with the same `fused` flag.
 """
 
 import functools
@@ -38,7 +38,7 @@ _Item = tuple[Tensor, Tensor, dict[str, Any]]  # parameter, gradient, state
 
 @functools.cache
 def fused_kernel_works(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether torch's fused Adam runs on this kind of device; found by one step on one element, once per process."""
+    """Return whether torch's fused Adam runs on this device type. The test is one step on one element per process."""
     param = torch.zeros(1, device=device_type, dtype=dtype, requires_grad=True)
     param.grad = torch.zeros_like(param)
     try:
@@ -49,7 +49,7 @@ def fused_kernel_works(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def create_state(param: Tensor, *, amsgrad: bool, state_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """State of one parameter under torch's own names; `state_dtype` None means the parameter's dtype."""
+    """Return the state of one parameter with torch's names. `state_dtype=None` means the parameter's dtype."""
     state = {
         "step": new_step_count(),
         "exp_avg": torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format),
@@ -63,12 +63,11 @@ def create_state(param: Tensor, *, amsgrad: bool, state_dtype: torch.dtype | Non
 def adam_step(
     params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any], grads: list[Tensor] | None = None
 ) -> None:
-    """Update `params` in place from `grads`; called by an optimizer's `step`, per group, without autograd.
+    """Update `params` in place from `grads`. An optimizer's `step` calls this per group, without autograd.
 
-    `grads` None means each parameter's own `.grad`.
-    `states[i]` belongs to `params[i]`; its tensors have one dtype with the parameter, or are fp32 beside a half
-    parameter, in which case the arithmetic is fp32 and the result is rounded once into the parameter.
-    `group` holds torch's keys, plus `bias_correction` and `adam_w_mode`.
+    `grads=None` means each parameter's `.grad`. `states[i]` belongs to `params[i]`. State tensors have the dtype of the
+    parameter, or are fp32 for a half-precision parameter: the arithmetic is then fp32, and the result is rounded once
+    into the parameter. `group` holds torch's keys, plus `bias_correction` and `adam_w_mode`.
     """
     same: list[_Item] = []
     wider: list[_Item] = []
@@ -77,7 +76,7 @@ def adam_step(
         assert grad is not None
         check_not_sparse(grad, "Adam")
         (same if state["exp_avg"].dtype == param.dtype else wider).append((param, grad, state))
-    # Fused and foreach kernels want lists of one device and dtype; torch's choice must be made for each such list.
+    # Fused and foreach kernels require lists of one device and dtype, so the kernel is chosen per list.
     for items in _by_kind(same):
         _run(items, group)
     for param, grad, state in wider:
@@ -101,7 +100,7 @@ def _run(items: list[_Item], group: dict[str, Any]) -> None:
     steps = [_step_tensor(state, where) for _, _, state in items]
     counted = steps
     if not group["bias_correction"]:
-        # 1 - beta^t is exactly 1 at t = infinity, in every kernel of torch: no second set of formulas is needed.
+        # 1 - beta^t is exactly 1 at t = infinity in every torch kernel, so this disables the bias correction.
         torch._foreach_add_(steps, 1)
         counted = [torch.full_like(step, float("inf")) for step in steps]
     function = adamw if group["adam_w_mode"] else adam
@@ -128,7 +127,7 @@ def _run(items: list[_Item], group: dict[str, Any]) -> None:
 
 
 def _kernel_choice(param: Tensor, group: dict[str, Any]) -> tuple[bool | None, bool | None]:
-    """(fused, foreach) for torch: the group's word if it says one, else fused where it works."""
+    """Return (fused, foreach) for torch: the group's values if it sets one, else fused if it works."""
     fused, foreach = group.get("fused"), group.get("foreach")
     if fused is None and foreach is None:
         # None, None leaves the choice between foreach and a loop to torch
@@ -138,21 +137,21 @@ def _kernel_choice(param: Tensor, group: dict[str, Any]) -> tuple[bool | None, b
 
 
 def _step_tensor(state: dict[str, Any], where: torch.device) -> Tensor:
-    """The step counter where the kernel wants it: fused kernels read it on the device, the others on the host."""
+    """Return the step count on device `where`: fused kernels read it on the parameter's device, others on the host."""
     step = state["step"]
-    if not isinstance(step, Tensor):  # older files hold a plain number
+    if not isinstance(step, Tensor):  # old checkpoints hold a plain number
         step = state["step"] = torch.tensor(float(step), dtype=torch.float32, device=where)
-    elif step.device != where:  # a checkpoint's counter may lie elsewhere
+    elif step.device != where:  # a checkpoint's step count may be on another device
         step = state["step"] = step.to(where)
     return step
 
 
 class AdamBase(KernelOptimizer):
-    """`AdamBase` is the base of both fronts; `torch.optim.Adam` and `AdamW` can exchange state dictionaries with it.
+    """The base class of both optimizers. Its state dict is interchangeable with `torch.optim.Adam` and `AdamW`.
 
     The kernel is `adam_step_(params, grads, exp_avgs, exp_avg_sqs, steps, copies, *, lr, beta1, beta2, eps,
-    weight_decay, adam_w_mode, bias_correction, maximize, grad_scale)`, of an accelerator's extension or the host's.
-    `amsgrad`, `capturable` and a learning rate on a device are left to torch.
+    weight_decay, adam_w_mode, bias_correction, maximize, grad_scale)`, from the accelerator's or the host's extension.
+    torch handles `amsgrad`, `capturable` and a learning rate on a device.
     """
 
     operator: ClassVar[str] = "adam_step_"
@@ -169,7 +168,7 @@ class AdamBase(KernelOptimizer):
         **options: Any,
     ) -> None:
         check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        # torch's own keys first, so that a saved group means the same there
+        # torch's keys come first and keep their meaning, so that torch can load a saved group
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -188,7 +187,7 @@ class AdamBase(KernelOptimizer):
     def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
         if group["differentiable"]:
             raise ConfigError("differentiable: found True, which is not supported here; use torch.optim.Adam for it")
-        # fused=False and foreach=True or False are the user's word for one of torch's own loops
+        # with fused=False, or foreach set, the user requests one of torch's own loops
         wants_torch = group["foreach"] is not None or group["fused"] is False
         if wants_torch or group["amsgrad"] or group["capturable"]:
             return None
@@ -210,10 +209,10 @@ class AdamBase(KernelOptimizer):
 
 @absent_members("ops.adam.fused_adam:FusedAdam")
 class FusedAdam(AdamBase):
-    """Adam (`adam_w_mode=False`) or AdamW (the default), by the accelerator's kernel or torch's own fused one.
+    """Adam (`adam_w_mode=False`) or AdamW (the default), with the accelerator's op "fused_adam" or torch's kernels.
 
-    Made by the optimizer factory for "Adam" and "AdamW", or by users. The kernel is the accelerator's op "fused_adam"
-    where it can be had. Formulas: `adam_step`.
+    The optimizer factory creates it for "Adam" and "AdamW"; users may create it too. The formulas are in the module
+    docstring.
 
     Args:
         params: parameters, or param groups (other keys in a group are kept).
@@ -221,7 +220,7 @@ class FusedAdam(AdamBase):
         adam_w_mode: decoupled weight decay instead of L2.
         set_grad_none: `zero_grad()` sets gradients to None rather than to zero.
 
-    Raises ConfigError for a value out of range, and for `amsgrad=True`, which DeepSpeed's FusedAdam has not.
+    Raises ConfigError for a value out of range, and for `amsgrad=True`, which DeepSpeed's FusedAdam does not support.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -265,17 +264,17 @@ class FusedAdam(AdamBase):
 
 @absent_members("ops.adam.cpu_adam:DeepSpeedCPUAdam")
 class DeepSpeedCPUAdam(AdamBase):
-    """AdamW (`adamw_mode=True`) or Adam over tensors in host memory.
+    """AdamW (`adamw_mode=True`) or Adam on tensors in host memory.
 
-    Made by the factory when optimizer state is offloaded, by users, and by Accelerate as
-    `DeepSpeedCPUAdam(optimizer.param_groups, lr=..., weight_decay=..., adamw_mode=...)`. Runs the
-    host extension's kernel "cpu_adam" where it can be had, else torch's own. Formulas: `adam_step`.
+    The optimizer factory creates it if the optimizer state is offloaded. Users and Accelerate create it too:
+    `DeepSpeedCPUAdam(optimizer.param_groups, lr=..., weight_decay=..., adamw_mode=...)`. It uses the host extension's
+    kernel "cpu_adam" if available, else torch's kernels. The formulas are in the module docstring.
 
     Args:
-        model_params: parameters, or param groups (other keys in a group are kept, and win over the arguments here).
+        model_params: parameters, or param groups (other keys in a group are kept, and override the arguments here).
         adamw_mode: decoupled weight decay instead of L2.
-        fp32_optimizer_states: for half parameters, keep m and v in fp32 and compute in fp32; False keeps them in the
-            parameter's dtype.
+        fp32_optimizer_states: for half-precision parameters, keep m and v in fp32 and compute in fp32; False keeps
+            them in the parameter's dtype.
 
     Raises ConfigError for a value out of range.
     """

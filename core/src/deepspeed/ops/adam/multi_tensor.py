@@ -1,12 +1,12 @@
-"""A vendor's fused Adam that has DeepSpeed's function, called as the operator `adam_step_` of our front.
+"""Adapts a vendor's fused Adam with DeepSpeed's function `multi_tensor_adam` to the operator `adam_step_`.
 
     multi_tensor_adam(chunk_size, noop_flag, [grads, params, exp_avgs, exp_avg_sqs],
                       lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
 
-updates lists of tensors that have one dtype and one step count, which is the number of the step being made; `mode` is 1
-for AdamW and 0 for L2. It is what vendors' builders of `fused_adam` have given DeepSpeed's FusedAdam since 2020.
-Called by `registry.py` for a loaded op without `adam_step_`. What the function lacks is done here, by torch: scaled or
-negated gradients, gradients and weights in half precision, rounded copies.
+updates lists of tensors of one dtype and one step count; `step` is the number of the current step, starting at 1, and
+`mode` is 1 for AdamW and 0 for L2. Vendors' `fused_adam` builders have provided this function since 2020. `registry.py`
+uses the adapter for a loaded op without `adam_step_`. The adapter does in torch what the function lacks: scaled or
+negated gradients, half-precision gradients and weights, rounded copies.
 """
 
 from typing import Any
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 FUNCTION = "multi_tensor_adam"
-CHUNK_SIZE = 2048 * 32  # elements per block, which kernels of this convention are tuned for
+CHUNK_SIZE = 2048 * 32  # elements per block; vendors' kernels are tuned for this size
 
 
 def adapt(loaded: Any) -> "MultiTensorAdam | None":
-    """`loaded` with the operator `adam_step_`, or None when it has not the function."""
+    """Return `loaded` with the operator `adam_step_` added, or None if it lacks `multi_tensor_adam`."""
     return MultiTensorAdam(loaded) if hasattr(loaded, FUNCTION) else None
 
 
 class MultiTensorAdam:
-    """The loaded op of a vendor, with `adam_step_` beside what it has itself."""
+    """A vendor's loaded op, with `adam_step_` in addition to its own attributes."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
-        self._flags: dict[torch.device, Tensor] = {}  # "an overflow was found": never, the engine looks before the step
+        self._flags: dict[torch.device, Tensor] = {}  # overflow flags, always 0: the engine checks before the step
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loaded":  # while copy or pickle makes one without __init__
+        if name == "_loaded":  # copy or pickle creates an instance without __init__
             raise AttributeError(name)
         return getattr(self._loaded, name)
 
@@ -54,9 +54,9 @@ class MultiTensorAdam:
         maximize: bool,
         grad_scale: float,
     ) -> None:
-        """One step, as `AdamBase` describes it; moments are fp32."""
+        """Make one step, as `AdamBase` describes it, with fp32 moments."""
         scale = -grad_scale if maximize else grad_scale
-        wide = [param.float() for param in params]  # the tensor itself where it is fp32
+        wide = [param.float() for param in params]  # the tensor itself if it is fp32
         wide_grads = [grad.float() if scale == 1.0 else grad.float() * scale for grad in grads]
         for number, indices in _by_number(params, steps).items():
             lists = [[each[index] for index in indices] for each in (wide_grads, wide, exp_avgs, exp_avg_sqs)]
@@ -75,10 +75,10 @@ class MultiTensorAdam:
 
 
 def _by_number(params: list[Tensor], steps: list[Tensor]) -> dict[int, list[int]]:
-    """Number of the step being made -> indices of the parameters that make it. Counts it in `steps`.
+    """Increment `steps`, and return step number -> indices of the parameters that make this step.
 
-    Without empty parameters: kernels of this convention launch what is pending at the last chunk of the last tensor,
-    and an empty one has none.
+    Empty parameters are left out: vendors' kernels launch pending work at the last chunk of the last tensor, and an
+    empty tensor has no chunk.
     """
     found: dict[int, list[int]] = {}
     for index, (param, step) in enumerate(zip(params, steps, strict=True)):

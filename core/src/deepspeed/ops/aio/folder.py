@@ -1,5 +1,5 @@
-"""`aio_handle` makes a handle of the op `async_io`; `preflight` says whether a folder can take the files of offload,
-before training starts.
+"""`aio_handle` creates a handle of the op `async_io`. `preflight` checks, before training starts, whether offload can
+write its files to a folder.
 """
 
 import errno
@@ -25,22 +25,22 @@ def aio_handle(
     overlap_events: bool = False,
     intra_op_parallelism: int = 1,
 ) -> Any:
-    """A handle for asynchronous reads and writes between host tensors and files, with DeepSpeed's methods.
+    """Return a handle for asynchronous reads and writes between host tensors and files, with DeepSpeed's methods.
 
-    `read`, `write`, `pread`, `pwrite`, `sync_pread`, `sync_pwrite`, `async_pread`, `async_pwrite`, `wait`,
-    `new_cpu_locked_tensor`, `free_cpu_locked_tensor` and the getters of the arguments.
+    Methods: `read`, `write`, `pread`, `pwrite`, `sync_pread`, `sync_pwrite`, `async_pread`, `async_pwrite`, `wait`,
+    `new_cpu_locked_tensor`, `free_cpu_locked_tensor` and getters of the arguments.
 
     Args:
-        block_size: bytes of one request.
-        queue_depth: requests in flight per worker.
+        block_size: size of one request in bytes.
+        queue_depth: number of requests in flight per worker.
         single_submit: submit requests one by one instead of in batches.
-        overlap_events: a finished request makes room for the next one at once; otherwise each batch of `queue_depth`
-            requests is finished before the next.
-        intra_op_parallelism: workers, which share the requests of each operation.
+        overlap_events: submit the next request as soon as one finishes; otherwise wait for each batch of `queue_depth`
+            requests before the next batch.
+        intra_op_parallelism: number of workers that share the requests of each operation.
 
     Raises:
-        OpUnavailable: no extension serves the op `async_io` here; the message gives every reason.
-        ValueError: an argument is out of its range.
+        OpUnavailable: no extension provides the op `async_io` here; the message gives every reason.
+        ValueError: an argument is out of range.
     """
     return registry.require("async_io").aio_handle(
         block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
@@ -49,24 +49,24 @@ def aio_handle(
 
 _MOUNTS = Path("/proc/self/mounts")
 _STATUS = Path("/proc/self/status")
-#: the capability that the limit of locked memory does not hold for
+#: the capability that lifts the limit on locked memory
 _CAP_IPC_LOCK = 14
-#: the file systems whose files are memory
+#: file systems that keep files in memory
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """`FolderReport` says what `preflight` found in a folder that can be used.
+    """`FolderReport` holds the result of `preflight` for a usable folder.
 
     Attributes:
-        folder: its absolute path.
-        file_system: its type as the kernel calls it, `"ext4"`; "unknown" where it does not say.
-        free_bytes: what this user may still write.
-        direct: files can be opened with O_DIRECT, past the page cache.
-        alignment: bytes; offsets and addresses that are multiples of it are read and written without a copy.
+        folder: the absolute path.
+        file_system: the kernel's name of the file system, such as `"ext4"`, or "unknown".
+        free_bytes: bytes that this user can still write.
+        direct: files can be opened with O_DIRECT, which bypasses the page cache.
+        alignment: bytes; I/O at offsets and addresses that are multiples of it needs no copy.
         memlock_bytes: bytes that this process may lock in memory; None: unlimited.
-        remarks: what works but slowly, and what to do about it.
+        remarks: performance problems, and what to do about them.
     """
 
     folder: str
@@ -79,17 +79,17 @@ class FolderReport:
 
 
 def preflight(folder: str | os.PathLike[str], num_bytes: int, locked_bytes: int = 0) -> FolderReport:
-    """Check that files of `num_bytes` together can be written into `folder` and read again. Leaves no file there.
+    """Check that files of `num_bytes` in total can be written to `folder` and read again. Leaves no file there.
 
-    Called before the first byte is offloaded.
+    Called before offload starts.
 
     Args:
         folder: an existing folder.
-        num_bytes: of all files that this process will have there at the same time.
-        locked_bytes: of memory that it will lock; 0: none.
+        num_bytes: total size of the files that this process will have there at the same time.
+        locked_bytes: size of the memory that this process will lock.
 
     Raises:
-        ConfigError: the folder is missing, is no folder, cannot be written to or read back, or is too small.
+        ConfigError: the folder is missing or not a folder, cannot be written or read, or is too small.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -109,7 +109,7 @@ def preflight(folder: str | os.PathLike[str], num_bytes: int, locked_bytes: int 
 
 
 def _write_and_read(folder: Path) -> bool:
-    """Write one page into a file of its own and read it again; whether that went with O_DIRECT."""
+    """Write one page to a temporary file and read it again. Return whether this worked with O_DIRECT."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     wanted = bytes(range(256)) * (mmap.PAGESIZE // 256)
     page.write(wanted)
@@ -134,7 +134,7 @@ def _write_and_read(folder: Path) -> bool:
 
 
 def _reopened_direct(fd: int, name: str) -> bool:
-    """Put a descriptor with O_DIRECT in the place of `fd`, where the file system does that."""
+    """Reopen `fd` with O_DIRECT, and return whether the file system supports this."""
     if not hasattr(os, "O_DIRECT"):
         return False
     with suppress(OSError):
@@ -146,13 +146,13 @@ def _reopened_direct(fd: int, name: str) -> bool:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the mount that `folder` is in."""
+    """Return the file system type of the mount that contains `folder`."""
     device = os.stat(folder).st_dev
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:
         return "unknown"
-    for point, kind in reversed(mounts):  # the last one hides those below it
+    for point, kind in reversed(mounts):  # a later mount hides earlier mounts at the same point
         with suppress(OSError):
             if os.stat(point.encode().decode("unicode_escape")).st_dev == device:
                 return kind
@@ -160,7 +160,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _memlock_bytes() -> int | None:
-    """Return the number of bytes that this process may lock in memory; None: there is no limit."""
+    """Return the number of bytes that this process may lock in memory; None if there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return None

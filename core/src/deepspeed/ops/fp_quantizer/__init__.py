@@ -1,4 +1,4 @@
-"""Quantization of tensors to floating-point numbers of 8, 6 or 12 bits, by DeepSpeed's names.
+"""Quantization of tensors to floating-point numbers of 8, 6 or 12 bits, under DeepSpeed's names.
 
     stored = FP_Quantize(QuantizationConfig(group_size=128)).quantize(weight, q_bits=6)
 

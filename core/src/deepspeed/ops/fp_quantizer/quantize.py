@@ -1,6 +1,6 @@
 """`FP_Quantize`: DeepSpeed's quantizer of tensors to floating-point numbers of 8, 6 or 12 bits.
 
-`matmul_fp8` is the product with a matrix that it stored in 8 bits.
+`matmul_fp8` multiplies by a matrix that `FP_Quantize` has quantized to 8 bits.
 """
 
 import abc
@@ -18,10 +18,10 @@ _SCALE_BYTES = 4
 
 
 def format_of(q_bits: int, mantissa_bits: int = 3) -> FloatFormat:
-    """The format that `q_bits` and `q_mantisa_bits` ask for; the mantissa counts with 8 bits alone.
+    """Return the format for `q_bits` and `q_mantisa_bits`. The mantissa bits are used only with 8 bits.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such format.
     """
     formats = {(8, 3): E4M3, (8, 2): E5M2}
     found = {6: E3M2, 12: E7M4}.get(q_bits) or formats.get((q_bits, mantissa_bits))
@@ -34,10 +34,10 @@ def format_of(q_bits: int, mantissa_bits: int = 3) -> FloatFormat:
 
 
 class Quantizer(abc.ABC):
-    """`Quantizer` is the interface of objects that store tensors in few bits and give their numbers back.
+    """The interface of objects that quantize and dequantize tensors.
 
     Args:
-        group_size: elements that share a scale.
+        group_size: number of elements that share a scale.
     """
 
     def __init__(self, group_size: int = 512) -> None:
@@ -52,7 +52,7 @@ class Quantizer(abc.ABC):
         stochastic_mode: bool = False,
         return_meta_tensor: bool = False,
     ) -> Any:
-        """Return `input` in few bits."""
+        """Quantize `input`."""
 
     @abc.abstractmethod
     def dequantize(
@@ -63,15 +63,15 @@ class Quantizer(abc.ABC):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Return the numbers that `input_q`, a result of `quantize`, stands for."""
+        """Dequantize `input_q`, a result of `quantize`."""
 
 
 @absent_members("ops.fp_quantizer.quantize:FP_Quantize")
 class FP_Quantize(Quantizer):
-    """Tensors in 8, 6 or 12 bits with an fp32 scale for each group of `group_size` elements, and back.
+    """Quantizes tensors to 8, 6 or 12 bits with an fp32 scale per group of `group_size` elements, and dequantizes them.
 
-    `ops/quantizer/floats.py` has the formats and their errors. A quantizer knows shape, type and scales of the tensor
-    that it quantized last; for another one give `fp_out`, or set `orig_shape` and `orig_dtype`.
+    `ops/quantizer/floats.py` has the formats and their errors. A quantizer stores shape, dtype and scales of the last
+    quantized tensor. To dequantize another tensor, pass `fp_out`, or set `orig_shape` and `orig_dtype`.
 
     Args:
         quantization_config: `deepspeed.linear.QuantizationConfig`.
@@ -101,23 +101,23 @@ class FP_Quantize(Quantizer):
         stochastic_mode: bool = False,
         return_meta_tensor: bool = False,
     ) -> Any:
-        """Return `input` in few bits. The result has no gradient.
+        """Quantize `input`. The result has no gradient.
 
         Args:
-            input: floating, any shape, read in row-major order.
+            input: a floating-point tensor of any shape, read in row-major order.
             q_bits: 8, 6 or 12.
-            q_mantisa_bits: with 8 bits 3 (e4m3) or 2 (e5m2).
+            q_mantisa_bits: with 8 bits, 3 (e4m3) or 2 (e5m2).
             stochastic_mode: round up with the probability of the fraction.
-            return_meta_tensor: give data and scales apart.
+            return_meta_tensor: return data and scales separately.
 
         Returns:
-            uint8 (groups, group_size * q_bits / 8 + 4), the scale behind each group; or (data, scales): data of
-            input's shape with q_bits / 8 of its last dimension where that is whole, else (groups, bytes), and scales
-            fp32 (groups, 1).
+            uint8 (groups, group_size * q_bits / 8 + 4), with the scale after each group; or (data, scales). Then data
+            has the input's shape with the last dimension times q_bits / 8 if this is an integer, else (groups, bytes);
+            scales are fp32 (groups, 1).
 
         Raises:
-            ConfigError: the bits are of no format, or groups do not fit the tensor.
-            TypeError: `input` is no floating tensor.
+            ConfigError: there is no format with these bits, or groups do not fit the tensor.
+            TypeError: `input` is not a floating-point tensor.
         """
         form = format_of(q_bits, q_mantisa_bits)
         if not isinstance(input, Tensor) or not input.is_floating_point():
@@ -145,16 +145,16 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Return the numbers that `input_q` stands for, with shape and type of `fp_out` or of what was quantized last.
+        """Dequantize `input_q` to the shape and dtype of `fp_out`, or of the last quantized tensor.
 
         Args:
-            input_q: what `quantize` returned; its data alone where `scale` is given.
-            fp_out: is filled, and returned.
-            scale: the scales that `return_meta_tensor` gave.
+            input_q: the result of `quantize`, or only its data if `scale` is given.
+            fp_out: a tensor for the result, which is returned.
+            scale: the scales from `quantize(..., return_meta_tensor=True)`.
 
         Raises:
-            ConfigError: the bytes are not those of whole groups, or of a tensor of this shape.
-            StateError: nothing was quantized, and there is no `fp_out`.
+            ConfigError: the bytes are not a multiple of a group, or do not match the shape.
+            StateError: nothing has been quantized, and `fp_out` is None.
         """
         form = format_of(q_bits, q_mantisa_bits)
         shape, dtype = self._target(fp_out)
@@ -176,15 +176,15 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Return `dequantize(...)[indexes]`, of the first dimension; what is not asked for is not unpacked.
+        """Return `dequantize(...)[indexes]` along the first dimension, without dequantizing the rest.
 
         Args:
-            indexes: 1-D, whole numbers.
-            fp_out: is filled, and returned; (indexes, ...) of the tensor that was quantized last.
+            indexes: a 1-D integer tensor.
+            fp_out: a tensor for the result, which is returned: (indexes, ...) of the last quantized tensor.
 
         Raises:
-            ConfigError: as `dequantize`; also where a group lies across two indexes.
-            StateError: nothing was quantized.
+            ConfigError: see `dequantize`; also if a group spans two indexes.
+            StateError: nothing has been quantized.
         """
         form = format_of(q_bits, q_mantisa_bits)
         shape, dtype = self._target(None)
@@ -200,11 +200,11 @@ class FP_Quantize(Quantizer):
         return found if fp_out is None else fp_out.copy_(found)
 
     def get_scales(self) -> Tensor | None:
-        """Return the scales of the tensor that was quantized last, fp32 (groups, 1); None: nothing was quantized."""
+        """Return the scales of the last quantized tensor, fp32 (groups, 1), or None."""
         return self.scale
 
     def to(self, *args: Any, **kwargs: Any) -> "FP_Quantize":
-        """Move the scales; the type of a scale stays."""
+        """Move the scales. They stay fp32."""
         if self.scale is not None:
             self.scale = self.scale.to(*args, **kwargs).float()
         return self
@@ -220,7 +220,7 @@ class FP_Quantize(Quantizer):
         return torch.Size(self.orig_shape), self.orig_dtype
 
     def _parts(self, input_q: Tensor, form: FloatFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Data (G, bytes) and scales (G, 1)."""
+        """Return data (G, bytes) and scales (G, 1)."""
         num_bytes = self.group_size * form.bits // 8
         whole = num_bytes + (_SCALE_BYTES if scale is None else 0)
         if input_q.element_size() != 1 or input_q.numel() % whole:
@@ -244,15 +244,15 @@ class FP_Quantize(Quantizer):
 def matmul_fp8(
     inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: FP_Quantize
 ) -> Tensor:
-    """inp @ W, with W widened to the type that it had before; it is freed after the product.
+    """Compute inp @ W, with W dequantized only for the product.
 
     Args:
         inp: (..., in).
-        weight, scale: what `quantizer.quantize(W, return_meta_tensor=True)` gave for a W (in, out).
-        quantization_group_size: that of the quantizer.
+        weight, scale: the result of `quantizer.quantize(W, return_meta_tensor=True)` for W (in, out).
+        quantization_group_size: the group size of the quantizer.
 
     Raises:
-        ConfigError: the sizes differ, or weight and scale are not of the tensor that the quantizer had last.
+        ConfigError: the group sizes differ, or weight and scale do not match the quantizer's last tensor.
 
     >>> import torch
     >>> from types import SimpleNamespace

@@ -20,27 +20,27 @@ from deepspeed.ops.optimizer import (
 
 @absent_members("ops.lamb.fused_lamb:FusedLamb")
 class FusedLamb(KernelOptimizer):
-    """LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled per layer by a trust ratio.
+    """LAMB (You et al., arXiv 1904.00962, algorithm 2) scales Adam's direction by a trust ratio per parameter.
 
         m <- b1 * m + (1 - b1) * g                       v <- b2 * v + (1 - b2) * g^2
         u  = m^ / (sqrt(v^) + eps) + wd * p              m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
-        r  = clamp(|p| / |u|, min_coeff, max_coeff)      1 where |p| or |u| is 0; | | is the L2 norm of one parameter
+        r  = clamp(|p| / |u|, min_coeff, max_coeff)      1 if |p| or |u| is 0; | | is the L2 norm of one parameter
         p <- p - lr * r * u
 
-    Made by the factory for "Lamb", or by users. By the accelerator's kernel where it has one, else in torch:
+    The optimizer factory creates it for "Lamb"; users may create it too. The accelerator's kernel, if it has one, is
     `lamb_step_(params, grads, exp_avgs, exp_avg_sqs, steps, copies, coeffs, *, lr, beta1, beta2, eps, weight_decay,
-    bias_correction, eps_inside_sqrt, min_coeff, max_coeff, grad_scale)`, where `coeffs` gets the trust ratios.
-    The ratio needs whole parameters: not for shards (see `optim.is_elementwise`).
+    bias_correction, eps_inside_sqrt, min_coeff, max_coeff, grad_scale)`; it writes the trust ratios to `coeffs`.
+    The trust ratio needs full parameters, so LAMB does not work on shards (see `optim.is_elementwise`).
 
     Args:
         params: parameters, or param groups.
         bias_correction: False uses m and v for m^ and v^.
-        eps_inside_sqrt: sqrt(v^ + eps) in place of sqrt(v^) + eps.
-        max_grad_norm: > 0 scales all gradients of a step so that their global L2 norm is at most this. Under the
-            engine use the config key `gradient_clipping` instead.
+        eps_inside_sqrt: use sqrt(v^ + eps) instead of sqrt(v^) + eps.
+        max_grad_norm: a value > 0 limits the global L2 norm of all gradients of a step. With an engine, use the config
+            key `gradient_clipping` instead.
         max_coeff, min_coeff: bounds of the trust ratio.
 
-    Raises ConfigError for a value out of range and for `amsgrad=True`, which LAMB has not.
+    Raises ConfigError for a value out of range and for `amsgrad=True`, which LAMB does not support.
     """
 
     kernel_op: ClassVar[str | None] = "fused_lamb"
@@ -84,7 +84,7 @@ class FusedLamb(KernelOptimizer):
         self._grad_norm: Tensor | None = None
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Trust ratios of the last step, one for each parameter that had a gradient, in order of the groups."""
+        """Return the trust ratios of the last step, one per parameter with a gradient, in the order of the groups."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [float(self._coeffs[param]) for param in params if param in self._coeffs]
 
@@ -95,7 +95,7 @@ class FusedLamb(KernelOptimizer):
             self._grad_norm = get_total_norm([param.grad for param in params if param.grad is not None])
 
     def has_one_pass(self, group: dict[str, Any]) -> bool:
-        """Not with `max_grad_norm`, which looks at all gradients first."""
+        """Return False with `max_grad_norm`, which needs the norm of all gradients first; else see the base class."""
         return group["max_grad_norm"] == 0 and super().has_one_pass(group)
 
     def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
@@ -152,7 +152,7 @@ class FusedLamb(KernelOptimizer):
 
     @staticmethod
     def _trust_ratio(param: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
-        # fp32 norms also for half weights; decided on the device, without a copy to the host
+        # fp32 norms even for half-precision weights; no branch on the host, so no device synchronization
         param_norm = torch.linalg.vector_norm(param.float())
         direction_norm = torch.linalg.vector_norm(direction.float())
         ratio = (param_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"])

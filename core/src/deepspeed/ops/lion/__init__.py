@@ -1,4 +1,4 @@
-"""Lion: the fronts users import, and their reference. Imports `ops.optimizer`; read `lion.py`."""
+"""Lion: the public classes, and their torch reference. Imports `ops.optimizer`; read `lion.py`."""
 
 from deepspeed._absent import complete
 from deepspeed.ops.lion.lion import DeepSpeedCPULion, FusedLion

@@ -1,4 +1,4 @@
-"""Lion: `FusedLion`, `DeepSpeedCPULion`, what they share, and the torch reference."""
+"""Lion: `FusedLion`, `DeepSpeedCPULion`, and their base class with the torch reference."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -18,13 +18,13 @@ from deepspeed.ops.optimizer import (
 
 
 class LionBase(KernelOptimizer):
-    """Lion (Chen et al., arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, one state per weight.
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2) steps along the sign of an interpolated momentum.
 
         p <- p * (1 - lr * wd)
         p <- p - lr * sign(b1 * m + (1 - b1) * g)
         m <- b2 * m + (1 - b2) * g
 
-    State: `exp_avg` (m) and `step` (a count; the formulas do not use it). Made at the first gradient.
+    State: `exp_avg` (m) and `step` (a count that the formulas do not use). It is created at the first gradient.
     The kernel is `lion_step_(params, grads, exp_avgs, steps, copies, *, lr, beta1, beta2, weight_decay, grad_scale)`.
     """
 
@@ -61,7 +61,7 @@ class LionBase(KernelOptimizer):
         momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
         grad = grad.to(momentum.dtype)
         direction = torch.lerp(momentum, grad, 1 - beta1).sign_()
-        work = param.to(momentum.dtype)  # the parameter itself when the dtypes agree
+        work = param.to(momentum.dtype)  # the parameter itself if the dtypes are equal
         work.mul_(1 - group["lr"] * group["weight_decay"])
         work.sub_(direction.mul_(group["lr"]))
         momentum.lerp_(grad, 1 - beta2)
@@ -71,10 +71,10 @@ class LionBase(KernelOptimizer):
 
 @absent_members("ops.lion.fused_lion:FusedLion")
 class FusedLion(LionBase):
-    """Lion, by the accelerator's kernel "fused_lion" where it has one, else in torch. Formula: `LionBase`.
+    """Lion with the accelerator's kernel "fused_lion" if it has one, else in torch. Formula: `LionBase`.
 
-    Made by the factory for "Lion", or by users. `set_grad_none`: `zero_grad()` sets gradients to None rather than zero.
-    Raises ConfigError for a value out of range.
+    The optimizer factory creates it for "Lion"; users may create it too. With `set_grad_none`, `zero_grad()` sets
+    gradients to None rather than to zero. Raises ConfigError for a value out of range.
     """
 
     kernel_op: ClassVar[str | None] = "fused_lion"
@@ -92,10 +92,10 @@ class FusedLion(LionBase):
 
 @absent_members("ops.lion.cpu_lion:DeepSpeedCPULion")
 class DeepSpeedCPULion(LionBase):
-    """Lion over tensors in host memory, by the host extension's kernel "cpu_lion" where it can be had.
+    """Lion on tensors in host memory, with the host extension's kernel "cpu_lion" if available. Formula: `LionBase`.
 
-    Made by the factory when optimizer state is offloaded, by users, and by Accelerate. `fp32_optimizer_states`: for
-    half parameters, keep m in fp32 and compute in fp32. Formula: `LionBase`.
+    The optimizer factory creates it if the optimizer state is offloaded. Users and Accelerate create it too. With
+    `fp32_optimizer_states`, half-precision parameters have m in fp32, and the arithmetic is fp32.
     Raises ConfigError for a value out of range.
     """
 

@@ -1,4 +1,4 @@
-"""Muon: the front users import, and its torch reference.
+"""Muon: the public class and functions, and the torch reference.
 
 May import `errors`, `ops.adam`. Read `muon.py`.
 """

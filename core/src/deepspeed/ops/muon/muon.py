@@ -1,6 +1,6 @@
-"""Muon: orthogonalised momentum for hidden matrices, AdamW for everything else, in one optimizer.
+"""Muon: one optimizer with orthogonalized momentum for hidden matrices and AdamW for all other parameters.
 
-`orthogonalize` is the Newton-Schulz iteration: the nearest semi-orthogonal matrix, by matrix products alone.
+`orthogonalize` approximates the nearest semi-orthogonal matrix by the Newton-Schulz iteration (matrix products only).
 """
 
 from collections.abc import Iterable
@@ -14,31 +14,31 @@ from deepspeed.ops.adam.adam import adam_step, create_state
 from deepspeed.ops.optimizer import ReferenceOptimizer, check_not_sparse, check_options, check_params
 
 NS_METHODS = ("gram", "standard")
-# The quintic's coefficients (K. Jordan et al., "Muon", 2024): steep at 0, so that five steps bring every singular
-# value of a matrix of spectral norm <= 1 into about [0.7, 1.2]; it does not converge to 1, and need not.
+# Coefficients of the quintic (K. Jordan et al., "Muon", 2024). It is steep at 0: five steps bring every singular value
+# of a matrix with spectral norm <= 1 into about [0.7, 1.2]. It does not converge to 1, and does not need to.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5, method: str = "gram", eps: float = 1e-7) -> Tensor:
-    """U V^T of `matrix` = U S V^T, approximately: singular values end in about [0.7, 1.2].
+    """Return approximately U V^T for `matrix` = U S V^T. The singular values of the result are in about [0.7, 1.2].
 
         X <- G / (|G|_F + eps);   steps times:  X <- a X + b (X X^T) X + c (X X^T)^2 X
 
-    "gram" multiplies the same polynomial up on the small square matrix R = X X^T and applies it once; equal up to
-    rounding, cheaper for rectangular matrices. On the host and for "gram" the arithmetic is fp32; "standard" on a
-    device runs in bf16, as in the reference implementation. Called by `muon_update`.
+    "gram" accumulates the polynomials on the small square matrix R = X X^T and applies the product once. The result is
+    equal up to rounding, and cheaper for rectangular matrices. The arithmetic is fp32 on the host and for "gram";
+    "standard" on a device runs in bf16, like the reference implementation. `muon_update` calls this.
 
     Args:
-        matrix: (..., M, N), floating; leading dimensions are a batch.
-        steps: how often the polynomial is applied.
+        matrix: a floating-point tensor (..., M, N); leading dimensions are a batch.
+        steps: number of iterations.
         method: "gram" or "standard".
         eps: added to the Frobenius norm.
 
     Returns:
-        Of the matrix's shape and dtype.
+        A tensor of the matrix's shape and dtype.
 
     Raises:
-        ConfigError: another method.
+        ConfigError: `method` is unknown.
 
     >>> singular_values = torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 5.0]])))
     >>> bool((singular_values > 0.6).all() and (singular_values < 1.3).all())
@@ -66,7 +66,7 @@ def _by_products(wide: Tensor, steps: int) -> Tensor:
 
 
 def _by_gram(wide: Tensor, steps: int) -> Tensor:
-    # p = aI + bR + cR^2 commutes with R, so X_{k+1} = p X_k gives R_{k+1} = p R_k p, and all p's multiply up in Q
+    # p = aI + bR + cR^2 commutes with R, so X_{k+1} = p X_k gives R_{k+1} = p R_k p; `product` accumulates all p
     gram = wide @ wide.mT
     product = identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
     for _ in range(steps):
@@ -85,14 +85,14 @@ def muon_update(
     nesterov: bool = True,
     ns_method: str = "gram",
 ) -> Tensor:
-    """Muon's direction for one whole matrix; `momentum_buffer` is updated in place.
+    """Return Muon's direction for one full matrix, and update `momentum_buffer` in place.
 
         m <- beta * m + (1 - beta) * g
         u  = orthogonalize((1 - beta) * g + beta * m)          with nesterov, else orthogonalize(m)
         u  = sqrt(max(1, rows / columns)) * u
 
-    More than two dimensions (a convolution) are flattened to (first, rest). Returns a tensor shaped as `grad`.
-    Called by `Muon.step`, and by sharding strategies while they hold a gradient whole.
+    A gradient of more than two dimensions (a convolution) is flattened to (first, rest). The result has the shape of
+    `grad`. `Muon.step` calls this, and so do sharding strategies while they hold a full gradient.
     """
     if grad.dim() < 2:
         raise ConfigError(
@@ -109,21 +109,21 @@ def muon_update(
 class Muon(ReferenceOptimizer):
     """Muon (K. Jordan et al., "Muon: an optimizer for hidden layers", 2024) with AdamW for the other parameters.
 
-    Made by the factory for "Muon", or by users:
+    The optimizer factory creates it for "Muon"; users may create it too:
 
         Muon([{"params": hidden_matrices, "use_muon": True, "lr": 0.02},
               {"params": the_rest, "use_muon": False, "lr": 3e-4}])
 
     A group with `use_muon=True` does p <- p * (1 - lr * wd), p <- p - lr * `muon_update`(g); state `momentum_buffer`.
     A group with `use_muon=False` does AdamW; state `step`, `exp_avg`, `exp_avg_sq`. A plain list of parameters, or a
-    group that does not say, is divided: parameters with `p.use_muon`, or without that mark and of two or more
-    dimensions, go to Muon. This is the torch reference.
+    group without `use_muon`, is divided: parameters with `p.use_muon=True`, or without this attribute and with two or
+    more dimensions, use Muon. This is the torch reference.
 
     Args:
-        lr: learning rate of both kinds, where `muon_lr` and `adam_lr` do not say otherwise.
+        lr: learning rate of both kinds of groups, unless `muon_lr` or `adam_lr` overrides it.
         momentum, ns_steps, nesterov, ns_method: see `muon_update`, `orthogonalize`.
-        betas, eps: of AdamW.
-        weight_decay: decoupled, of both kinds.
+        betas, eps: options of AdamW.
+        weight_decay: decoupled weight decay of both kinds of groups.
 
     Raises ConfigError for a value out of range, and in `step` for a Muon parameter that is not a matrix.
     """
@@ -157,7 +157,7 @@ class Muon(ReferenceOptimizer):
         super().__init__(divide_groups(params), {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of one kind; it must say `use_muon`. Keys that it lacks are filled in."""
+        """Add a group, which must have `use_muon`. Missing keys are filled in."""
         if not isinstance(param_group.get("use_muon"), bool):
             raise ConfigError(f"use_muon: found {param_group.get('use_muon')!r}, but a group must say true or false")
         check_options(**{key: value for key, value in param_group.items() if key != "params"})
@@ -196,15 +196,15 @@ class Muon(ReferenceOptimizer):
             param.sub_(update.mul_(group["lr"]))
 
 
-# Names of parameters that are matrices, but whose rows are looked up or read out one by one
+# Parts of names of matrices that are not hidden: embeddings and output heads
 _NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
 
 
 def mark_muon_parameters(module: torch.nn.Module) -> None:
-    """Set `p.use_muon` on each parameter that has not been marked: true for hidden matrices.
+    """Set `p.use_muon` on each parameter that lacks it: True for hidden matrices.
 
-    Hidden means two or more dimensions, not in a `torch.nn.Embedding`, and no "embed", "lm_head", "wte" or "wpe" in
-    the name. Called by the engine before it makes the optimizer "Muon"; users may mark parameters themselves first.
+    A hidden matrix has 2 or more dimensions, is not in an `Embedding` or `EmbeddingBag`, and has no "embed", "lm_head",
+    "wte" or "wpe" in its name. The engine calls this before it creates "Muon". Users may set `p.use_muon` first.
     """
     embedded = {
         id(param)
@@ -219,7 +219,7 @@ def mark_muon_parameters(module: torch.nn.Module) -> None:
 
 
 def divide_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Param groups that each say `use_muon`; a group that does not say is divided by `p.use_muon` or by dimensions."""
+    """Return groups that all have `use_muon`. A group without it is divided by `p.use_muon` or number of dimensions."""
     entries = list(params)
     groups = [entry if isinstance(entry, dict) else None for entry in entries]
     if not entries or None in groups:

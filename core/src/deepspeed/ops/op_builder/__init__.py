@@ -1,8 +1,8 @@
-"""Op builders: how a kernel's sources, in whichever package they are, become a loaded library.
+"""Op builders: compile the sources of a kernel, from any package, and load the library.
 
-May import `accelerator` and what lies below; knows no device. A device's builders live in its extension; the names here
-(`FusedAdamBuilder`, `CPUAdamBuilder`, ... and `ALL_OPS`) are those of the current accelerator when they are used.
-Read next: `builder.py` (what a vendor derives from), `jit.py` (how it is compiled), `names.py`, then `../registry.py`.
+May import `accelerator` and lower floors; knows no device. A device's builders are in its extension. The names here
+(`FusedAdamBuilder`, `CPUAdamBuilder`, ... and `ALL_OPS`) refer to the builders of the current accelerator when used.
+Read next: `builder.py` (the base class), `jit.py` (how an op is compiled), `names.py`, then `../registry.py`.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from deepspeed.ops.documented import OPS
 from deepspeed.ops.op_builder.builder import OpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_builder.names import builder_name
 
-# A vendor's own builder, under another name, is found too while its accelerator is the current one.
+# `__getattr__` also finds a vendor's own builder, under another name, while its accelerator is the current one.
 _DOCUMENTED = sorted(op.builder for op in OPS.values())
 
 __all__ = ["OpBuilder", "TorchCPUOpBuilder", *_DOCUMENTED]  # noqa: PLE0604

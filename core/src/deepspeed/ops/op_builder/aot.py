@@ -1,6 +1,6 @@
-"""Ahead of time: the same builders at `pip install`, so that a wheel carries its libraries.
+"""Ahead-of-time builds: use the same builders at `pip install`, so that a wheel contains its libraries.
 
-An extension's `setup.py`, whole; everything else stays in its `pyproject.toml`:
+This is the complete `setup.py` of an extension; everything else stays in its `pyproject.toml`:
 
     import os
     from setuptools import setup
@@ -10,9 +10,9 @@ An extension's `setup.py`, whole; everything else stays in its `pyproject.toml`:
         from deepspeed.ops.op_builder.aot import setup_arguments
     setup(**(setup_arguments("my_extension.op_builder") if wanted else {}))
 
-`DS_BUILD_OPS=1` builds every op that can be built here, `DS_BUILD_<OP>=1` that one (an error if it cannot be built),
-`=0` leaves it out. torch and ds-core must be importable then: `DS_BUILD_OPS=1 pip install --no-build-isolation ...`.
-With none of them set, `setup.py` imports neither, and the wheel is a pure one whose ops are compiled at first use.
+`DS_BUILD_OPS=1` builds every op that can be built here. `DS_BUILD_<OP>=1` builds one op (an error if it cannot be
+built), and `DS_BUILD_<OP>=0` excludes it. torch and ds-core must be importable: `DS_BUILD_OPS=1 pip install
+--no-build-isolation ...`. With no variable set, `setup.py` imports neither: a pure wheel, ops compiled at first use.
 """
 
 import importlib
@@ -42,15 +42,15 @@ ALL = "DS_BUILD_OPS"
 def setup_arguments(
     package: str, source_dir: str | Path = "src", environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the arguments that `setup()` of an extension needs; none if no op is to be built. Called by `setup.py`.
+    """Return the arguments for `setup()` of an extension; {} if no op must be built. Called by `setup.py`.
 
     Args:
-        package: import name of the package whose names are the builders, for example `"ds_ext_cpu.op_builder"`.
-        source_dir: the folder from which it is imported, so that it need not be installed yet.
-        environment: where `DS_BUILD_*` are read.
+        package: import name of the package with the builders, for example `"ds_ext_cpu.op_builder"`.
+        source_dir: the folder to import the package from, because it is not installed yet.
+        environment: the source of the `DS_BUILD_*` variables.
 
     Raises:
-        OpUnavailable: an op that was asked for by name cannot be built here.
+        OpUnavailable: an op that was requested by name cannot be built here.
         ConfigError: a `DS_BUILD_*` variable is neither 0 nor 1.
     """
     sys.path.insert(0, str(Path(source_dir).absolute()))
@@ -59,7 +59,7 @@ def setup_arguments(
     finally:
         sys.path.pop(0)
     by_name = {builder.absolute_name(): builder for builder in builders if _is_wanted(builder, environment)}
-    wanted = list(by_name.values())  # ops of one library are one
+    wanted = list(by_name.values())  # ops that share a library count once
     if not wanted:
         return {}
     return {
@@ -69,9 +69,9 @@ def setup_arguments(
 
 
 def find_builders(package: str) -> list[OpBuilder]:
-    """An instance of every builder class that `package` names and that says which op it is, by op name.
+    """Return an instance of every concrete builder class with a `NAME` in `package`, sorted by op name.
 
-    The names are those of its function `builders()` (what `ds_op_builders` returns), else its `__all__`, else all.
+    The classes come from its function `builders()` (the result of `ds_op_builders`), else `__all__`, else all names.
     """
     module = importlib.import_module(package)
     listing = getattr(module, "builders", None)
@@ -88,10 +88,10 @@ def find_builders(package: str) -> list[OpBuilder]:
 
 
 def build_ahead(builder: OpBuilder, library: Path) -> None:
-    """Build the op of `builder` into the file `library`, and its manifest beside it. Called by `BuildOps`.
+    """Build the op of `builder` into the file `library`, and write its manifest next to it. Called by `BuildOps`.
 
     Raises:
-        BuildError: the build failed, with the first error and the command.
+        BuildError: the build failed; the message has the first error and the command.
     """
     spec = builder.describe()
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def build_ahead(builder: OpBuilder, library: Path) -> None:
 
 
 class OpExtension(Extension):
-    """The setuptools side of one op."""
+    """The setuptools extension of one op."""
 
     def __init__(self, builder: OpBuilder) -> None:
         super().__init__(builder.absolute_name(), sources=[])
@@ -116,22 +116,22 @@ class OpExtension(Extension):
 
 
 class BuildOps(build_ext):
-    """setuptools' `build_ext` that builds ops through their builders and any other extension as before."""
+    """A `build_ext` command that builds ops with their builders, and other extensions as usual."""
 
     def initialize_options(self) -> None:
-        """Called by setuptools first."""
+        """Set the defaults. setuptools calls this first."""
         super().initialize_options()
         self.built: list[tuple[str, Path]] = []
 
     def get_ext_filename(self, fullname: str) -> str:
-        """`<package>/<name>.so`: a library of operators is no module of one Python, so its name carries no such tag."""
+        """Return `<package>/<name>.so` for an op: it does not depend on the Python version, so it has no Python tag."""
         last = fullname.rpartition(".")[2]
         if any(op.name.rpartition(".")[2] == last for op in self._ops()):
             return os.path.join(*fullname.split(".")) + ".so"
         return str(super().get_ext_filename(fullname))
 
     def build_extension(self, ext: Extension) -> None:
-        """Called by setuptools for each of `ext_modules`."""
+        """Build one of `ext_modules`. setuptools calls this for each."""
         if not isinstance(ext, OpExtension):
             super().build_extension(ext)
             return
@@ -140,24 +140,24 @@ class BuildOps(build_ext):
         same = next((path for key, path in self.built if key == spec.load_key), None)
         if same is None:
             build_ahead(ext.builder, library)
-        else:  # two ops of one library: a copy under the second name
+        else:  # two ops share a library: copy it under the second name
             library.write_bytes(same.read_bytes())
             _write_manifest(spec, library)
         self.built.append((spec.load_key, library))
 
     def copy_extensions_to_source(self) -> None:
-        """Called for an editable install; the manifests go along with the libraries."""
+        """Copy the libraries and their manifests for an editable install."""
         build_py = self.get_finalized_command("build_py")
         for op in self._ops():
             package, _, name = op.name.rpartition(".")
             folder = build_py.get_package_dir(package)
-            self.mkpath(folder)  # a package of libraries alone has no folder among the sources
+            self.mkpath(folder)  # a package with only libraries has no folder in the sources
             built = Path(self.build_lib, self.get_ext_filename(op.name)).with_suffix(".json")
             self.copy_file(str(built), os.path.join(folder, f"{name}.json"))
         super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:
-        """Every file that this command makes."""
+        """Return every file that this command creates."""
         manifests = [
             str(Path(self.build_lib, self.get_ext_filename(op.name)).with_suffix(".json")) for op in self._ops()
         ]
@@ -168,7 +168,7 @@ class BuildOps(build_ext):
 
 
 def _write_manifest(spec: BuildSpec, library: Path) -> None:
-    """The manifest beside `library`, without paths of this machine."""
+    """Write the manifest next to `library`, without the commands, which have paths of this machine."""
     Manifest.of(spec, library, []).write(library.with_suffix(".json"))
 
 
@@ -193,7 +193,7 @@ def _switch(environment: Mapping[str, str], name: str) -> bool | None:
 
 
 def _wheel_command(builders: list[OpBuilder]) -> type:
-    """`bdist_wheel` that tags a wheel for this platform, and for this Python only if a module is among the ops."""
+    """Return a `bdist_wheel` that tags the wheel for this platform, and for this Python only if an op is a module."""
     try:
         from setuptools.command.bdist_wheel import bdist_wheel
     except ImportError:  # setuptools before 70.1

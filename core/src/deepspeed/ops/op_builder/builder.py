@@ -1,6 +1,6 @@
-"""OpBuilder: what every op builder of every extension derives from; from sources in any package to a loaded op.
+"""OpBuilder: the base class of all op builders. It builds and loads an op from sources in any package.
 
-A builder of an extension names its sources and is done:
+A builder of an extension only needs to name its sources:
 
     class CPUAdamBuilder(OpBuilder):
         BUILD_VAR, NAME = "DS_BUILD_CPU_ADAM", "cpu_adam"
@@ -16,13 +16,13 @@ A builder of an extension names its sources and is done:
         def sources(self) -> list[str]:
             return [cpu_kernel_path("csrc/adam/cpu_adam.cpp")]
 
-`load()` takes the library that came in the wheel, else the one in the cache, else compiles it. Importing this module
-loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for. Read next: `spec.py` (what
-a build is made of), `jit.py`, `compiling.py`.
+`load()` uses the library of the wheel, else the library in the cache, else compiles the op. Importing this module does
+not import torch; `TORCH_MAJOR` and `TORCH_MINOR` are computed when they are read. Read next: `spec.py` (the inputs of a
+build), `jit.py`, `compiling.py`.
 
-`DeepSpeedQuestions` has what DeepSpeed's OpBuilder answers about the machine and its torch, under DeepSpeed's names.
-Builders written for DeepSpeed call these methods, or extend them by `super()`. What they say of a device is torch's
-answer: the core has no code for any, and the names are all that it knows of one.
+`DeepSpeedQuestions` has the methods of DeepSpeed's OpBuilder that query the machine and torch, under DeepSpeed's names.
+Builders written for DeepSpeed call these methods, or extend them with `super()`. Answers about a device come from
+torch: the core has no device-specific code except these names.
 """
 
 import importlib
@@ -56,17 +56,17 @@ _PORTABLE = {"x86_64": "-march=x86-64", "amd64": "-march=x86-64", "aarch64": "-m
 
 
 class DeepSpeedQuestions:
-    """The part of `OpBuilder` that only builders call."""
+    """The part of `OpBuilder` that only builders call: queries about the machine and torch."""
 
     name: str
     reason: str | None
     error_log: str | None
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether a program, or one of several, is on PATH.
+        """Return whether a program, or one of several, is on PATH.
 
         Args:
-            cmd: a name, several of them with `|` between (`"c++|g++"`), or a list.
+            cmd: a name, several names separated by `|` (`"c++|g++"`), or a list of names.
         """
         names = [name.strip() for name in cmd.split("|")] if isinstance(cmd, str) else list(cmd)
         found = any(shutil.which(name) for name in names)
@@ -77,7 +77,7 @@ class DeepSpeedQuestions:
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
     ) -> bool:
-        """Whether a program that calls C function `funcname` links with `libraries`. False without a compiler."""
+        """Return whether a program that calls the C function `funcname` links. False without a compiler."""
         program = f'extern "C" char {funcname}();\nint main() {{ return {funcname}(); }}\n'
         with tempfile.TemporaryDirectory(prefix="ds_has_function_") as name:
             folder = Path(name)
@@ -97,56 +97,56 @@ class DeepSpeedQuestions:
         return True
 
     def strip_empty_entries(self, args: Sequence[Any]) -> list[Any]:
-        """`args` without empty strings and None."""
+        """Return `args` without empty strings and None."""
         return [entry for entry in args if entry is not None and len(str(entry)) > 0]
 
     def cpu_arch(self) -> str:
-        """The compiler flag for the CPU: the oldest of this architecture, so that the library runs on every one.
+        """Return the compiler flag for the oldest CPU of this architecture, so that the library is portable.
 
-        DeepSpeed answers `-march=native` here. A kernel that wants more compiles its loops several times and chooses
-        when it runs.
+        DeepSpeed returns `-march=native`. A kernel that needs newer instructions compiles its loops several times and
+        selects one at run time.
         """
         return _PORTABLE.get(platform.machine().lower(), "-fPIC")
 
     def simd_width(self) -> str:
-        """The macro for the vector width that `cpu_arch` allows: `-D__SCALAR__`."""
+        """Return the macro for the vector width of `cpu_arch`: `-D__SCALAR__`."""
         return "-D__SCALAR__"
 
     def warning(self, msg: str) -> None:
-        """Log why something of this op is not there, and keep it as the reason."""
+        """Log why the op is not available, and store it as the reason."""
         self.error_log = self.reason = msg
         logger.warning("op %r: %s", self.name, msg)
 
     # ----- the installed torch ----------------------------------------------------------------------------------------
 
     def nvcc_args(self) -> list[str]:
-        """Flags for a device's compiler: none in the base. `compile_command` of a device's builder says what counts."""
+        """Return flags for a device's compiler: none here. A device's builder uses them in `compile_command`."""
         return []
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether this torch was built with that toolkit."""
+        """Return whether this torch was built with the toolkit in this method's name."""
         return getattr(torch_module().version, "hip", None) is not None
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """(major, minor) of the toolkit that this torch was built with; (0, 0) for any other torch."""
+        """Return (major, minor) of the toolkit that this torch was built with; (0, 0) for any other torch."""
         stated = getattr(torch_module().version, "hip", None)
         release = Version(stated.partition("-")[0]).release if stated else ()
         return (release[0], release[1]) if len(release) > 1 else (0, 0)
 
     def hipify_extension(self) -> None:
-        """Called before sources are compiled; a builder that translates its sources overrides it."""
+        """Do nothing. A builder that translates its sources before they are compiled overrides this."""
 
     @staticmethod
     def validate_torch_version(torch_info: dict[str, Any]) -> None:
         """Refuse an op that was built with another torch.
 
         Args:
-            torch_info: of the build, as `deepspeed.git_version_info.torch_info`.
+            torch_info: the torch of the build, in the format of `deepspeed.git_version_info.torch_info`.
 
         Raises:
-            OpUnavailable: major or minor version differ.
+            OpUnavailable: the major or minor version differs.
         """
         built, found = str(torch_info["version"]), ".".join(map(str, torch_version().release[:2]))
         if built != found:
@@ -155,7 +155,7 @@ class DeepSpeedQuestions:
     validate_torch_op_version = validate_torch_version
 
 
-#: for a compile whose flags do not choose; portable: one library for every machine of an architecture
+#: defaults for flags that a builder does not set; portable within an architecture
 _DEFAULT_FLAGS = {"-O": "-O3", "-std": "-std=c++20"}
 
 
@@ -167,14 +167,14 @@ def __getattr__(name: str) -> int:
 
 
 def _defaults_for(flags: Sequence[str]) -> list[str]:
-    """Return the flags of `_DEFAULT_FLAGS` that `flags` do not choose themselves."""
+    """Return the flags of `_DEFAULT_FLAGS` that `flags` do not set."""
     stated = [flag.replace("--std", "-std", 1) for flag in flags]
     return [default for start, default in _DEFAULT_FLAGS.items() if not any(flag.startswith(start) for flag in stated)]
 
 
 @absent_members("ops.op_builder.builder:OpBuilder")
 class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
-    """One op: its name, its sources, and the loaded result. Made by `get_accelerator().create_op_builder(...)`.
+    """Describes, builds and loads one op. `get_accelerator().create_op_builder(...)` creates it.
 
     Args:
         name: the op's short name, for example `"fused_adam"`.
@@ -182,10 +182,10 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     Attributes:
         BUILD_VAR: the environment variable that builds this op into a wheel, `DS_BUILD_<OP>`.
         NAME: the op's short name, on the class.
-        op_namespace: of the torch operators that the library registers; None: the library is a Python module.
-        min_torch: the smallest torch, for example `"2.10"`; None: any.
-        cmake_dir: a folder with a CMakeLists.txt that is built instead of `sources()`, named as sources are.
-        reason: why `is_compatible()` was False or `load()` raised, in one line; None before.
+        op_namespace: the namespace of the torch operators that the library registers; None for a Python module.
+        min_torch: the oldest supported torch, for example `"2.10"`; None: any.
+        cmake_dir: a folder with a CMakeLists.txt to build instead of `sources()`; its path has the same rules.
+        reason: why `is_compatible()` was False or `load()` raised, in one line; initially None.
     """
 
     BUILD_VAR: ClassVar[str] = ""
@@ -193,7 +193,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     op_namespace: ClassVar[str | None] = None
     min_torch: ClassVar[str | None] = None
     cmake_dir: ClassVar[str | None] = None
-    #: written by builders that bring their own `jit_load`, as DeepSpeed's do; never read, since it is keyed by name
+    #: builders with their own `jit_load`, like DeepSpeed's, write it; never read here, because its keys are names
     _loaded_ops: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str) -> None:
@@ -204,59 +204,59 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         self.build_for_cpu = False
         self.enable_bf16 = False
 
-    # ----- what a builder says of its op -----------------------------------------------------------------------------
+    # ----- the description of an op, which a builder overrides -------------------------------------------------------
 
     @abstractmethod
     def absolute_name(self) -> str:
-        """The import path under which an op built beforehand is found, `<package>.<name>_op`."""
+        """Return the import path of a prebuilt op, `<package>.<name>_op`."""
 
     @abstractmethod
     def sources(self) -> list[str]:
-        """The source files: absolute paths, or relative ones (see `deepspeed_src_path`). Empty ones do not count."""
+        """Return the source files: absolute or relative paths (see `deepspeed_src_path`). Empty ones are ignored."""
 
     def include_paths(self) -> list[str]:
-        """Folders of headers, named as sources are. torch's need not be given."""
+        """Return header folders, with the same rules as `sources`. torch's folders are added automatically."""
         return []
 
     def cxx_args(self) -> list[str]:
-        """Flags for the compiler, none in the base. Where they name no level or no standard, `_DEFAULT_FLAGS` do."""
+        """Return compiler flags, none here. `_DEFAULT_FLAGS` sets the optimization level and standard if missing."""
         return []
 
     def cmake_args(self) -> list[str]:
-        """Arguments for configuring the project in `cmake_dir`, for example `["-DWITH_X=ON"]`."""
+        """Return arguments to configure the project in `cmake_dir`, for example `["-DWITH_X=ON"]`."""
         return []
 
     def extra_ldflags(self) -> list[str]:
-        """Flags for the link."""
+        """Return linker flags."""
         return []
 
     def libraries_args(self) -> list[str]:
-        """Names of libraries to link against, without `-l`."""
+        """Return names of libraries to link against, without `-l`."""
         return []
 
     def python_requirements(self) -> list[str]:
-        """Python distributions that the op needs at run time, as `pip install` takes them. For reports."""
+        """Return Python requirements of the op at run time, in the format of `pip install`. For reports."""
         return []
 
     def remark(self) -> str:
-        """Return what `ds_report` adds to the op's row, such as a choice that depends on the machine; "": nothing.
+        """Return a remark for the op's row in `ds_report`, such as a choice that depends on the machine, or "".
 
-        Compiles nothing.
+        Must not compile.
         """
         return ""
 
     def register_fakes(self) -> None:
-        """Register meta implementations; called once, after the library was loaded.
+        """Register meta implementations. Called once, after the library is loaded.
 
-        `deepspeed.ops.fakes.register_fakes` has those of the documented operators.
+        `deepspeed.ops.fakes.register_fakes` has the fakes of the documented operators.
         """
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
-        """The command for one source file. A base builder of another compiler overrides it, and `toolchain`."""
+        """Return the command for one source file. A base class for another compiler overrides it and `toolchain`."""
         return [
             *toolchain.command,
             "-fPIC",
-            f"-ffile-prefix-map={source.parent}=.",  # messages of a library do not say where it was built
+            f"-ffile-prefix-map={source.parent}=.",  # keep build paths out of the library's messages
             *_defaults_for(flags),
             *flags,
             *("-c", str(source), "-o", str(object_path)),
@@ -265,21 +265,21 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     def link_command(
         self, toolchain: Toolchain, object_paths: Sequence[Path], library: Path, flags: Sequence[str]
     ) -> list[str]:
-        """The command that links `library`."""
+        """Return the command that links `library`."""
         return [*toolchain.command, "-shared", "-o", str(library), *map(str, object_paths), *flags]
 
     def toolchain(self) -> Toolchain:
-        """The compiler.
+        """Return the compiler.
 
         Raises:
             OpUnavailable: there is none.
         """
         return find_compiler()
 
-    # ----- what becomes of it ----------------------------------------------------------------------------------------
+    # ----- building and loading --------------------------------------------------------------------------------------
 
     def describe(self) -> BuildSpec:
-        """Everything that the build is made of. Called by `load`, by the wheel build, and by who caches a loaded op.
+        """Return all inputs of the build. `load`, the wheel build, and callers that cache a loaded op use it.
 
         Raises:
             OpUnavailable: a source is missing, or torch cannot be imported.
@@ -318,7 +318,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return with_torch(spec, others)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True when `load` can be expected to give the op on this machine; otherwise `reason` says why not."""
+        """Return True if `load` is expected to work on this machine; else set `reason` and return False."""
         reason = self._obstacle()
         if reason is not None:
             self.reason = reason
@@ -327,10 +327,10 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return reason is None
 
     def load(self, verbose: bool = False) -> Any:
-        """The loaded op: `torch.ops.<op_namespace>`, or a Python module. Prebuilt, else from the cache, else compiled.
+        """Load the op (prebuilt, else cached, else compiled): `torch.ops.<op_namespace>`, or a Python module.
 
         Raises:
-            OpUnavailable: with the reason; it is also in `reason`.
+            OpUnavailable: the op cannot be loaded; `reason` has the same text.
         """
         try:
             found = self._load_prebuilt()
@@ -340,7 +340,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
             raise
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """The loaded op from the cache, compiled into it when it is not there yet. Called by `load`.
+        """Load the op from the cache, and compile it first if necessary. Called by `load`.
 
         Raises:
             OpUnavailable: `is_compatible()` is False, or the build failed (`BuildError`).
@@ -351,17 +351,17 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return loading.load_once(spec.load_key, lambda: self._loaded_from(jit.build(spec)))
 
     def prepare(self) -> Path:
-        """The finished library, prebuilt or from the cache or compiled now, without loading it. Called by `ds_build`.
+        """Return the library (prebuilt, cached or compiled now) without loading it. `ds_build` calls this.
 
         Raises:
-            OpUnavailable: as `load`.
+            OpUnavailable: see `load`.
         """
         self._check_compatible()
         spec = self.describe()
         return loading.find(self.absolute_name(), spec)[0] or jit.build(spec)
 
     def builder(self) -> Any:
-        """The op as a setuptools Extension, for a `setup.py` that wants one (`aot.py` needs none).
+        """Return the op as a setuptools Extension, for a `setup.py` that does not use `aot.py`.
 
         Raises:
             OpUnavailable: a source is missing.
@@ -384,16 +384,16 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return folder
 
     def _check_compatible(self) -> None:
-        if not self.is_compatible():  # maybe a vendor's own, which sets no reason, or takes no argument
+        if not self.is_compatible():  # a vendor's override may set no reason, or take no argument
             reason = self.reason or self.error_log or f"{type(self).__name__}.is_compatible() is False"
             raise OpUnavailable(f"op {self.name!r} cannot be built here: {reason}")
 
     def _obstacle(self) -> str | None:
-        """Return why this op cannot be loaded here, found without trying; None: nothing is known to prevent it."""
+        """Return why this op cannot be loaded here, as far as is known without trying; None if no reason is known."""
         if self.min_torch is not None and torch_version() < Version(self.min_torch):
             return f"it needs torch {self.min_torch} or newer, and this is {torch_version()}"
         if type(self).jit_load is not OpBuilder.jit_load:
-            return None  # a builder that compiles by means of its own knows what it needs
+            return None  # a builder with its own `jit_load` checks its own requirements
         if self.cmake_dir is not None and shutil.which("cmake") is None:
             missing: str | None = "it is a CMake project, and there is no cmake on PATH"
         else:
@@ -433,7 +433,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     def _module_of_setuptools(self) -> Any | None:
         if self.op_namespace is not None or loading.module_of_setuptools(self.absolute_name()) is None:
             return None
-        torch_module()  # its libraries must be in the process first
+        torch_module()  # torch's libraries must be loaded first
         try:
             return importlib.import_module(self.absolute_name())
         except ImportError as error:
@@ -446,7 +446,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return self.min_torch is not None and torch_version() < Version(self.min_torch)
 
     def _loaded_from(self, library: Path, package: str = "") -> Any:
-        """The op of a finished library. A module was built under its file's name; `package` is where it is at home."""
+        """Load the op of a finished library. A module has the name of its file, in `package` if it is prebuilt."""
         if self.op_namespace is None:
             return loading.load_module(library, f"{package}.{library.stem}" if package else library.stem)
         op = loading.load_operators(library, self.op_namespace)
@@ -456,17 +456,17 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
 
 @absent_members("ops.op_builder.builder:TorchCPUOpBuilder")
 class TorchCPUOpBuilder(OpBuilder):
-    """DeepSpeed's base for kernels of the host: OpenMP, and a macro for the vector width.
+    """DeepSpeed's base class for host kernels: OpenMP, and a macro for the vector width.
 
-    The flags are portable (`cpu_arch`, `simd_width`); DeepSpeed's are those of the machine that compiles.
+    The flags are portable (`cpu_arch`, `simd_width`). DeepSpeed's flags are for the CPU of the build machine.
     """
 
     def cxx_args(self) -> list[str]:
-        """DeepSpeed's flags of the host's kernels; a builder extends them."""
+        """Return the flags of host kernels; a builder extends them."""
         return [self.cpu_arch(), "-fopenmp", self.simd_width()]
 
     def extra_ldflags(self) -> list[str]:
-        """OpenMP's runtime."""
+        """Return the flag for OpenMP's runtime."""
         return ["-fopenmp"]
 
 

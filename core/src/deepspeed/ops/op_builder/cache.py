@@ -1,20 +1,20 @@
-"""The cache of built libraries: one folder of the user, in it a folder per build, each with its manifest.
+"""The cache of built libraries: a folder of the user with one folder per build, each with a manifest.
 
-    <cache>/cpu_adam_3f….9a…/cpu_adam_3f….so    the library; 9a… differs for every build, so no name is used twice
-    <cache>/cpu_adam_3f….9a…/manifest.json      what it was built from, its size and sha256
-    <cache>/cpu_adam_3f….<owner>.….tmp          a build that is running, or whose process was killed
+    <cache>/cpu_adam_3f….9a…/cpu_adam_3f….so    the library; 9a… differs for every build, so no name is reused
+    <cache>/cpu_adam_3f….9a…/manifest.json      its inputs, its size and sha256
+    <cache>/cpu_adam_3f….<owner>.….tmp          a running build, or a build whose process was killed
     <cache>/cpu_adam_3f….lock                   held while one process builds
-    <cache>/cpu_adam_3f….log                    the last build, if it failed: a line of JSON, then the whole output
+    <cache>/cpu_adam_3f….log                    the last build, if it failed: a line of JSON, then the full output
 
-A library is code that runs as this user, so nobody but this user and root may write it. The lock saves work and nothing
-else: where a file system has no working locks, several processes build the same content at once and none touches what
-another one uses. A finished folder is never changed, and what is removed belongs to a process that has ended, or has
-not been touched for a day.
+A library is code that runs as this user, so only this user and root may be able to write it. The lock only saves work:
+without working file locks, several processes build the same content at once, and no process touches files that another
+one uses. A finished folder never changes. The cache removes only folders of processes that have ended, or folders that
+nobody has touched for a day.
 
-The lock ends with its process; a mark in a temporary folder's name says whose it is. `filelock` would do where `flock`
-works. On a file system that refuses it (Lustre without the mount option) it waits for a file that a killed process has
-left; here several processes then build the same content. For the folders a lock is not enough either: not every file
-system has locks that reach other machines (NFS with `local_lock`)."""
+The lock ends with its process. The mark in the name of a temporary folder identifies the process. `filelock` works only
+where `flock` works: on a file system that refuses `flock` (Lustre without the mount option), it waits for a file that a
+killed process has left, while this code lets several processes build the same content. A lock does not protect the
+folders either, because some file systems do not share locks between machines (NFS with `local_lock`)."""
 
 import dataclasses
 import errno
@@ -45,18 +45,18 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[None]:
-    """Hold the lock file at `path` (`flock`: the system drops it when the holder dies, also by SIGKILL).
+    """Hold the lock file at `path` (`flock`: the system releases it when the holder dies, even by SIGKILL).
 
-    The file itself stays: removing it would let two processes lock two files of one name. On a file system without
-    locks the body runs unlocked, which costs a second compile and nothing else: see `cache.py`.
+    The file is not removed: otherwise two processes could lock two files of the same name. On a file system without
+    locks the body runs unlocked, which only costs a second compile: see the module docstring.
 
     Args:
-        path: in an existing folder.
-        on_wait: called again and again while another process holds the lock, with who ("process 12 on host") and the
+        path: a file in an existing folder.
+        on_wait: called repeatedly while another process holds the lock, with the holder ("process 12 on host") and the
             seconds waited so far.
 
     Raises:
-        OSError: the file cannot be made or written.
+        OSError: the file cannot be created or written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     held = False
@@ -67,12 +67,12 @@ def locked(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[None]:
         yield
     finally:
         if held:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a forked process has the descriptor too
         os.close(descriptor)
 
 
 def _acquire(descriptor: int, on_wait: Callable[[str, float], None]) -> bool:
-    """Wait for the lock; False where there are none."""
+    """Wait for the lock. Return False if the file system has no locks."""
     start = time.monotonic()
     pause_s = 0.005
     while True:
@@ -96,23 +96,23 @@ def _acquire(descriptor: int, on_wait: Callable[[str, float], None]) -> bool:
 
 
 def owner_mark() -> str:
-    """`<machine>-<process id>-<time of its start>` of this process: no other process ever has the same."""
+    """Return the unique mark `<machine>-<process id>-<start time>` of this process."""
     return f"{_this_machine()}-{os.getpid()}-{started_at(os.getpid()) or 0}"
 
 
 def has_owner(name: str) -> bool:
-    """Whether a file name has a mark: `<anything>.<mark>.<anything>`."""
+    """Return whether a file name has an owner mark: `<anything>.<mark>.<anything>`."""
     return _IN_NAME.search(name) is not None
 
 
 def owner_has_ended(name: str) -> bool:
-    """Whether the process of the mark in a file name is known to have ended. One of another machine is not known."""
+    """Return whether a file name's owner is known to have ended. Owners on other machines are never known to."""
     mark = _IN_NAME.search(name)
     return mark is not None and mark[1] == _this_machine() and (started_at(int(mark[2])) or "0") != mark[3]
 
 
 def started_at(pid: int) -> str | None:
-    """When the process `pid` started, since an id is used again after a while. None: there is none, or a zombie."""
+    """Return the start time of process `pid`, because ids are reused; None if there is no process or it is a zombie."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -132,7 +132,7 @@ def _started_without_proc(pid: int) -> str | None:
 
 @lru_cache(maxsize=1)
 def _this_machine() -> str:
-    """Digest of host name, boot and process-id namespace: process ids of one value can be compared."""
+    """Return a digest of host name, boot and pid namespace. Process ids are comparable only if it is equal."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     parts = [os.uname().nodename]
     parts += [boot.read_text().strip()] if boot.exists() else []
@@ -145,21 +145,21 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CannotMake(OpUnavailable):
-    """A folder that cannot be made; another place may do."""
+    """A folder cannot be created; the caller may try another place."""
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder`, made with mode 0700 if need be, and checked.
+    """Create `folder` with mode 0700 if necessary, check its owner and permissions, and return it.
 
     Args:
-        folder: absolute.
+        folder: an absolute path.
 
     Raises:
-        CannotMake: it cannot be made.
-        OpUnavailable: another user owns it, can write or rename it, or can change a link on the way.
+        CannotMake: the folder cannot be created.
+        OpUnavailable: another user owns the folder, can write or rename it, or can change a link in its path.
     """
     try:
-        for place in (*reversed(folder.parents), folder):  # a folder on the way, too, is ours alone, whatever the umask
+        for place in (*reversed(folder.parents), folder):  # new parents get mode 0700 too, whatever the umask
             if not place.exists():
                 place.mkdir(mode=0o700, exist_ok=True)
         resolved = folder.resolve()
@@ -171,9 +171,9 @@ def private_folder(folder: Path) -> Path:
 
 
 def distrust(path: Path) -> str | None:
-    """Return why what is at `path`, a file or folder of the cache, could be someone else's; None when it is ours alone.
+    """Return why another user could have written `path`, a file or folder of the cache; None if nobody could.
 
-    A symbolic link is never ours: the cache makes none.
+    A symbolic link is never trusted: the cache creates none.
     """
     state = path.lstat()
     if stat.S_ISLNK(state.st_mode):
@@ -222,20 +222,20 @@ def _octal(state: os.stat_result) -> str:
 
 
 MANIFEST = "manifest.json"
-#: a folder that has not been touched for so long is unused, whatever machine it was made on
+#: a folder that was not touched for this time is unused, even if another machine created it
 _OLD_S = 24 * 3600.0
-#: a process that a launcher started has one of them: the launchers of torch and ours, Open MPI, Intel MPI, Slurm
+#: launchers set one of these variables: torch's and our launcher, Open MPI, Intel MPI, Slurm
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest lies beside a library: it says of what the library was built, and its size and digest when whole.
+    """The description of a built library in a file next to it: the inputs of the build, and size and digest.
 
     Attributes:
-        library: its file name.
-        library_bytes, sha256: size and digest of that file.
-        commands: the lines that built it, for a reader.
+        library: the library's file name.
+        library_bytes, sha256: size and digest of the library.
+        commands: the commands that built it, for information.
     """
 
     name: str
@@ -256,7 +256,7 @@ class Manifest:
 
     @classmethod
     def of(cls, spec: BuildSpec, library: Path, commands: list[list[str]]) -> "Manifest":
-        """The manifest of a library that was just built."""
+        """Create the manifest of a new library."""
         content = library.read_bytes()
         of_spec = ("name", "source_digest", "content", "torch", "python", "target", "cpu")
         return cls(
@@ -270,7 +270,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest | None":
-        """Read a manifest; None when the file is missing or cut."""
+        """Read a manifest. Return None if the file is missing or incomplete."""
         try:
             found = json.loads(path.read_text())
             return cls(**{name: found[name] for name in (part.name for part in dataclasses.fields(cls))})
@@ -278,11 +278,11 @@ class Manifest:
             return None
 
     def write(self, path: Path) -> None:
-        """Write, whole or not at all."""
+        """Write the manifest atomically."""
         _write_down(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def flaw(self, folder: Path) -> str | None:
-        """Return why the library in `folder` cannot be used; None when it is whole."""
+        """Return why the library in `folder` cannot be used; None if it is intact."""
         library = folder / self.library
         try:
             content = library.read_bytes()
@@ -296,7 +296,7 @@ class Manifest:
 
 
 class BuildFailure(NamedTuple):
-    """A build that failed: its first error, the process that ran it, and the file with the whole output."""
+    """A failed build: its first error, the process that ran it, and the file with the full output."""
 
     error: str
     pid: int
@@ -304,20 +304,20 @@ class BuildFailure(NamedTuple):
 
 
 class Cache:
-    """A folder of libraries that belongs to this user. Get one by `Cache.open()`."""
+    """A folder of built libraries that belongs to this user. `Cache.open()` returns it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def open(cls) -> "Cache":
-        """The cache of this user, its folder made (mode 0700) if need be.
+        """Return the cache of this user. Creates its folder (mode 0700) if necessary.
 
-        `$TORCH_EXTENSIONS_DIR`; else `ds-core/ops` under `$XDG_CACHE_HOME` or `~/.cache`; else, with no home that can
-        be written, `ds-core-ops-<user id>` under the temporary directory.
+        The folder is `$TORCH_EXTENSIONS_DIR`, else `ds-core/ops` in `$XDG_CACHE_HOME` or `~/.cache`, else (without a
+        writable home) `ds-core-ops-<user id>` in the temporary directory.
 
         Raises:
-            OpUnavailable: the folder cannot be made, or another user owns or can write it.
+            OpUnavailable: the folder cannot be created, or another user owns it or can write it.
         """
         chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
         if chosen:
@@ -334,48 +334,48 @@ class Cache:
         return cls(private_folder(places[-1]))
 
     def beside(self, spec: BuildSpec, suffix: str) -> Path:
-        """The file `<entry><suffix>` in the cache's folder."""
+        """Return the path `<entry><suffix>` in the cache's folder."""
         return self.folder / f"{spec.entry}{suffix}"
 
     def find(self, spec: BuildSpec) -> Path | None:
-        """The library of `spec` if it is there, whole, and this user's alone.
+        """Return the library of `spec` if it exists, is intact, and only this user can write it; else None.
 
-        Without a compiler the key is unknown; then any library of the same content will do.
+        Without a compiler the key is unknown, so any library of the same content is accepted.
         """
         pattern = f"{spec.label}_*" if spec.toolchain is None else f"{spec.entry}*"
         candidates = (self._library_in(folder, spec) for folder in self._finished(pattern))
         return next((library for library in candidates if library is not None), None)
 
     def make_build_folder(self, spec: BuildSpec) -> Path:
-        """A new folder on the same file system, named after this process. What killed builders left is removed."""
+        """Create a temporary folder in the cache, named after this process. Removes folders of dead processes."""
         self._remove_leftovers(spec)
         return Path(tempfile.mkdtemp(prefix=f"{spec.entry}.{owner_mark()}.", suffix=".tmp", dir=self.folder))
 
     def install(self, spec: BuildSpec, built: Path, manifest: Manifest) -> Path:
-        """Make the finished library visible, whole or not at all, under a name of its own. Returns its path.
+        """Move the finished library into the cache atomically, under a unique name. Return its path.
 
-        One that another process finished meanwhile, where there are no working locks, is taken instead.
+        If another process has finished the same library meanwhile (without working locks), return that one instead.
         """
         found = self.find(spec)
         if found is not None:
             return found
         library = built / manifest.library
-        library.chmod(0o755)  # the linker follows the umask, which may let others write
+        library.chmod(0o755)  # the linker uses the umask, which may allow others to write
         manifest.write(built / MANIFEST)
         entry = self.folder / f"{spec.entry}.{secrets.token_hex(6)}"
-        built.rename(entry)  # after a power failure the sha256 says what did not reach the disk
+        built.rename(entry)  # after a power failure, the sha256 detects data that did not reach the disk
         self.beside(spec, ".log").unlink(missing_ok=True)
         return entry / manifest.library
 
     def write_failure(self, spec: BuildSpec, first_error: str, output: str) -> Path:
-        """Record that a build failed, for the other ranks of this job. Returns the file, with the whole output."""
+        """Record a failed build for the other ranks of this job. Return the file, which has the full output."""
         record = {"error": first_error, "pid": os.getpid(), "job": this_job(), "time": time.time()}
         log = self.beside(spec, ".log")
         _write_down(log, f"{json.dumps(record)}\n\n{output}".encode())
         return log
 
     def failure(self, spec: BuildSpec, asked_at: float) -> BuildFailure | None:
-        """The failure of the same content in this job, or since `asked_at` (`time.time()`); None: build it."""
+        """Return the failure of the same build in this job, or since `asked_at` (`time.time()`); None means: build."""
         log = self.beside(spec, ".log")
         try:
             with log.open(errors="replace") as file:
@@ -386,18 +386,18 @@ class Cache:
             return None
 
     def _finished(self, pattern: str) -> list[Path]:
-        """Folders of finished builds."""
+        """Return the folders of finished builds."""
         return sorted(path for path in self.folder.glob(pattern) if path.suffix != ".tmp" and path.is_dir())
 
     def _library_in(self, folder: Path, spec: BuildSpec) -> Path | None:
-        """The library of a finished build if it fits `spec` and can be loaded."""
+        """Return the library of a finished build if it matches `spec`, is trusted and intact; else None."""
         manifest = Manifest.read(folder / MANIFEST)
         if manifest is None or manifest.content != spec.content or manifest.cpu not in ("", this_cpu_digest()):
             return None
         library = folder / manifest.library
         try:
             doubt = distrust(folder) or distrust(folder / MANIFEST) or distrust(library)
-        except OSError:  # removed meanwhile
+        except OSError:  # another process removed it
             return None
         if doubt is not None:
             warn_once(f"op {spec.name!r}: {doubt}, so it could be someone else's code; it is built again", (-1,))
@@ -408,9 +408,9 @@ class Cache:
         return library if flaw is None else None
 
     def _remove_leftovers(self, spec: BuildSpec) -> None:
-        """Remove what is unused: builds of processes that ended, and damaged libraries of `spec` a day after.
+        """Remove builds of processes that have ended, and damaged libraries of `spec` after a day.
 
-        A folder that cannot be removed costs space only.
+        A folder that cannot be removed only costs space.
         """
         for path in self.folder.glob("*.tmp"):
             if owner_has_ended(path.name) or (has_owner(path.name) and _is_old(path)):
@@ -422,17 +422,17 @@ class Cache:
 
 
 def this_job() -> str:
-    """Return a text that the ranks of one launch on one machine share; a process without a launcher has its own."""
+    """Return an id that the ranks of one launch on one machine share. A process without a launcher has its own id."""
     launched = any(os.environ.get(name) for name in _LOCAL_RANK)
     process = os.getppid() if launched else os.getpid()
     return f"{os.uname().nodename} {process} {started_at(process) or ''}"
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether neither `folder` nor anything directly in it was changed for `_OLD_S` seconds."""
+    """Return whether `folder` and the entries directly in it have not changed for `_OLD_S` seconds."""
     try:
         newest = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:  # it changes now
+    except OSError:  # another process is changing it
         return False
     return time.time() - newest > _OLD_S
 
@@ -446,12 +446,12 @@ def _home_folder() -> list[Path]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of space."""
+    """Return whether a write failed because of a full disk, a quota or a file size limit."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _write_down(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all: another process may read it, or write one of the same name."""
+    """Write the file atomically: another process may read it, or write a file of the same name."""
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

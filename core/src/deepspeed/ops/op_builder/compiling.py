@@ -1,6 +1,6 @@
-"""Runs a build's commands: every source by itself and side by side, then the link; a CMake project by cmake.
+"""Runs the commands of a build: compiles the sources in parallel, then links; or runs cmake for a CMake project.
 
-Each command has a limit on its time, `DS_COMPILE_TIMEOUT` (seconds, 1800 unless set): all ranks of a node wait for it.
+Each command has a time limit, `DS_COMPILE_TIMEOUT` (seconds, default 1800), because all ranks of a node wait for it.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from deepspeed.plugins import admission
 
 TIMEOUT_VARIABLE = "DS_COMPILE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 1800.0
-#: how long a process that has ended, or was killed, is waited for
+#: how long to wait for a process that has ended or was killed, and for its output
 _LAST_WORDS_S = 5.0
 _TICK_S = 1.0
 _POLL_S = 0.02
 
 _ERROR = re.compile(r"(?i)(?:^|[\s:(])(?:fatal |internal compiler |cmake )?error\b|undefined reference|cannot find -l")
-#: how a compiler says that it cannot write: the disk, the user's quota, the limit on a file's size
+#: messages of a compiler that cannot write: the disk or the quota is full, or a file is larger than the limit
 _FULL = re.compile(
     "|".join(
         [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), signal.strsignal(signal.SIGXFSZ) or "SIGXFSZ"]
@@ -43,9 +43,9 @@ class BuildError(OpUnavailable):
     """A command of a build failed.
 
     Attributes:
-        first_error: the first line of the output that has an error.
+        first_error: the first line of the output with an error.
         command: the argument list.
-        output: all that it printed.
+        output: the full output of the command.
     """
 
     def __init__(self, message: str, first_error: str = "", command: Sequence[str] = (), output: str = "") -> None:
@@ -56,11 +56,11 @@ class BuildError(OpUnavailable):
 
 
 class Built(NamedTuple):
-    """A finished build, not yet in the cache.
+    """A finished build that is not yet in the cache.
 
     Fields:
         library: the file.
-        commands: what was run.
+        commands: the commands that were run.
     """
 
     library: Path
@@ -71,14 +71,14 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
     """Build `spec` in `folder`.
 
     Args:
-        spec: with a toolchain.
-        folder: empty, on the file system where the library shall stay; temporary files of the compiler go there too.
-        library_name: file name without suffix; for a Python module also its name (`TORCH_EXTENSION_NAME`).
+        spec: the build; it needs a toolchain.
+        folder: an empty folder on the library's final file system. The compiler's temporary files go there too.
+        library_name: file name without suffix; also the name of a Python module (`TORCH_EXTENSION_NAME`).
         on_tick: called about once a second while commands run.
 
     Raises:
-        BuildError: a command failed, or took longer than the limit.
-        ConfigError: `DS_COMPILE_TIMEOUT` is no positive number.
+        BuildError: a command failed, or exceeded the time limit.
+        ConfigError: `DS_COMPILE_TIMEOUT` is not a positive number.
     """
     if spec.toolchain is None:
         raise OpUnavailable(f"op {spec.name!r}: there is no compiler to build it with")
@@ -88,10 +88,10 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
 
 
 def timeout_s() -> float:
-    """Return the number of seconds that one command of a build may take, from `DS_COMPILE_TIMEOUT`.
+    """Return the time limit of one command in seconds, from `DS_COMPILE_TIMEOUT`.
 
     Raises:
-        ConfigError: the variable holds no positive number.
+        ConfigError: the variable is not a positive number.
     """
     return admission.timeout_s(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, ConfigError)
 
@@ -100,7 +100,7 @@ def run_commands(op: str, folder: Path, commands: list[list[str]]) -> None:
     """Run commands in `folder`, several at a time.
 
     Raises:
-        BuildError: the first that failed.
+        BuildError: the first failure.
     """
     _Runner(op, folder).run(commands)
 
@@ -128,12 +128,12 @@ def _compile_sources(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
         raise BuildError(f"op {spec.name!r}: the link wrote no {library}: {' '.join(link)}", command=link)
     for path in objects:
         path.unlink()
-        path.with_suffix(".d").unlink(missing_ok=True)  # a compiler's list of headers, where a builder asks for one
+        path.with_suffix(".d").unlink(missing_ok=True)  # the compiler's list of headers, if a flag requests it
     return Built(library, [*compiles, link])
 
 
 def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", library_name: str) -> Built:
-    """Configure and build `cmake_dir`; the project leaves one shared library in `CMAKE_LIBRARY_OUTPUT_DIRECTORY`."""
+    """Configure and build `cmake_dir`. The project must write one library to `CMAKE_LIBRARY_OUTPUT_DIRECTORY`."""
     cmake = shutil.which("cmake")
     if cmake is None or spec.cmake_dir is None:
         raise OpUnavailable(f"op {spec.name!r} is a CMake project, and there is no cmake on PATH")
@@ -168,24 +168,24 @@ def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
 
 
 class _Runner:
-    """Runs commands in a folder, several at a time, and leaves none of them running."""
+    """Runs commands in a folder, several at a time. No command keeps running after a failure or an interrupt."""
 
     def __init__(self, op: str, folder: Path, on_tick: Callable[[], None] | None = None) -> None:
         self.op = op
         self.folder = folder
         self.on_tick = on_tick or (lambda: None)
         self.limit_s = timeout_s()
-        # the compiler's temporary files go where the result goes: one place that can be full, and it has a name
+        # the compiler's temporary files go to the same folder as the result, so only one file system can be full
         self.environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
 
     def run(self, commands: list[list[str]]) -> None:
-        """Run all of them. The first failure ends the others and is raised.
+        """Run all commands. The first failure kills the others and is raised.
 
-        They are started in a thread: Ctrl-C is raised in the main thread, and could come there when a command is
-        started and nobody knows it yet.
+        A worker thread starts the commands. Ctrl-C is raised in the main thread, where it could arrive between the
+        start of a command and its registration in `running`.
 
         Raises:
-            BuildError: with the first error and the command.
+            BuildError: a command failed; the error has the first error line and the command.
         """
         stop = threading.Event()
         with ThreadPoolExecutor(1, "ds_build") as executor:
@@ -211,17 +211,17 @@ class _Runner:
 
 
 class _Command:
-    """One running command, and what it prints.
+    """One running command, and its output.
 
-    The output is read in a thread, so that nothing waits for the end of the pipe: a process that the compiler starts
-    and leaves running (the server of a compiler cache) may hold it open for long.
+    A thread reads the output, so that no other code waits for the end of the pipe: a background process that the
+    compiler starts (such as the server of a compiler cache) may keep the pipe open.
     """
 
     def __init__(self, argv: list[str], runner: _Runner) -> None:
         self.argv, self.runner = argv, runner
         self.deadline = time.monotonic() + runner.limit_s
         try:
-            # It stays in our process group and session, so that what ends all of a rank's processes ends it too.
+            # The child stays in our process group and session, so that a kill of the whole rank also kills the child.
             self.child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -238,15 +238,15 @@ class _Command:
         self.reader.start()
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, but no longer than that."""
+        """Wait until the command ends, but at most `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(seconds)
 
     def has_ended(self) -> bool:
-        """Whether it is done.
+        """Return whether the command has ended.
 
         Raises:
-            BuildError: it failed, or took longer than the limit.
+            BuildError: the command failed, or exceeded the time limit.
         """
         status = self.child.poll()
         if status is None and time.monotonic() >= self.deadline:
@@ -256,17 +256,17 @@ class _Command:
         return status is not None
 
     def kill(self) -> None:
-        """Kill a compiler driver and all that it started: killed alone, it would leave its compiler proper running."""
+        """Kill the command and its descendants: a compiler driver that is killed alone leaves its compiler running."""
         import psutil
 
         if self.child.poll() is not None:
             return
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             process = psutil.Process(self.child.pid)
             for member in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-        self.wait(_LAST_WORDS_S)  # no longer: it may be in a system call that no signal interrupts
+        self.wait(_LAST_WORDS_S)  # with a limit: the process may be in an uninterruptible system call
 
     def _read(self) -> None:
         assert self.child.stdout is not None
@@ -294,19 +294,19 @@ class _Command:
 
 
 def first_error(output: str) -> str:
-    """The first line of a compiler's output that has an error; else the first line of all."""
+    """Return the first line of a compiler's output that contains an error, else the first line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "")
 
 
 def no_space(op: str, folder: Path, reason: str) -> str:
-    """The message for a full disk."""
+    """Return the message for a full disk."""
     advice = "make room there, or set TORCH_EXTENSIONS_DIR to another folder"
     return f"op {op!r} cannot be built: {reason} in {folder}; {advice}"
 
 
 def _num_jobs(num_commands: int) -> int:
-    """Return how many commands run at a time: at most `$MAX_JOBS`, else one per CPU that this process may use."""
+    """Return the number of parallel commands: at most `$MAX_JOBS`, else one per CPU that this process may use."""
     asked = os.environ.get("MAX_JOBS", "")
     is_number = asked.isdecimal() and len(asked) < 10
     limit = int(asked) if is_number and int(asked) > 0 else len(os.sched_getaffinity(0))

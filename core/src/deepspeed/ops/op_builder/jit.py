@@ -1,13 +1,13 @@
-"""Just in time: from a BuildSpec to a finished shared library, built at most once per machine, user and content.
+"""Just-in-time builds: compile a BuildSpec to a shared library, at most once per machine, user and content.
 
-    find in the cache ── there and whole ──> its path
-          │ not
+    find in the cache ── found and intact ──> its path
+          │ not found
     take the lock (others wait) ── built meanwhile ──> its path
           │                     └─ failed meanwhile ─> BuildError, without a second compile
     compile in a temporary folder ──> rename it ──> its path
 
-Whoever dies on the way leaves a temporary folder that the next builder removes, and no lock. Nothing here knows what
-the library is for; loading it is `loading.py`.
+A process that dies during a build leaves no lock, only a temporary folder, which the next build removes. `loading.py`
+loads the library.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _AGAIN_AFTER_S = 60.0
 
 
 def find(spec: BuildSpec) -> Path | None:
-    """The finished library of `spec` if the cache has it; nothing is built.
+    """Return the library of `spec` if the cache has it, else None. Builds nothing.
 
     Raises:
         OpUnavailable: the cache's folder cannot be used.
@@ -40,15 +40,15 @@ def find(spec: BuildSpec) -> Path | None:
 
 
 def build(spec: BuildSpec) -> Path:
-    """The finished library of `spec`, built if no process of this machine and user has built it before.
+    """Return the library of `spec`. Build it if no process of this user on this machine has built it before.
 
-    Called by `OpBuilder.jit_load`, at once by all ranks of a node: one compiles, the others wait.
+    All ranks of a node call this at once through `OpBuilder.jit_load`: one rank compiles, the others wait.
 
     Raises:
         OpUnavailable: the cache's folder cannot be used, or there is no compiler.
-        BuildError: the build failed: the compiler's first error and its command in the process that ran it; the others
-            of the same job (one launch on one machine, or this process) say the error and where all of it is, and
-            compile nothing.
+        BuildError: the build failed. In the process that ran the compiler, the message has the first error and the
+            command. The other processes of the same job (one launch on one machine) do not compile; their message has
+            the first error and the path of the full output.
     """
     asked_at = time.time()
     cache = Cache.open()
@@ -79,7 +79,7 @@ def build(spec: BuildSpec) -> Path:
 
 
 def _build(spec: BuildSpec, toolchain: Toolchain, cache: Cache) -> Path:
-    """Compile and install; called with the lock held, where the file system has locks."""
+    """Compile and install. The caller holds the lock if the file system supports locks."""
     start, progress = time.monotonic(), _Progress(spec.name, 0.0)
 
     def on_tick() -> None:
@@ -89,19 +89,19 @@ def _build(spec: BuildSpec, toolchain: Toolchain, cache: Cache) -> Path:
     folder = cache.make_build_folder(spec)
     try:
         built = compile_spec(spec, folder, spec.entry, on_tick)
-        if dataclasses.replace(spec).source_digest != spec.source_digest:  # of the files as they are now
+        if dataclasses.replace(spec).source_digest != spec.source_digest:  # `replace` drops the cached digest
             raise BuildError(f"op {spec.name!r}: its sources changed while they were compiled; build it again")
         library = cache.install(spec, folder, Manifest.of(spec, built.library, built.commands))
     except BuildError as error:
         raise _with_command(spec, cache, error) from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # renamed away, unless something failed
+        shutil.rmtree(folder, ignore_errors=True)  # `install` renamed the folder, unless the build failed
     logger.info("op %r: compiled in %.1f s, kept in %s", spec.name, time.monotonic() - start, library.parent)
     return library
 
 
 def _with_command(spec: BuildSpec, cache: Cache, error: BuildError) -> BuildError:
-    """The error as this process, which ran the compiler, raises it; and the record that keeps others from trying."""
+    """Add the command to the error, and record the failure so that other processes of the job do not compile."""
     if not error.command:
         return error
     command = " ".join(error.command)
@@ -111,11 +111,11 @@ def _with_command(spec: BuildSpec, cache: Cache, error: BuildError) -> BuildErro
 
 
 class _Progress:
-    """Reports that a build takes long: once on rank 0, and on every rank after one minute, two, four, ...
+    """Reports a slow build: once on rank 0, and on every rank after one minute, two, four, ...
 
     Args:
-        op: its short name.
-        after_s: when rank 0 reports.
+        op: the short name of the op.
+        after_s: the time in seconds after which rank 0 reports.
     """
 
     def __init__(self, op: str, after_s: float) -> None:

@@ -1,10 +1,10 @@
-"""A finished library, found in a wheel or just built, is loaded: it becomes `torch.ops.<namespace>` or a Python module.
+"""Finds prebuilt libraries of a wheel, and loads libraries as `torch.ops.<namespace>` or as a Python module.
 
 <package>/cpu_adam_op.so      for absolute_name() "<package>.cpu_adam_op"
-<package>/cpu_adam_op.json    its manifest, which says whether it fits this process; `aot.py` makes both
+<package>/cpu_adam_op.json    its manifest, which says whether it fits this process; `aot.py` writes both
 
-A vendor's own `setup.py` may have left a Python module under that name instead, as for DeepSpeed; it has no manifest,
-and is taken as it is.
+A vendor's own `setup.py` may build a Python module of this name instead, as with DeepSpeed. Such a module has no
+manifest, and is imported without a check.
 """
 
 import importlib.machinery
@@ -22,7 +22,7 @@ from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
 
 
 def library_beside_package(absolute_name: str) -> Path | None:
-    """Return where a prebuilt library of that import name would lie; None without such a package."""
+    """Return the path of a prebuilt library with this import name, which may not exist; None without the package."""
     package, _, name = absolute_name.rpartition(".")
     try:
         spec = importlib.util.find_spec(package) if package else None
@@ -33,7 +33,7 @@ def library_beside_package(absolute_name: str) -> Path | None:
 
 
 def find(absolute_name: str, spec: BuildSpec) -> tuple[Path | None, str]:
-    """The prebuilt library that fits, or None and why not (empty when there simply is none)."""
+    """Return (prebuilt library, ""), or (None, reason); the reason is "" if there is no prebuilt library."""
     library = library_beside_package(absolute_name)
     if library is None or not library.is_file():
         return None, ""
@@ -45,13 +45,13 @@ def find(absolute_name: str, spec: BuildSpec) -> tuple[Path | None, str]:
 
 
 def is_there(absolute_name: str) -> bool:
-    """Whether a library or module of that import name was built beforehand, whether it fits this process or not."""
+    """Return whether there is a prebuilt library or module of this import name, even if it does not fit."""
     library = library_beside_package(absolute_name)
     return (library is not None and library.is_file()) or module_of_setuptools(absolute_name) is not None
 
 
 def module_of_setuptools(absolute_name: str) -> str | None:
-    """The file of a Python module of that import name that a vendor's `setup.py` built (by `OpBuilder.builder()`)."""
+    """Return the file of a Python module that a vendor's `setup.py` built (by `OpBuilder.builder()`), or None."""
     try:
         spec = importlib.util.find_spec(absolute_name)
     except (ImportError, ValueError):
@@ -61,10 +61,10 @@ def module_of_setuptools(absolute_name: str) -> str | None:
 
 
 def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
-    """Return why a library with this manifest is not for `spec`; None when it is.
+    """Return why a library with this manifest does not fit `spec`; None if it fits.
 
-    A library of the stable ABI fits every torch from its `min_torch` on; any other library fits the very torch that it
-    was built with.
+    A library of the stable ABI fits every torch since its `min_torch`. Any other library fits only the torch version
+    that it was built with.
     """
     if manifest.source_digest != spec.source_digest:
         return f"the prebuilt {manifest.name} was built from other sources or with other flags"
@@ -80,17 +80,17 @@ def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
 
 
 def _machine(target: str) -> str:
-    """Machine and system; a C library that is too old shows when the library is loaded."""
+    """Return machine and system without the C library: loading fails if the C library is too old."""
     return "-".join(target.split("-")[:2])
 
 
-#: by content, never by name: two packages may have an op of one name
+#: load key -> op; not by name, because two packages may have an op of the same name
 _loaded: dict[str, Any] = {}
 _guard = threading.RLock()
 
 
 def load_once(key: str, load: Callable[[], Any]) -> Any:
-    """Return the result of `load`, which is called only the first time that `key` is asked for in this process."""
+    """Return the cached result for `key`. Call `load` only for the first request of `key` in this process."""
     with _guard:
         if key not in _loaded:
             _loaded[key] = load()
@@ -98,7 +98,7 @@ def load_once(key: str, load: Callable[[], Any]) -> Any:
 
 
 def load_operators(library: Path, namespace: str) -> Any:
-    """`torch.ops.<namespace>` after the library has registered its operators.
+    """Load the library, which registers its operators, and return `torch.ops.<namespace>`.
 
     Raises:
         OpUnavailable: the library cannot be loaded: a symbol is missing, or its operators are already registered.
@@ -113,12 +113,12 @@ def load_operators(library: Path, namespace: str) -> Any:
 
 
 def load_module(library: Path, name: str) -> Any:
-    """The Python module in `library`, built as `name` (`PyInit_<last part>`).
+    """Load the Python module in `library`, which was built as `name` (`PyInit_<last part>`).
 
     Raises:
-        OpUnavailable: it cannot be loaded, or is no Python module.
+        OpUnavailable: the library cannot be loaded, or is not a Python module.
     """
-    import torch  # noqa: F401  its libraries must be in the process before one that is linked against them
+    import torch  # noqa: F401  torch's libraries must be loaded before a library that is linked against them
 
     if name in sys.modules:
         return sys.modules[name]
@@ -136,5 +136,5 @@ def load_module(library: Path, name: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason in one line: the cause, which names the missing symbol, or what torch says of the library."""
+    """Return the reason in one line: the cause, which names the missing symbol, or torch's message."""
     return first_line(error.__cause__ or error)

@@ -1,7 +1,7 @@
-"""The names `deepspeed.ops.op_builder.<X>Builder`: each means the builder of the current accelerator when it is used.
+"""The names `deepspeed.ops.op_builder.<X>Builder`: each refers to the current accelerator's builder when it is used.
 
-A name is no class, for there is none before an accelerator is chosen, and another after `set_accelerator`. Vendors'
-code and DeepSpeed's own tests call it, derive from it, and read `FusedAdamBuilder.NAME`.
+A name cannot be a class: there is none before an accelerator is chosen, and `set_accelerator` changes the class.
+Vendors' code and DeepSpeed's tests call a name, derive from it, and read `FusedAdamBuilder.NAME`.
 """
 
 from functools import cache
@@ -11,12 +11,12 @@ from deepspeed.errors import OpUnavailable
 
 
 class BuilderName:
-    """One builder's name; made by `builder_name`, one object per name.
+    """The name of a builder. `builder_name` creates one object per name.
 
         FusedAdamBuilder()              an instance of the current accelerator's builder, or OpUnavailable
-        FusedAdamBuilder.NAME           an attribute of its class
-        class Mine(FusedAdamBuilder)    derives from its class, as it is at this moment
-        isinstance(x, FusedAdamBuilder) whether x is of a class that is implemented under the name
+        FusedAdamBuilder.NAME           an attribute of the builder class
+        class Mine(FusedAdamBuilder)    derives from the builder class at this moment
+        isinstance(x, FusedAdamBuilder) whether x is an instance of any class with this name
 
     The first use, in any of these ways, chooses the accelerator. The class itself is
     `get_accelerator().get_op_builder("FusedAdamBuilder")`.
@@ -27,17 +27,17 @@ class BuilderName:
         self.__module__ = __package__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the first builder of this name that works on this machine, else of the first.
+        """Return an instance of the first builder of this name that works on this machine, else of the first one.
 
         Raises:
-            OpUnavailable: no place has such a builder; the message gives every reason.
+            OpUnavailable: no source has such a builder; the message gives every reason.
         """
         from deepspeed.ops import registry
 
         return registry.create_builder(self.__name__, *args, **kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # inspect, copy and others look for these in every object
+        if attribute.startswith("__"):  # inspect, copy and others read these from every object
             raise AttributeError(f"{self!r} has no attribute {attribute!r}")
         try:
             return getattr(self._class(), attribute)
@@ -65,12 +65,12 @@ class BuilderName:
         return tuple(found.builder_class for found in implemented(self.__name__))
 
     def _class(self) -> Any:
-        """The class that a call would make an instance of. Raises OpUnavailable when there is none."""
+        """Return the class that a call would instantiate. Raises OpUnavailable if there is none."""
         classes = self._classes()
         return classes[0] if len(classes) == 1 else type(self())
 
 
 @cache
 def builder_name(name: str) -> BuilderName:
-    """The one name object called `name`."""
+    """Return the only `BuilderName` object for `name`."""
     return BuilderName(name)

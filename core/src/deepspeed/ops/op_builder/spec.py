@@ -1,19 +1,19 @@
-"""BuildSpec: everything that one build of one op is made of, and the key under which its result is kept.
+"""BuildSpec: all inputs of one build of an op, and the key of its result in the cache.
 
-    source_digest   the op's own part: sources, headers, flags               (what a prebuilt library must agree in)
-    content         + torch, Python and machine                              (what a machine without compiler looks for)
-    key             + the compiler, its command lines, and what it reads     (the name of the cache's folder)
-                      from the environment
+    source_digest   the op's own part: sources, headers, flags               (a prebuilt library must have the same)
+    content         + torch, Python and machine                              (a machine without compiler looks for it)
+    key             + the compiler, its command lines, and the environment   (the name of the cache's folder)
+                      variables that it reads
 
-Folders are no part of it: the same content in another environment has the same key.
+Paths of folders are not part of a key: the same content in another environment has the same key.
 
-[Note: headers] `scan` finds the headers that sources include by reading their `#include` lines. The compiler is not
-asked: a warm load must not start one, and not every compiler writes a list of what it read (some device compilers do
-not). Every include counts, also one that an `#if` leaves out, one that a macro names by a literal (`#define LOOPS
-"adam/loops.h"`) and one that a flag names (`-include x.h`), so the set may be too large. Where a macro names a header
-in another way, all files of the project's folders count.
+[Note: headers] `scan` finds the headers that sources include by reading their `#include` lines. It does not use the
+compiler: a warm load must not start one, and some device compilers cannot list the files that they read. Every include
+counts, even if an `#if` excludes it, a macro names it by a literal (`#define LOOPS "adam/loops.h"`) or a flag names it
+(`-include x.h`). So the set may be too large. If a macro names a header in another way, all files of the project's
+folders count.
 
-`make_kernel_path` finds the sources and headers of a package's own builders, `SourcePlaces` those of any other.
+`make_kernel_path` finds the files of a package's own builders, `SourcePlaces` the files of other builders.
 
     cpu_kernel_path, cpu_kernel_include = make_kernel_path("ds_ext_cpu")
 
@@ -43,7 +43,7 @@ from packaging.version import Version
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder.toolchain import Toolchain
 
-#: what follows a `#`: an include, or a macro that stands for a literal name, which an `#include MACRO` may mean
+#: the text after a `#`: an include, or the definition of a macro as a literal name, for an `#include MACRO`
 _DIRECTIVE = re.compile(
     rb'[ \t]*(?:(include_next|include|import)\b|define[ \t]+(\w+))[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\w+))'
 )
@@ -54,11 +54,11 @@ _STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_
 
 @dataclass(frozen=True)
 class Includes:
-    """`Includes` holds the names and files of the headers that a scan found.
+    """`Includes` holds the headers that a scan found.
 
     Attributes:
-        headers: files of the project, as (name in the directive, path), sorted.
-        outside: names that no folder of the project has: torch's, the system's.
+        headers: the project's headers as sorted pairs (name in the directive, path).
+        outside: names of headers outside the project: headers of torch and of the system.
     """
 
     headers: tuple[tuple[str, Path], ...]
@@ -66,27 +66,27 @@ class Includes:
 
     @property
     def uses_torch(self) -> bool:
-        """Whether a header of torch (or Python) is included directly by the project."""
+        """Whether the project directly includes a header of torch or Python."""
         return any(name.startswith(_TORCH) for name in self.outside)
 
     @property
     def stable_abi(self) -> bool:
-        """Whether the only headers of torch are those of its stable ABI: the library then outlives a torch upgrade."""
+        """Whether the project includes only stable-ABI headers of torch: the library then survives a torch upgrade."""
         return self.uses_torch and all(name.startswith(_STABLE) for name in self.outside if name.startswith(_TORCH))
 
 
 def scan(sources: Sequence[Path], include_paths: Sequence[Path], flags: Sequence[str] = ()) -> Includes:
-    """Every header of the project that `sources` reach, through any number of headers.
+    """Find every header of the project that `sources` include, directly or through other headers.
 
     Args:
         sources: existing files.
-        include_paths: the project's folders of headers; a quoted name is first looked up beside the file that has it.
-        flags: of the compile command; those that include a file count.
+        include_paths: the project's header folders. A quoted name is first looked up next to the including file.
+        flags: flags of the compile command; `-include` flags count.
     """
     headers: dict[tuple[str, Path], None] = {}
     outside: set[str] = set()
-    macros: set[str] = set()  # named by an include
-    literals: set[str] = set()  # defined as a literal name
+    macros: set[str] = set()  # macros in an `#include MACRO`
+    literals: set[str] = set()  # macros defined as a literal name
     forced = "".join(f'#include "{name}"\n' for name in _forced(flags)).encode()
     waiting = [(Path("/"), forced), *((source.parent, source.read_bytes()) for source in sources)]
     seen = set(sources)
@@ -112,12 +112,12 @@ def scan(sources: Sequence[Path], include_paths: Sequence[Path], flags: Sequence
 
 
 def _directives(text: bytes) -> Iterator[list[str]]:
-    """[include, defined, quoted, angled, word] of each directive that may name a header; "" for what it has not.
+    """Yield [include, defined, quoted, angled, word] of each directive that may name a header; missing parts are "".
 
-    Cut at `#` first: that is quick.
+    The text is split at `#` first, because this is fast.
     """
     for before, after in itertools.pairwise(text.split(b"#")):
-        if before.rstrip(b" \t")[-1:] in (b"", b"\n"):  # the first thing of its line
+        if before.rstrip(b" \t")[-1:] in (b"", b"\n"):  # the `#` is the first character of its line
             match = _DIRECTIVE.match(after)
             if match is not None:
                 yield [(group or b"").decode(errors="replace") for group in match.groups()]
@@ -133,17 +133,17 @@ def _all_below(folders: Iterable[Path]) -> list[tuple[str, Path]]:
 
 
 def _forced(flags: Sequence[str]) -> list[str]:
-    """The files of `-include x.h`, `-includex.h` and `--include=x.h`."""
+    """Return the files of `-include x.h`, `-includex.h` and `--include=x.h`."""
     pairs = itertools.zip_longest(flags, flags[1:], fillvalue="")
     found = [(match[1] or following) for flag, following in pairs if (match := _FORCED.fullmatch(flag))]
     return [name for name in found if name]
 
 
-#: grows when what we put on the command line changes without being seen in the flags
+#: increased when our command lines change in a way that the flags do not show
 _FORMAT = 1
-#: also within another flag: `-Xcompiler=-march=native`, `-DCMAKE_CXX_FLAGS=-O2 -march=native`
+#: also matches inside another flag: `-Xcompiler=-march=native`, `-DCMAKE_CXX_FLAGS=-O2 -march=native`
 _OF_THIS_CPU = re.compile(r"-m(?:arch|cpu|tune)=native|-x(?:Host|HOST)\b")
-#: the lines of /proc/cpuinfo that say what a CPU can do, on x86, ARM, POWER and RISC-V
+#: the lines of /proc/cpuinfo with the features of a CPU, on x86, ARM, POWER and RISC-V
 _CPU_LINES = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant", "cpu", "isa")
 
 #: (toolchain, source, object file, flags) -> argument list
@@ -154,24 +154,24 @@ LinkCommand = Callable[[Toolchain, Sequence[Path], Path, Sequence[str]], list[st
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """One build. Made by `OpBuilder.describe`, used by `jit.build` and `aot`.
+    """The inputs of one build. `OpBuilder.describe` creates it; `jit.build` and `aot` use it.
 
     Attributes:
-        name: the op's short name; also the beginning of file names, so letters, digits and `_` only.
-        sources: existing files, absolute.
-        include_paths: the project's folders of headers; their files are part of the key.
-        system_include_paths: torch's, Python's, the system's; covered by `torch`, `python` and the compiler's identity.
-        compile_flags, link_flags: as they stand on the command lines.
-        library_paths: where torch's libraries lie; no part of the key.
-        toolchain: None on a machine without compiler; such a spec can be looked up, not built.
+        name: the op's short name: letters, digits and `_` only, because file names begin with it.
+        sources: absolute paths of existing files.
+        include_paths: the project's header folders; their files are part of the key.
+        system_include_paths: headers of torch, Python and the system; not part of the key, but their versions are.
+        compile_flags, link_flags: flags of the command lines.
+        library_paths: folders of torch's libraries; not part of the key.
+        toolchain: None on a machine without compiler. Such a spec can be looked up, but not built.
         environment: variables that the compiler reads, as `NAME=value`.
-        torch: version and ABI of the torch that the library is for.
-        python: tag of the Python that a module is for; empty for a library of operators, which fits every Python.
+        torch: version and ABI of the torch that the library requires.
+        python: tag of the Python that a module requires; empty for a library of operators, which fits every Python.
         target: machine, system and C library.
-        op_namespace: of the torch operators that the library registers; None: it is a Python module.
-        stable_abi: it uses no header of torch but those of the stable ABI.
-        min_torch: smallest torch for a library of the stable ABI.
-        cmake_dir: a CMake project that is built instead of single sources; all of its files are part of the key.
+        op_namespace: namespace of the torch operators that the library registers; None for a Python module.
+        stable_abi: the library includes only stable-ABI headers of torch.
+        min_torch: oldest torch for a library of the stable ABI.
+        cmake_dir: a CMake project to build instead of `sources`; all of its files are part of the key.
     """
 
     name: str
@@ -195,7 +195,7 @@ class BuildSpec:
 
     @cached_property
     def includes(self) -> Includes:
-        """The headers that the sources reach, through any number of headers."""
+        """The headers that the sources include, directly or through other headers."""
         return scan(self.sources, self.include_paths, self.compile_flags)
 
     @cached_property
@@ -205,7 +205,7 @@ class BuildSpec:
         return _digest(
             {
                 "format": _FORMAT,
-                "name": "" if self.op_namespace else self.name,  # a module is built under its name
+                "name": "" if self.op_namespace else self.name,  # a module's name is compiled into the library
                 "namespace": self.op_namespace,
                 "sources": [(path.name, _digest_of(path)) for path in self.sources],
                 "headers": sorted(headers),
@@ -217,7 +217,7 @@ class BuildSpec:
 
     @cached_property
     def cpu(self) -> str:
-        """Digest of this machine's CPU when a flag asks for exactly this one; empty for a portable library."""
+        """Digest of this machine's CPU if a flag such as `-march=native` requires it; empty for a portable library."""
         words = [*self.compile_flags, *self.link_flags, *self.environment]
         if self.toolchain is not None:
             words += [*self.toolchain.flags, *(word for line in self._command_lines(self.toolchain) for word in line)]
@@ -225,12 +225,12 @@ class BuildSpec:
 
     @cached_property
     def content(self) -> str:
-        """The digest covers `source_digest`, and the torch, Python and machine that the library is for."""
+        """The digest covers `source_digest`, and the torch, Python and machine that the library requires."""
         return _digest([self.source_digest, self.torch, self.python, self.target])
 
     @cached_property
     def key(self) -> str:
-        """The digest covers `content`, compiler and command lines. It names the cache's folder and a module."""
+        """The digest covers `content`, compiler, command lines, environment and CPU. It names the cache's folder."""
         if self.toolchain is None:
             return self.content
         compiler = [self.toolchain.identity, self.toolchain.flags, self._command_lines(self.toolchain)]
@@ -238,22 +238,22 @@ class BuildSpec:
 
     @property
     def entry(self) -> str:
-        """The name of the cache's folder, and of the module if there is one: `<label>_<key>`."""
+        """The name of the cache's folder, and of a Python module: `<label>_<key>`."""
         return f"{self.label}_{self.key[:20]}"
 
     @property
     def label(self) -> str:
-        """The beginning of file names: a module's name; of operators, which two ops may share, that of the source."""
+        """The prefix of file names: a module's name, or the first source's name for operators, which ops may share."""
         shared = self.op_namespace is not None and self.sources
         return re.sub(r"\W", "_", self.sources[0].stem if shared else self.name)
 
     @property
     def load_key(self) -> str:
-        """The key under which a process loads a library once: `content` for operators, `key` for a Python module."""
+        """The key by which a process loads a library only once: `content` for operators, `key` for a Python module."""
         return self.content if self.op_namespace else self.key
 
     def _command_lines(self, toolchain: Toolchain) -> list[list[str]]:
-        """The commands with the names of files only, and without where the compiler lies."""
+        """Return the commands with file names instead of paths, and without the compiler's path."""
         lines = []
         if self.compile_command is not None:
             lines += [
@@ -266,7 +266,7 @@ class BuildSpec:
 
 
 def with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSpec:
-    """`spec` for the torch of this process: its identity, headers, libraries, and the flags that go with them."""
+    """Return `spec` with the version, headers, libraries and flags of the torch of this process."""
     torch = torch_module()
     root = Path(torch.__file__).absolute().parent
     abi = int(torch.compiled_with_cxx11_abi())
@@ -275,7 +275,7 @@ def with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSp
     flags: list[str] = []
     stable = spec.op_namespace is not None and spec.includes.stable_abi
     named = any("TORCH_TARGET_VERSION" in flag for flag in spec.compile_flags)
-    if stable and spec.min_torch is not None and not named:  # torch's headers then offer what it has
+    if stable and spec.min_torch is not None and not named:  # torch's headers then hide newer functions
         major, minor = Version(spec.min_torch).release[:2]
         flags.append(f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}")
     if not stable:
@@ -295,15 +295,15 @@ def with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSp
         library_paths=(root / "lib",),
         system_include_paths=(*system_include_paths, *headers),
     )
-    vars(made)["includes"] = spec.includes  # of the same sources: they are read once
+    vars(made)["includes"] = spec.includes  # keep the cached scan: the sources are the same
     return made
 
 
 def torch_module() -> Any:
-    """torch, imported when it is needed.
+    """Import torch and return it.
 
     Raises:
-        OpUnavailable: it cannot be imported.
+        OpUnavailable: torch cannot be imported.
     """
     try:
         return importlib.import_module("torch")
@@ -312,12 +312,12 @@ def torch_module() -> Any:
 
 
 def torch_version() -> Version:
-    """Return torch's version without what follows the `+`."""
+    """Return torch's version without the part after `+`."""
     return Version(Version(str(torch_module().__version__)).public)
 
 
 def this_target() -> str:
-    """Machine, system and C library of this process, for example `x86_64-linux-glibc 2.36`."""
+    """Return machine, system and C library of this process, for example `x86_64-linux-glibc 2.36`."""
     try:
         libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (ValueError, OSError):
@@ -326,13 +326,13 @@ def this_target() -> str:
 
 
 def this_python() -> str:
-    """The tag of this Python's extension modules, for example `cpython-311-x86_64-linux-gnu`."""
+    """Return the tag of this Python's extension modules, for example `cpython-311-x86_64-linux-gnu`."""
     return str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag)
 
 
 @lru_cache(maxsize=1)
 def this_cpu() -> str:
-    """Model and features of this machine's CPU: part of the key only when a flag asks for exactly this CPU."""
+    """Return model and features of this machine's CPU, for builds with a flag such as `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -341,7 +341,7 @@ def this_cpu() -> str:
 
 
 def this_cpu_digest() -> str:
-    """Digest of `this_cpu`, as a manifest has it."""
+    """Return the digest of `this_cpu()` for a manifest."""
     return _digest(this_cpu())[:16]
 
 
@@ -362,22 +362,22 @@ def _digests_below(folder: Path) -> list[tuple[str, str]]:
     return [(str(path.relative_to(folder)), _digest_of(path)) for path in files]
 
 
-_OPS_FOLDER = Path(__file__).absolute().parents[1]  # DeepSpeed's root of relative sources
+_OPS_FOLDER = Path(__file__).absolute().parents[1]  # DeepSpeed's sources are relative to it
 _SYSTEM_FOLDERS = (Path("/usr"), Path("/opt"))
 
 
 def make_kernel_path(package: str | Path, folder: str = "csrc") -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """The two functions for one package; called at import of an extension's `op_builder`.
+    """Return the two path functions of a package. An extension's `op_builder` calls this at import.
 
     Args:
-        package: the package's import name, or a path: its folder, or a file in it (`__file__`).
-        folder: where the sources are within it. A path given to the functions may begin with that folder or not:
-            `"csrc/adam/x.cpp"` and `"adam/x.cpp"` are the same file.
+        package: the package's import name, its folder, or a file in its folder (`__file__`).
+        folder: the folder of the sources in the package. Paths may include this folder or not: `"csrc/adam/x.cpp"` and
+            `"adam/x.cpp"` are the same file.
 
     Returns:
-        `kernel_path(code_path)` for a source file and `kernel_include(code_path)` for a folder of headers. Each
-        returns an absolute path, or raises OpUnavailable where there is none; an empty `code_path` stays empty and an
-        absolute one stays as it is.
+        `kernel_path(code_path)` for a source file and `kernel_include(code_path)` for a header folder. Each returns an
+        absolute path, or raises OpUnavailable if it does not exist. An empty or absolute `code_path` is returned
+        unchanged.
 
     >>> kernel_path, _ = make_kernel_path("deepspeed", folder="ops")
     >>> kernel_path("registry.py") == kernel_path("ops/registry.py")
@@ -406,7 +406,7 @@ def make_kernel_path(package: str | Path, folder: str = "csrc") -> tuple[Callabl
 
 
 def _root(package: str | Path) -> Path:
-    """The folder of the package."""
+    """Return the folder of the package."""
     if isinstance(package, str) and os.sep not in package:
         spec = importlib.util.find_spec(package)
         places = list(spec.submodule_search_locations or ()) if spec else []
@@ -418,19 +418,19 @@ def _root(package: str | Path) -> Path:
 
 
 class SourcePlaces:
-    """The part of `OpBuilder` that finds files: absolute paths anywhere, or relative ones as in DeepSpeed."""
+    """The part of `OpBuilder` that finds files by absolute path, or by a relative path as in DeepSpeed."""
 
     name: str
 
     def deepspeed_src_path(self, code_path: str | Path) -> str:
-        """The absolute path of a source or a folder of headers.
+        """Return the absolute path of a source file or a header folder.
 
-        An absolute path stays as it is, and an empty one stays empty (it never becomes a folder). A relative one is
-        looked for in the package that the builder's class belongs to, its top folder first and then down to the folder
-        of its module, and last in `deepspeed/ops`, where DeepSpeed's own sources are.
+        An absolute or empty path is returned unchanged. A relative path is searched in the builder's package, from its
+        top folder down to the folder of the builder's module, and last in `deepspeed/ops`, where DeepSpeed's own
+        sources are.
 
         Raises:
-            OpUnavailable: a file that is in none of these places; the message names them. A folder may be missing.
+            OpUnavailable: a file is in none of these folders; the message names them. A folder may be missing.
         """
         if not str(code_path) or os.path.isabs(code_path):
             return str(code_path)
@@ -442,7 +442,7 @@ class SourcePlaces:
         return str(found or places[0] / code_path)
 
     def _own_folders(self) -> list[Path]:
-        """The folders from the top package of this builder's class down to its module."""
+        """Return the folders from the top package of this builder's class down to its module."""
         module = sys.modules.get(type(self).__module__)
         file = getattr(module, "__file__", None)
         if file is None:
@@ -455,10 +455,10 @@ class SourcePlaces:
     def _sort_include_paths(
         self, paths: Sequence[str], sources: Sequence[Path]
     ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """Folders of headers: those of the project, whose files are part of the key, and those of an installed SDK.
+        """Divide header folders into the project's, whose files are part of the key, and folders of an installed SDK.
 
-        Of the project is what lies below the builder's package, or beside or above the sources by one folder; and all
-        that is not below `/usr` or `/opt`.
+        A folder belongs to the project if it is below the builder's package or below the sources' folders or their
+        parents, or if it is not below `/usr` or `/opt`.
         """
         near = [
             folder for source in sources for folder in (source.parent, source.parent.parent) if len(folder.parts) > 2

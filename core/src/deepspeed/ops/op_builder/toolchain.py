@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine: `$CXX`, else c++, g++, clang++ on PATH; and who it is, for the key of a build."""
+"""Finds the C++ compiler (`$CXX`, else c++, g++, clang++ on PATH) and its identity, for the key of a build."""
 
 import functools
 import os
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from deepspeed.errors import OpUnavailable
 
 _NAMES = ("c++", "g++", "clang++")
-#: what GCC, Clang and the linker read besides their arguments
+#: environment variables that GCC, Clang and the linker read
 _VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS", "SOURCE_DATE_EPOCH", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET"),
 )
-#: what CMake takes its first values from: `CXXFLAGS`, `LDFLAGS`, `CC`, `CMAKE_PREFIX_PATH`
+#: environment variables that CMake reads: `CXXFLAGS`, `LDFLAGS`, `CC`, `CMAKE_PREFIX_PATH`
 _CMAKE_VARIABLE = re.compile(r"CMAKE_\w+|\w*FLAGS|CC|\w+(?:CC|CXX)")
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler that is there.
+    """An installed compiler.
 
     Attributes:
-        command: how to start it, for example `("g++",)` or `("ccache", "g++")`.
-        identity: what it says of itself. Two compilers of equal identity are taken for the same, wherever they lie.
-        variables: names of environment variables that it reads, besides those that every compiler here does.
+        command: the command that starts it, for example `("g++",)` or `("ccache", "g++")`.
+        identity: the output of `--version`. Compilers with equal identity count as the same, whatever their paths.
+        variables: names of environment variables that this compiler reads in addition to the common ones.
     """
 
     command: tuple[str, ...]
@@ -36,15 +36,15 @@ class Toolchain:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of the command, which are its words from the first flag on: `-march=native` in `$CXX`."""
+        """The words of the command from the first flag on, such as `-march=native` in `$CXX`."""
         first = next((at for at, word in enumerate(self.command) if word[:1] in ("-", "@") or "=" in word), None)
         return () if first is None else self.command[first:]
 
     def environment(self, for_cmake: bool = False) -> tuple[str, ...]:
-        """`NAME=value` of each variable that changes what it builds, sorted.
+        """Return `NAME=value` of each variable that affects a build, sorted.
 
         Args:
-            for_cmake: it is started by CMake, which reads some of its own.
+            for_cmake: CMake starts the compiler, so variables that CMake reads count too.
         """
         names = {*_VARIABLES, *self.variables}
         return tuple(
@@ -55,15 +55,15 @@ class Toolchain:
 
     @property
     def summary(self) -> str:
-        """The summary has the command that starts the compiler, and the first line of its identity."""
+        """The command and the first line of the identity."""
         return f"{' '.join(self.command)}: {self.identity.partition(chr(10))[0]}"
 
 
 def find_compiler() -> Toolchain:
-    """The C++ compiler. Called for every build; it is asked for its identity once per process.
+    """Return the C++ compiler. Called for every build; the compiler's identity is cached per process.
 
     Raises:
-        OpUnavailable: `$CXX` names nothing that runs (another compiler is not taken in its place), or none is on PATH.
+        OpUnavailable: `$CXX` cannot be run (no other compiler replaces it), or no compiler is on PATH.
     """
     return _find(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
@@ -83,10 +83,10 @@ def _find(chosen: str, path: str) -> Toolchain:
 
 @functools.lru_cache(maxsize=32)
 def identify(command: tuple[str, ...]) -> Toolchain:
-    """A compiler by its command; also for an extension's own one (a device compiler).
+    """Return the compiler of a command. Extensions use this for a device compiler.
 
     Raises:
-        OpUnavailable: it does not start, or `--version` fails.
+        OpUnavailable: the compiler does not start, or `--version` fails.
     """
     try:
         done = subprocess.run(
@@ -105,5 +105,5 @@ def identify(command: tuple[str, ...]) -> Toolchain:
         found = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise OpUnavailable(f"compiler {' '.join(command)!r} does not run: {found.splitlines()[0]}")
     name, _, version = done.stdout.strip().partition(" ")
-    # GCC begins with the name it was called by, and one GCC has several
+    # GCC's output begins with the name in the command, and one GCC may have several names
     return Toolchain(command, version if name in _NAMES else done.stdout.strip())

@@ -1,4 +1,4 @@
-"""Quantization by group: int8 and packed int4 with fp32 scales, fake quantization, and linear layers of packed weights.
+"""Group-wise quantization: int8 and packed int4 with fp32 scales, fake quantization, linear layers of packed weights.
 
     q, params = quantize(x, num_groups=x.numel() // 128, num_bits=4)
     y = dequantize(q, params, num_bits=4, shape=x.shape, dtype=x.dtype)     # |x - y| <= scale / 2

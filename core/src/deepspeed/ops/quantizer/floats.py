@@ -1,10 +1,10 @@
-"""Quantize to floating-point numbers of 12, 8 or 6 bits by group, and back; the formats and the layout of the bytes.
+"""Quantize to floating-point numbers of 12, 8 or 6 bits by group, and back. Defines the formats and the byte layout.
 
 G groups of S consecutive elements (row-major order), arithmetic in fp32:
 
     scale = max(max|x| / largest, tiny)       q = the number of the format nearest to x / scale       x ~ q scale
 
-A format has a sign, e bits of exponent and m of mantissa, with subnormal numbers and, but for e5m2, no infinities:
+A format has a sign, e exponent bits and m mantissa bits, subnormal numbers and (except e5m2) no infinities:
 
     bits   format   largest          |q - x / scale| at most
     8      e4m3     448              2^-4 |x / scale|, 2^-10 below 2^-6       torch.float8_e4m3fn
@@ -12,15 +12,15 @@ A format has a sign, e bits of exponent and m of mantissa, with subnormal number
     6      e3m2     28               2^-3 |x / scale|, 2^-5  below 2^-2
     12     e7m4     496              2^-5 |x / scale|, 2^-67 below 2^-62
 
-which is half of the distance of neighbors, with ties to even; rounded stochastically it is the whole. Groups are scaled
-to 496 in e7m4, whose own largest is 31 x 2^59, so that a scale is a normal number wherever x is. `tiny` and groups with
-inf or nan: as in `groups.py`, which has the integers.
+The error is half of the distance between neighbors, with ties to even; with stochastic rounding it is the full
+distance. The largest number of e7m4 is 31 x 2^59, but groups are scaled to 496, so that the scale is a normal number
+whenever x is. `tiny` and groups with inf or nan are handled as in `groups.py`, which quantizes to integers.
 
-Source of the formats: P. Micikevicius et al., arXiv 2209.05433 (8 bits); OCP Microscaling Formats 1.0 (e3m2).
+Sources of the formats: P. Micikevicius et al., arXiv 2209.05433 (8 bits); OCP Microscaling Formats 1.0 (e3m2).
 
 Layout
-    codes    sign, exponent and mantissa from the highest bit, as torch has its float8
-    data     uint8, (G, S b / 8): codes from the lowest bit of the first byte on; with 6 bits 4 in 3 bytes, with 12 two
+    codes    sign, exponent and mantissa from the highest bit, as in torch's float8
+    data     uint8, (G, S b / 8): codes from the lowest bit of the first byte; 3 bytes hold 4 codes of 6 bits or 2 of 12
     scales   fp32, (G, 1)
 """
 
@@ -37,12 +37,12 @@ from deepspeed.ops.quantizer.groups import TINY, check_groups
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """One format; see the file's docstring.
+    """A number format; see the module docstring.
 
     Fields:
-        exponent_bits, mantissa_bits: beside the sign.
-        largest: that a group is scaled to.
-        dtype: torch's type with these codes; None: torch has none.
+        exponent_bits, mantissa_bits: numbers of bits, without the sign.
+        largest: the value to which the largest number of a group is scaled.
+        dtype: torch's dtype with these codes, or None.
     """
 
     exponent_bits: int
@@ -52,12 +52,12 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """The number of bits that a code has."""
+        """The number of bits of a code."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def name(self) -> str:
-        """The name says how many bits exponent and mantissa have: `e4m3`."""
+        """The name with the numbers of exponent and mantissa bits: `e4m3`."""
         return f"e{self.exponent_bits}m{self.mantissa_bits}"
 
     @property
@@ -67,7 +67,7 @@ class FloatFormat:
 
     @property
     def unit(self) -> int:
-        """The number of elements that fill whole bytes together."""
+        """The number of elements that together fill whole bytes."""
         return 8 // math.gcd(self.bits, 8)
 
 
@@ -78,15 +78,15 @@ E7M4 = FloatFormat(7, 4, 496.0)
 
 
 def quantize_floats(x: Tensor, num_groups: int, form: FloatFormat, stochastic: bool = False) -> tuple[Tensor, Tensor]:
-    """`x` in few bits by group: (data, scales) in the layout above. No gradient.
+    """Quantize `x` by group. Return (data, scales) in the layout above. No gradient.
 
     Args:
-        x: floating, any shape; read in row-major order.
+        x: a floating-point tensor of any shape, read in row-major order.
         num_groups: G; must divide `x.numel()` into groups that fill whole bytes.
-        stochastic: round up with the probability of the fraction (torch's generator of x's device): right on average.
+        stochastic: round up with the probability of the fraction (torch's generator of x's device): unbiased.
 
     Raises:
-        ConfigError: `num_groups` does not fit, or `x` is not floating.
+        ConfigError: `num_groups` does not fit, or `x` is not a floating-point tensor.
 
     >>> data, scales = quantize_floats(torch.tensor([448.0, -1.1, 0.0, 17.0]), 1, E4M3)
     >>> dequantize_floats(data, scales, E4M3)
@@ -109,7 +109,7 @@ def quantize_floats(x: Tensor, num_groups: int, form: FloatFormat, stochastic: b
 
 
 def dequantize_floats(data: Tensor, scales: Tensor, form: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the numbers that `quantize_floats` stored: (..., G, S), rounded to `dtype` from fp32."""
+    """Invert `quantize_floats`: return (..., G, S), computed in fp32 and rounded to `dtype`."""
     if form.dtype is not None:
         return (data.view(form.dtype).float() * scales).to(dtype)
     table = _table(form, data.device)
@@ -117,8 +117,8 @@ def dequantize_floats(data: Tensor, scales: Tensor, form: FloatFormat, dtype: to
 
 
 def _codes(numbers: Tensor, form: FloatFormat, stochastic: bool) -> Tensor:
-    """The code of every number, int32. With n = round(|x| / 2^(e - m)) it is (e + bias - 1) 2^m + n, for subnormal
-    numbers, whose e is 1 - bias, and where n rounds up to the next exponent, too."""
+    """Return the codes as int32. With n = round(|x| / 2^(e - m)) a code is (e + bias - 1) 2^m + n. This also holds for
+    subnormal numbers, with e = 1 - bias, and if n rounds up to the next exponent."""
     sizes = numbers.abs()
     exponents = (torch.frexp(sizes).exponent - 1).masked_fill(sizes == 0, 1 - form.bias).clamp_min(1 - form.bias)
     steps = torch.ldexp(sizes, form.mantissa_bits - exponents)
@@ -131,7 +131,7 @@ def _codes(numbers: Tensor, form: FloatFormat, stochastic: bool) -> Tensor:
 
 @functools.cache
 def _table(form: FloatFormat, device: torch.device) -> Tensor:
-    """fp32: code -> number."""
+    """Return a fp32 table: code -> number."""
     codes = torch.arange(2 ** (form.bits - 1))
     exponents, mantissas = codes >> form.mantissa_bits, codes & (2**form.mantissa_bits - 1)
     whole = mantissas + (exponents > 0) * 2**form.mantissa_bits
@@ -140,7 +140,7 @@ def _table(form: FloatFormat, device: torch.device) -> Tensor:
 
 
 def _pack(codes: Tensor, form: FloatFormat) -> Tensor:
-    """(..., S) -> uint8 (..., S b / 8): a word of up to 24 bits for each unit."""
+    """Pack codes (..., S) into uint8 (..., S b / 8), one word of up to 24 bits per unit."""
     units = codes.unflatten(-1, (-1, form.unit))
     places = torch.arange(form.unit, device=codes.device) * form.bits
     words = (units << places).sum(-1)
@@ -149,7 +149,7 @@ def _pack(codes: Tensor, form: FloatFormat) -> Tensor:
 
 
 def _unpack(data: Tensor, form: FloatFormat) -> Tensor:
-    """The inverse, int32."""
+    """Invert `_pack`: return int32 codes."""
     parts = data.unflatten(-1, (-1, form.unit * form.bits // 8)).int()
     words = (parts << (torch.arange(parts.shape[-1], device=data.device, dtype=torch.int32) * 8)).sum(-1).int()
     places = torch.arange(form.unit, device=data.device, dtype=torch.int32) * form.bits

@@ -1,4 +1,4 @@
-"""Quantize to int8 or int4 by group, and back; the formulas and the layout that every kernel keeps to.
+"""Quantize to int8 or int4 by group, and back. All kernels use the formulas and the layout of this file.
 
 G groups of S consecutive elements (row-major order), b bits, all arithmetic in fp32:
 
@@ -7,19 +7,19 @@ G groups of S consecutive elements (row-major order), b bits, all arithmetic in 
                  offset = min + 2^(b-1) scale                                                       x ~ q scale + offset
 
 round: to nearest, ties to even; q is clamped to [-(2^(b-1) - 1), 2^(b-1) - 1], or [-2^(b-1), 2^(b-1) - 1] when
-asymmetric. So |x - x'| <= scale / 2 up to fp32 rounding. `tiny` (the smallest normal fp32, 1.2e-38) keeps a group of
-zeros at zeros. A group with inf or nan in it comes back as nan, all of it: it cannot pass unseen.
+asymmetric. So |x - x'| <= scale / 2 up to fp32 rounding. `tiny` (the smallest normal fp32, 1.2e-38) makes a group of
+zeros dequantize to zeros. If a group contains inf or nan, the whole group dequantizes to nan, so the error is visible.
 
-Source of the scheme: B. Jacob et al., arXiv 1712.05877 (affine quantization); blocks of gradients and weights as in
-ZeRO++, arXiv 2306.10209.
+Sources: B. Jacob et al., arXiv 1712.05877 (affine quantization); ZeRO++, arXiv 2306.10209 (blocks of gradients and
+weights).
 
 Layout
     q        int8, (G, ceil(S b / 8)). With b = 4, element 2i is the low nibble and 2i + 1 the high nibble of byte i,
              both in two's complement; for odd S the last high nibble is 0.
     params   fp32, (G, 1): scale; asymmetric (G, 2): scale, offset.
 
-Fake quantization rounds a tensor to the values that few bits can hold, still in its own dtype: for
-quantization-aware training, as `deepspeed.compression` does it.
+Fake quantization rounds a tensor to the quantized values but keeps its dtype. `deepspeed.compression` uses it for
+quantization-aware training.
 """
 
 import math
@@ -37,22 +37,22 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def quantize(x: Tensor, num_groups: int, num_bits: int = 8, symmetric: bool = True) -> tuple[Tensor, Tensor]:
-    """`x` as integers by group, and what brings it back: (q, params) in the layout above. No gradient.
+    """Quantize `x` by group. Return (q, params) in the layout above. No gradient.
 
-    Called before a tensor is sent or stored in few bits.
+    Called before a tensor is sent or stored in quantized form.
     Operator: `quantize_groups(x, num_groups, num_bits, symmetric)`.
 
     Args:
-        x: floating, any shape; read in row-major order.
+        x: a floating-point tensor of any shape, read in row-major order.
         num_groups: G; must divide `x.numel()`.
         num_bits: 8 or 4.
-        symmetric: around 0; False: from the minimum to the maximum of a group.
+        symmetric: True uses a range around 0; False uses the minimum to the maximum of a group.
 
     Returns:
-        q: int8 (G, bytes of a group), and params: fp32 (G, 1), or (G, 2) when asymmetric.
+        q: int8 (G, bytes per group), and params: fp32 (G, 1), or (G, 2) if asymmetric.
 
     Raises:
-        ConfigError: `num_groups` or `num_bits` does not fit, or `x` is not floating.
+        ConfigError: `num_groups` or `num_bits` does not fit, or `x` is not a floating-point tensor.
 
     >>> q, params = quantize(torch.tensor([0.0, 1.0, -127.0, 3.0]), num_groups=1)
     >>> q, params
@@ -74,17 +74,17 @@ def dequantize(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the numbers that `quantize` stored. Whether they are symmetric is read off `params`.
+    """Invert `quantize`. The shape of `params` shows whether the quantization is symmetric.
 
     Operator: `dequantize_groups(q, params, group_size, num_bits, dtype)`, (G, S).
 
     Args:
         q, params: (G, bytes) int8 and (G, 1 or 2) fp32.
-        shape: of the result; default (G, S) with S as many elements as the bytes hold. Needed for int4 with odd S.
-        dtype: fp32, bf16 or fp16; rounded to nearest even from fp32.
+        shape: shape of the result; default (G, S), where S is the capacity of the bytes. Required for int4 with odd S.
+        dtype: fp32, bf16 or fp16; the fp32 result is rounded to nearest even.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit each other; the message names the argument.
+        ConfigError: shapes or dtypes do not match; the message names the argument.
 
     >>> q, params = quantize(torch.tensor([[7.0, -3.0], [0.5, 3.5]]), num_groups=2, num_bits=4)
     >>> dequantize(q, params, num_bits=4, dtype=torch.bfloat16)
@@ -108,18 +108,18 @@ def dequantize_reduce(
     dtype: torch.dtype = torch.float32,
     mean: bool = False,
 ) -> Tensor:
-    """The sum (or mean) of C quantized copies of one tensor, as the receiver of a quantized reduction adds them up.
+    """Return the sum (or mean) of C quantized tensors, as the receiver of a quantized reduction needs it.
 
-    Copies are added in order, in fp32, and rounded to `dtype` once. Used after an all-to-all of quantized gradients
+    Tensors are added in order, in fp32, and rounded to `dtype` once. Used after an all-to-all of quantized gradients
     (ZeRO++, arXiv 2306.10209). Operator: `dequantize_reduce(q, params, group_size, num_bits, mean, dtype)`, (G, S).
 
     Args:
         q, params: (C, G, bytes) int8 and (C, G, 1 or 2) fp32.
-        shape, dtype: of the result, as in `dequantize`.
+        shape, dtype: shape and dtype of the result; see `dequantize`.
         mean: divide the sum by C.
 
     Raises:
-        ConfigError: as `dequantize`.
+        ConfigError: see `dequantize`.
 
     >>> q, params = quantize(torch.tensor([127.0, 1.0]), num_groups=1)
     >>> dequantize_reduce(torch.stack([q, q]), torch.stack([params, params]))
@@ -137,21 +137,21 @@ def dequantize_reduce(
 
 
 def quantize_reference(x: Tensor, num_groups: int, num_bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` in torch; what kernels are compared with, bit for bit."""
+    """The torch reference of `quantize`. Tests compare kernels with it bit for bit."""
     levels, params = to_levels(x, num_groups, num_bits, symmetric)
     q = torch.nan_to_num(levels, nan=0.0).to(torch.int8)
     return (_pack(q) if num_bits == 4 else q), params
 
 
 def dequantize_reference(q: Tensor, params: Tensor, group_size: int, num_bits: int, dtype: torch.dtype) -> Tensor:
-    """`dequantize` in torch, (..., G, S)."""
+    """The torch reference of `dequantize`, (..., G, S)."""
     return _to_numbers(q, params, group_size, num_bits).to(dtype)
 
 
 def dequantize_reduce_reference(
     q: Tensor, params: Tensor, group_size: int, num_bits: int, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """`dequantize_reduce` in torch, (G, S)."""
+    """The torch reference of `dequantize_reduce`, (G, S)."""
     total = torch.zeros((*params.shape[1:-1], group_size), dtype=torch.float32, device=q.device)
     for copy in range(q.shape[0]):
         total += _to_numbers(q[copy], params[copy], group_size, num_bits)
@@ -161,7 +161,7 @@ def dequantize_reduce_reference(
 def to_levels(
     x: Tensor, num_groups: int, num_bits: int, symmetric: bool, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The integers q of every element, as fp32 (G, S), and params. Shared with fake quantization."""
+    """Return the integers q of all elements as fp32 (G, S), and params. Also used for fake quantization."""
     groups = x.reshape(num_groups, x.numel() // num_groups).float()
     half = 2 ** (num_bits - 1)
     if groups.numel() == 0:
@@ -181,7 +181,7 @@ def _round(levels: Tensor, stochastic: bool) -> Tensor:
 
 
 def from_levels(levels: Tensor, params: Tensor) -> Tensor:
-    """levels * scale (+ offset), fp32; `params` (..., G, 1 or 2)."""
+    """Return levels * scale (+ offset) in fp32, for `params` (..., G, 1 or 2)."""
     numbers = levels * params[..., :1]
     return numbers if params.shape[-1] == 1 else numbers + params[..., 1:]
 
@@ -197,7 +197,7 @@ def _pack(q: Tensor) -> Tensor:
 
 
 def _unpack(q: Tensor) -> Tensor:
-    low, high = (q << 4) >> 4, q >> 4  # arithmetic shifts carry the sign
+    low, high = (q << 4) >> 4, q >> 4  # arithmetic shifts keep the sign
     return torch.stack((low, high), -1).flatten(-2)
 
 
@@ -205,7 +205,7 @@ def _unpack(q: Tensor) -> Tensor:
 
 
 def check_groups(x: Tensor, num_groups: int) -> None:
-    """`x` is floating and falls into `num_groups` equal groups."""
+    """Raise a ConfigError unless `x` is floating-point and divides into `num_groups` equal groups."""
     if not x.is_floating_point():
         raise ConfigError(f"x: found dtype {x.dtype}, but only floating tensors can be quantized")
     if num_groups < 1 or x.numel() % num_groups:
@@ -223,7 +223,7 @@ def _check_bits(num_bits: int) -> None:
 def _check_quantized(
     q: Tensor, params: Tensor, num_bits: int, shape: Sequence[int] | None, dtype: torch.dtype, copies: bool
 ) -> int:
-    """The group size S, after everything was found to fit."""
+    """Check all arguments, and return the group size S."""
     _check_bits(num_bits)
     rank, layout = (3, "(C, G, bytes)") if copies else (2, "(G, bytes)")
     if q.dtype != torch.int8 or q.dim() != rank:
@@ -252,19 +252,19 @@ _MIN_BITS, _MAX_BITS = 2, 16
 
 
 def ds_quantizer(input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = False, asym: bool = False) -> Tensor:
-    """DeepSpeed's name and arguments of `fake_quantize`.
+    """Call `fake_quantize` under DeepSpeed's name and arguments.
 
-    The result is a new tensor and `input` keeps its values: use what is returned.
+    The result is a new tensor; `input` does not change.
 
     Args:
-        input: floating, any shape.
-        groups: number of groups, each with a scale of its own; must divide `input.numel()`.
+        input: a floating-point tensor of any shape.
+        groups: number of groups, each with its own scale; must divide `input.numel()`.
         bit_num: 2 to 16.
         sr: round stochastically instead of to nearest.
-        asym: scale from minimum to maximum instead of symmetrically around 0.
+        asym: use the minimum to the maximum of a group instead of a range around 0.
 
     Raises:
-        ConfigError: as `fake_quantize`.
+        ConfigError: see `fake_quantize`.
     """
     return fake_quantize(input, groups, bit_num, symmetric=not asym, stochastic=sr)
 
@@ -272,17 +272,17 @@ def ds_quantizer(input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = Fa
 def fake_quantize(
     x: Tensor, num_groups: int = 1, num_bits: int = 8, *, symmetric: bool = True, stochastic: bool = False
 ) -> Tensor:
-    """`dequantize(quantize(x))` in one step; formulas in `groups.py`. The result has x's shape and dtype. No gradient.
+    """Compute `dequantize(quantize(x))` in one step. The result has x's shape and dtype, and no gradient.
 
     Operator: `fake_quantize_groups(x, num_groups, num_bits, symmetric)`; stochastic rounding always runs in torch.
 
     Args:
-        x: floating, any shape; left as it is.
+        x: a floating-point tensor of any shape; it does not change.
         num_groups: must divide `x.numel()`.
         num_bits: 2 to 16.
-        symmetric: around 0; False: from the minimum to the maximum of a group.
-        stochastic: round x / scale up with the probability of its fraction (torch's generator of x's device): right on
-            average, |x - x'| < scale.
+        symmetric: True uses a range around 0; False uses the minimum to the maximum of a group.
+        stochastic: round x / scale up with the probability of its fraction (torch's generator of x's device): unbiased,
+            |x - x'| < scale.
 
     Raises:
         ConfigError: an argument does not fit; the message names it.
@@ -303,6 +303,6 @@ def fake_quantize(
 def fake_quantize_reference(
     x: Tensor, num_groups: int, num_bits: int, symmetric: bool, stochastic: bool = False
 ) -> Tensor:
-    """`fake_quantize` in torch; what kernels are compared with."""
+    """The torch reference of `fake_quantize`. Tests compare kernels with it."""
     levels, params = to_levels(x, num_groups, num_bits, symmetric, stochastic)
     return from_levels(levels, params).to(x.dtype).reshape(x.shape)

@@ -1,12 +1,12 @@
-"""Layers whose weight is stored in 8, 6 or 4 bits, in one parameter: `deepspeed.inference.quantization.layers`.
+"""Layers with the weight quantized to 8, 6 or 4 bits in one parameter: `deepspeed.inference.quantization.layers`.
 
-A layer becomes one of these in place (`store_layers`), so that the model, its hooks and whoever refers to the layer
-keep it. Its `weight` is then one int8 tensor, 1-D, in the form of `stored_form.py`, which ZeRO shards and gathers, `to`
-moves and a state dict saves like any other. Experts (`ops.experts`) have two such parameters, of all experts each.
+`store_layers` converts a layer in place, so the model, its hooks and all references keep the same object. Its `weight`
+is then a 1-D int8 tensor in the format of `stored_form.py`. ZeRO shards and gathers it, `to` moves it and a state dict
+saves it like any other parameter. Experts (`ops.experts`) have two such parameters; each holds all experts.
 
-An ordinary layer refuses such a weight for its shape. A stored one takes an ordinary weight from a state dict too, and
-packs it: a layer made inside `zero.Init` or `QuantizationContext` has no values until then. The outputs are those of
-`torch.nn.functional.linear` or `embedding` with the weight that `unpack_weight` gives.
+An ordinary layer rejects a stored weight because of its shape. A stored layer also loads an ordinary weight from a
+state dict, and packs it: a layer created inside `zero.Init` or `QuantizationContext` has no values until then. The
+outputs are equal to `torch.nn.functional.linear` or `embedding` with the weight from `unpack_weight`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,14 +35,14 @@ from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class StoredLayer(nn.Module):
-    """`StoredLayer` is the base of the layers, which `store_layers` and `await_values` make of ordinary ones."""
+    """The base class of the stored layers. `store_layers` and `await_values` convert ordinary layers to them."""
 
     weight: Tensor
-    #: by the name of the parameter
+    #: name of the parameter -> its form
     forms: dict[str, StoredForm]
-    #: type of the weight that was stored
+    #: dtype of the original weight
     dtype: torch.dtype
-    _have_values: set[str]  # as far as is known
+    _have_values: set[str]  # names of parameters that are known to have values
     _device: torch.device | None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,16 +55,16 @@ class StoredLayer(nn.Module):
         return found
 
     def begin_storing(self, dtype: torch.dtype) -> None:
-        """Prepare a layer that was an ordinary one: no weight is stored yet."""
+        """Initialize the attributes of a layer that was an ordinary one. No weight is stored yet."""
         vars(self).update(forms={}, dtype=dtype, _have_values=set(), _device=None)
 
     @property
     def form(self) -> StoredForm:
-        """The form in which the weight of a linear layer or embedding is stored."""
+        """The form of the weight of a linear layer or embedding."""
         return self.forms["weight"]
 
     def _stored(self, name: str, value: Tensor) -> Parameter:
-        """Store a weight that is assigned, as transformers does when it loads and ties, in the form of this layer."""
+        """Convert an assigned weight to the stored form. transformers assigns weights when it loads and ties them."""
         form = self.forms[name]
         if value.dtype is torch.int8:
             if value.device.type != "meta" and value.numel() and (text := form.difference(value)):
@@ -80,12 +80,12 @@ class StoredLayer(nn.Module):
         self.dtype = value.dtype
         device = value.device if self._device is None else self._device
         stored = Parameter(form.pack(value.detach().to(device)), requires_grad=False)
-        stored._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would draw random numbers into it
+        stored._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers initializes it randomly
         self._have_values.add(name)
         return stored
 
     def _packed(self, name: str = "weight") -> PackedWeight:
-        """The parts of a weight, for the forward."""
+        """Return the parts of a weight for the forward. Raises StateError if the weight has no values."""
         form, weight = self.forms[name], self._weight(name)
         if name not in self._have_values:
             if weight.dtype is not torch.int8 or (weight.numel() and not form.has_values(weight)):
@@ -103,12 +103,12 @@ class StoredLayer(nn.Module):
         return form.view(weight)
 
     def dequantized(self, dtype: torch.dtype | None = None, name: str = "weight") -> Tensor:
-        """The weight that the layer computes with, in `dtype`; default: the type that it had."""
+        """Return the weight that the layer computes with, in `dtype` (default: the original dtype)."""
         self._packed(name)
         return self.values(dtype=dtype, name=name)
 
     def values(self, stored_B: Tensor | None = None, dtype: torch.dtype | None = None, name: str = "weight") -> Tensor:
-        """The numbers that a stored weight stands for: this layer's, or `stored_B`, gathered."""
+        """Unpack a stored weight: this layer's weight, or `stored_B` (gathered)."""
         stored_B = self._weight(name) if stored_B is None else stored_B
         return self.forms[name].unpack(stored_B, dtype or self.dtype).contiguous()
 
@@ -128,7 +128,7 @@ class StoredLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take ordinary weights, which are packed, or stored ones."""
+        """Load ordinary weights, which are packed here, or stored weights."""
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         refused = set()
         for name in self.forms:
@@ -145,7 +145,7 @@ class StoredLayer(nn.Module):
         self._have_values.update(name for name in self.forms if f"{prefix}{name}" in own)
 
     def _loaded(self, name: str, value: Tensor) -> tuple[Tensor, str]:
-        """The stored form of a weight from a state dict, or why there is none."""
+        """Return (stored weight, ""), or (value, reason) if a weight from a state dict cannot be loaded."""
         form = self.forms[name]
         if value.device.type == "meta":
             return value, "found a tensor of the meta device, which has no values"
@@ -181,11 +181,11 @@ def _as_section(config: Any) -> GroupWiseQuantConfig:
 
 @absent_members("inference.quantization.layers:QuantizedLinear")
 class QuantizedLinear(StoredLayer, nn.Linear):
-    """A linear layer whose weight is stored in few bits; its bias keeps its type.
+    """A linear layer with a quantized weight. The bias keeps its dtype.
 
     Args:
         config: keys `num_bits`, `group_size`, `group_dim`, `symmetric`.
-        pre_quant_layer: the layer whose weight is stored; stays as it is.
+        pre_quant_layer: the layer with the original weight; it does not change.
     """
 
     _is_transposed = False  # the weight is [in, out]
@@ -195,7 +195,7 @@ class QuantizedLinear(StoredLayer, nn.Linear):
         _take_over(self, pre_quant_layer, _as_section(config))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out], of the input's dtype."""
+        """Compute [..., in] -> [..., out] in the input's dtype."""
         packed = self._packed()
         if (self.form.group_dim == 1) != self._is_transposed:
             return packed_linear(input, packed, self.bias)
@@ -204,17 +204,17 @@ class QuantizedLinear(StoredLayer, nn.Linear):
 
 
 class QuantizedConv1D(QuantizedLinear):
-    """The same for the linear layer of transformers whose weight is [in, out]."""
+    """A quantized `Conv1D` of transformers: a linear layer with a weight of shape [in, out]."""
 
     _is_transposed = True
 
 
 @absent_members("inference.quantization.layers:QuantizedEmbedding")
 class QuantizedEmbedding(StoredLayer, nn.Embedding):
-    """An embedding whose weight is stored in few bits; rows are unpacked as they are looked up.
+    """An embedding with a quantized weight. Rows are unpacked when they are looked up.
 
     Args:
-        config, pre_quant_layer: as for `QuantizedLinear`.
+        config, pre_quant_layer: see `QuantizedLinear`.
     """
 
     def __init__(self, config: Any, pre_quant_layer: nn.Embedding) -> None:
@@ -222,7 +222,7 @@ class QuantizedEmbedding(StoredLayer, nn.Embedding):
         _take_over(self, pre_quant_layer, _as_section(config))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of the weight, of the type that the weight had."""
+        """Return rows of the weight, in the original dtype."""
         packed = self._packed()
         if self.form.group_dim == 0:
             return F.embedding(input, unpack_weight(packed, self.dtype).t())
@@ -236,12 +236,12 @@ class QuantizedEmbedding(StoredLayer, nn.Embedding):
 
 
 class StoredExperts(ConvertedExperts, StoredLayer):
-    """Experts whose weights, one or both, are stored in few bits; biases keep their type. `store_layers` makes them."""
+    """Experts with one or both weights quantized. Biases keep their dtype. `store_layers` creates them."""
 
     prefix = "Quantized"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[..., H] -> [..., H]; index and weights are [T, K]."""
+        """Compute [..., H] -> [..., H]; index and weights are [T, K]."""
         return run_experts(self, self.product, self.num_held, hidden_states, top_k_index, top_k_weights)
 
     @property
@@ -250,7 +250,7 @@ class StoredExperts(ConvertedExperts, StoredLayer):
         return next(iter(self.forms.values())).experts
 
     def product(self, rows: Tensor, name: str, counts: Sequence[int]) -> Tensor:
-        """Multiply the first `counts[0]` rows with the first expert's weight, and so on."""
+        """Multiply the first `counts[0]` rows by the first expert's weight, and so on."""
         bias = getattr(self, f"{name}_bias", None)
         form = self.forms.get(name)
         if form is not None and (form.group_dim == 1) != is_transposed(self):
@@ -267,7 +267,7 @@ class StoredExperts(ConvertedExperts, StoredLayer):
         return rows.new_empty(0, shape[2 if is_transposed(self) else 1])
 
     def _of_expert(self, name: str, number: int, dtype: torch.dtype) -> Tensor:
-        """Return the weight of one expert, as the module had it."""
+        """Return the weight of one expert in the original orientation."""
         if name not in self.forms:
             return self._weight(name)[number]
         packed = self._packed(name)
@@ -276,7 +276,7 @@ class StoredExperts(ConvertedExperts, StoredLayer):
         return weight if self.forms[name].group_dim == 1 else weight.t()
 
 
-#: class of a layer -> of the layer that it becomes; by name, since core does not need transformers
+#: name of a layer's class -> class of the stored layer; names, because core does not require transformers
 _STORED: dict[str, type[StoredLayer]] = {
     "torch.nn.modules.linear.Linear": QuantizedLinear,
     "torch.nn.modules.sparse.Embedding": QuantizedEmbedding,
@@ -287,7 +287,7 @@ _STORED: dict[str, type[StoredLayer]] = {
 def weights_to_store(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a module that can be stored.
 
-    Linear and embedding layers with a weight of their own have one, unless their class is derived; experts have two.
+    Linear and embedding layers have one, unless their class is a subclass or the weight is missing; experts have two.
     """
     if isinstance(module, StoredLayer):
         return ()
@@ -298,9 +298,9 @@ def weights_to_store(module: nn.Module) -> tuple[str, ...]:
 
 
 class WeightToStore(NamedTuple):
-    """A weight, how it is stored, and the key of the configuration that says so."""
+    """A weight to store, its settings, and the configuration key of the settings."""
 
-    name: str  # shown
+    name: str  # for messages
     layer: nn.Module
     weight_name: str
     config: GroupWiseQuantConfig
@@ -308,10 +308,10 @@ class WeightToStore(NamedTuple):
 
 
 def store_layers(weights: Iterable[WeightToStore]) -> None:
-    """Store weights of layers, in place; one whole weight is in memory beside them. Tied ones stay tied.
+    """Quantize weights of layers in place, one at a time to limit memory. Tied weights stay tied.
 
     Raises:
-        ConfigError: groups do not fit, or a weight has no values. Layers before it are stored.
+        ConfigError: groups do not fit, or a weight has no values. The layers before it are already stored.
     """
     done: dict[tuple[Tensor, StoredForm], Tensor] = {}
     for each in weights:
@@ -331,7 +331,7 @@ def store_layers(weights: Iterable[WeightToStore]) -> None:
 
 
 def take_form(each: WeightToStore, shape: torch.Size, dtype: torch.dtype) -> StoredLayer:
-    """Make an ordinary layer a stored one; its weight is as it was, and must be replaced at once."""
+    """Convert an ordinary layer to a stored layer. The caller must replace its weight immediately."""
     layer = each.layer
     form = StoredForm.of(shape, each.config, each.key, each.name)
     if getattr(layer, "max_norm", None) is not None:
@@ -350,10 +350,10 @@ def take_form(each: WeightToStore, shape: torch.Size, dtype: torch.dtype) -> Sto
 
 
 def await_values(layer: nn.Module, config: GroupWiseQuantConfig, key: str, *, allocates: bool) -> StoredLayer:
-    """Make a layer that was just built a stored one, without values until a checkpoint is loaded.
+    """Convert a new layer to a stored layer without values. A checkpoint provides the values later.
 
     Args:
-        allocates: the stored weights exist, to be sharded; else they are made when the values come.
+        allocates: allocate the stored weights now, so that they can be sharded; else when the values are loaded.
     """
     for name in weights_to_store(layer):
         weight = layer._parameters[name]
@@ -370,7 +370,7 @@ def await_values(layer: nn.Module, config: GroupWiseQuantConfig, key: str, *, al
 
 
 def _take_over(into: StoredLayer, layer: nn.Module, config: GroupWiseQuantConfig) -> None:
-    """Give a new stored layer what an ordinary one has, and the stored form of its weight."""
+    """Copy the attributes of an ordinary layer to a new stored layer, and store its weight."""
     weight = layer._parameters["weight"]
     assert weight is not None
     copied = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}

@@ -1,19 +1,19 @@
 """Weights of linear layers in int8, int4, fp8 or fp6, and the product with them: 1/2 to 1 byte per weight, and scales.
 
-A weight (out, in) is cut along `in` into groups of `group_size` elements, each quantized as `groups.py` has it:
+A weight (out, in) is divided along `in` into groups of `group_size` elements. `groups.py` quantizes each group:
 
-    w[o, i] ~ q[o, i] scales[o, i // group_size] + zeros[o, i // group_size]         zeros: 0 where symmetric
+    w[o, i] ~ q[o, i] scales[o, i // group_size] + zeros[o, i // group_size]         zeros are 0 if symmetric
 
     data      int8 (out, in), or (out, in / 2) with 4 bits: element 2i is the low nibble of byte i and 2i + 1 the high
               one, both in two's complement
     scales    fp32 (out, in / group_size)
-    zeros     fp32, of the same shape; None where symmetric
+    zeros     fp32 of the same shape; None if symmetric
 
-Floating ones are e4m3 with 8 bits and e3m2 with 6, as `floats.py` has them, in bytes of the same kind: (out, in) or
-(out, 3 in / 4), symmetric. They save memory; no kernel reads them, so that each product widens its weight.
+Floating-point weights are e4m3 with 8 bits and e3m2 with 6 (see `floats.py`), in int8 data of shape (out, in) or
+(out, 3 in / 4), and symmetric. They save memory, but no kernel reads them, so each product dequantizes the weight.
 
-Rows are whole, so that a weight is divided over ranks along `out`, and along `in` between groups, by slicing the three.
-Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
+To shard a weight across ranks, slice the three tensors: along `out`, or along `in` between groups.
+Sources: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,32 +30,32 @@ from deepspeed.ops.quantizer.floats import E3M2, E4M3, FloatFormat, dequantize_f
 from deepspeed.ops.quantizer.groups import PACKED_BITS, dequantize, quantize
 
 OP = "inference_core_ops"
-# Rows of x up to which a kernel reads the packed weight itself. For more the weight is widened once, and torch's
-# product, which is bound by arithmetic then, runs over it.
+# Maximum rows of x for which a kernel reads the packed weight. For more rows, the weight is dequantized once, and torch
+# computes the product, which is then compute-bound.
 MOST_ROWS = 16
-# what is packed at once, in whole rows, so that temporary numbers take a few MiB
+# number of elements (in full rows) to pack at once, so that temporary tensors take a few MiB
 _NUMEL_AT_ONCE = 2**18
-# bits -> format of a floating weight
+# bits -> format of a floating-point weight
 FLOATING: dict[int, FloatFormat] = {8: E4M3, 6: E3M2}
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A quantized weight (out, in); made by `pack_weight`, read by `packed_linear`. Layout: see the file's docstring.
+    """A quantized weight (out, in) from `pack_weight` for `packed_linear`. Layout: see the module docstring.
 
     Fields:
         data: int8 (out, in * bits / 8).
         scales: fp32 (out, in / group_size).
-        zeros: fp32 as scales, or None: symmetric.
-        bits: 8 or 4; 8 or 6 where floating.
-        group_size: consecutive elements of a row that share a scale.
+        zeros: fp32 with the shape of scales, or None if symmetric.
+        bits: 8 or 4; 8 or 6 if `floating`.
+        group_size: number of consecutive elements of a row that share a scale.
         shape: (out, in).
-        floating: e4m3 or e3m2, not integers.
-        input_bits: to which a kernel may round what the weight is multiplied with: 16 or 8. 8: each number of a row is
-            off by at most 1/254 of the greatest one that shares a group of the weight.
+        floating: numbers are e4m3 or e3m2, not integers.
+        input_bits: 16 or 8, the precision to which a kernel may round the input x. With 8, the error of each element is
+            at most 1/254 of the largest element in the same group of the weight.
 
     Raises:
-        ConfigError: a tensor has not the dtype or shape that the others ask for.
+        ConfigError: the dtype or shape of a tensor does not match the other fields.
     """
 
     data: Tensor
@@ -87,34 +87,34 @@ class PackedWeight:
                 )
 
     def arguments(self, bias: Tensor | None) -> tuple[Any, ...]:
-        """Return the arguments of the operator that follow x."""
+        """Return the operator's arguments after x."""
         given = (self.data, self.scales, self.zeros, bias, self.bits)
         return given if self.input_bits == 16 else (*given, self.input_bits)
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that data, scales and zeros take."""
+        """The number of bytes of data, scales and zeros."""
         tensors = (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def form(self) -> str:
-        """The text that shows how the weight is packed: `8 bits, groups of 128`."""
+        """A description of the packing for messages: `8 bits, groups of 128`."""
         return f"{self.bits} bits{' with an exponent' if self.floating else ''}, groups of {self.group_size}"
 
     def to(self, device: torch.device | str) -> "PackedWeight":
-        """The same weight on `device`."""
+        """Return the weight on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, data=self.data.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def narrow(self, dim: int, start: int, length: int) -> "PackedWeight":
-        """Rows (dim 0) or columns (dim 1) [start, start + length) as a packed weight of its own, contiguous.
+        """Return rows (dim 0) or columns (dim 1) [start, start + length) as a new contiguous packed weight.
 
-        Columns can be cut between groups alone; a group that is a whole row can be cut at any even column, and both
-        parts keep its scale.
+        Columns can only be split between groups. If a group is a full row, it can be split at any column that fills
+        whole bytes, and both parts keep the scale.
 
         Raises:
-            ConfigError: the range lies outside of the weight, or cuts a group; the message has the sizes that fit.
+            ConfigError: the range is out of bounds, or splits a group; the message has the sizes that fit.
         """
         size = self.shape[dim]
         if start < 0 or length < 1 or start + length > size:
@@ -143,17 +143,18 @@ class PackedWeight:
 def pack_weight(
     weight: Tensor, bits: int = 8, group_size: int = 0, symmetric: bool = True, *, floating: bool = False
 ) -> PackedWeight:
-    """`weight` in few bits. Called once per layer, when its weight has been loaded. No gradient.
+    """Quantize `weight`. Called once per layer, after its weight is loaded. No gradient.
 
     Args:
-        weight: (out, in), floating, as `torch.nn.Linear` has it.
-        bits: 8 or 4; 8 or 6 where floating.
-        group_size: elements of a row that share a scale, a divisor of `in` that fills whole bytes; 0: the whole row.
-        symmetric: q = 0 is 0; False: from the minimum to the maximum of each group, which costs 4 bytes more per group.
-        floating: e4m3 or e3m2; symmetric.
+        weight: a floating-point tensor (out, in), as in `torch.nn.Linear`.
+        bits: 8 or 4; 8 or 6 if `floating`.
+        group_size: number of elements of a row that share a scale, a divisor of `in` that fills whole bytes; 0 means a
+            full row.
+        symmetric: False uses the minimum to the maximum of each group, which costs 4 more bytes per group.
+        floating: numbers are e4m3 or e3m2, and symmetric.
 
     Raises:
-        ConfigError: an argument does not fit; the message names the group sizes that would.
+        ConfigError: an argument does not fit; the message has the group sizes that fit.
 
     >>> packed = pack_weight(torch.tensor([[127.0, -3.0], [0.5, 63.5]]))
     >>> packed.data.tolist(), packed.scales.tolist(), packed.zeros
@@ -174,10 +175,10 @@ def pack_rows(
     *,
     floating: bool = False,
 ) -> PackedWeight:
-    """`pack_weight` of a weight that comes in parts, some rows at a time, of which one at a time is in memory.
+    """Pack a weight that is given in parts, so that only one part at a time is in memory. See `pack_weight`.
 
     Args:
-        parts: (some rows, in), all rows in order.
+        parts: tensors (some rows, in) that together hold all rows in order.
         shape: (out, in) of the weight.
     """
     check_bits(bits, floating)
@@ -205,7 +206,7 @@ def pack_rows(
 
 
 def _pack_into(whole: PackedWeight, start: int, some: Tensor) -> None:
-    """Rows of a weight, from row `start` on."""
+    """Quantize `some` rows into `whole`, from row `start` on."""
     stop, num_groups = start + len(some), some.numel() // whole.group_size
     if whole.floating:
         data, params = quantize_floats(some, num_groups, FLOATING[whole.bits])
@@ -219,7 +220,7 @@ def _pack_into(whole: PackedWeight, start: int, some: Tensor) -> None:
 
 
 def stack_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Packed weights of the same columns, packed in the same way, as one: its rows are theirs, one below the other."""
+    """Concatenate packed weights along the rows. They must have the same number of columns and the same packing."""
     data, scales = torch.cat([each.data for each in parts]), torch.cat([each.scales for each in parts])
     zeros = [each.zeros for each in parts if each.zeros is not None]
     shape = (data.shape[0], parts[0].shape[1])
@@ -227,11 +228,11 @@ def stack_packed(parts: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight (out, in) again, rounded to `dtype` from fp32.
+    """Dequantize a weight (out, in) in fp32, rounded to `dtype`.
 
-    |w - w'| <= scale / 2 with the scale of its group, up to the rounding of fp32 and of `dtype`; scale is
-    max|w| / (2^(bits-1) - 1) of the group, or (max - min) / (2^bits - 1) where asymmetric. Floating: |w - w'| is at
-    most 2^-4 |w| with 8 bits and 2^-3 |w| with 6, or 2^-10 and 2^-5 of a scale where that is more.
+    |w - w'| <= scale / 2 with the scale of the group, up to the rounding of fp32 and of `dtype`. The scale is
+    max|w| / (2^(bits-1) - 1) of the group, or (max - min) / (2^bits - 1) if asymmetric. For floating-point weights,
+    |w - w'| is at most 2^-4 |w| with 8 bits and 2^-3 |w| with 6, or 2^-10 and 2^-5 of the scale if larger.
 
     >>> weight = torch.tensor([[7.0, -7.0, 0.4, 1.0]])
     >>> unpack_weight(pack_weight(weight, bits=4))
@@ -249,21 +250,21 @@ def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x w^T + bias with a packed weight, as `torch.nn.functional.linear` with `unpack_weight(packed)`.
+    """Compute x w^T + bias for a packed weight, like `torch.nn.functional.linear` with `unpack_weight(packed)`.
 
-    Up to `MOST_ROWS` rows of x a kernel reads the packed bytes; arithmetic is fp32, rounded once to x's dtype. Of x in
-    bf16 it may multiply whole numbers instead, each off by at most 2^-16 of the greatest |x| that shares a scale; what
-    bf16 rounds afterwards is more. With `input_bits` 8 they are of 8 bits, also of x in fp32. More rows, and x
-    that requires a gradient, go to torch with the weight widened to x's dtype, which is freed after it. x gets a
-    gradient, the weight none. Operator:
-    `packed_linear(x, data, scales, zeros, bias, bits, input_bits=16)`, the last one given where it is 8.
+    Up to `MOST_ROWS` rows of x, a kernel reads the packed bytes. Its arithmetic is fp32, rounded once to x's dtype. For
+    bf16 inputs, it may use integers with an error of at most 2^-16 of the largest |x| that shares a scale, which is
+    less than the rounding to bf16. With `input_bits` 8 the integers have 8 bits, even for fp32 inputs. If x has more
+    rows or requires a gradient, torch computes the product with the weight dequantized to x's dtype. x gets a gradient,
+    the weight does not. Operator:
+    `packed_linear(x, data, scales, zeros, bias, bits, input_bits=16)`; `input_bits` is passed only if it is 8.
 
     Args:
         x: (..., in) in fp32, bf16 or fp16.
-        bias: (out,), of x's dtype or fp32.
+        bias: (out,) in x's dtype or fp32.
 
     Returns:
-        (..., out), of x's dtype.
+        (..., out) in x's dtype.
 
     Raises:
         ConfigError: x or bias does not fit the weight; the message names it.
@@ -285,21 +286,20 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
 
 
 def packed_grouped_linear(x: Tensor, packed: PackedWeight, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """`packed_linear` of the first `counts[0]` rows of x with the first of several weights, and so on.
+    """Apply `packed_linear` to groups of rows: the first `counts[0]` rows of x use the first weight, and so on.
 
-    Weights without rows are not read. Where none has more than `MOST_ROWS` rows one kernel reads the packed bytes of
-    the others; else each is read as `packed_linear` reads it, and one at a time is widened. Operator, which a vendor
-    may leave out: `packed_grouped_linear(x, data, scales, zeros, bias, counts, bits, input_bits=16)`, bias (weights *
-    out,).
+    Weights without rows are not read. If no weight has more than `MOST_ROWS` rows, one kernel call reads the packed
+    bytes of all weights with rows; else each weight takes its own `packed_linear`. A vendor may omit the operator
+    `packed_grouped_linear(x, data, scales, zeros, bias, counts, bits, input_bits=16)`, with bias (weights * out,).
 
     Args:
-        x: (rows, in), the sum of `counts` of them.
-        packed: (weights * out, in): the weights one below the other.
-        counts: rows of each weight.
-        bias: (weights, out), of x's dtype or fp32.
+        x: (rows, in) with sum(counts) rows.
+        packed: (weights * out, in), the weights concatenated along the rows.
+        counts: number of rows of x per weight.
+        bias: (weights, out) in x's dtype or fp32.
 
     Returns:
-        (rows, out), of x's dtype.
+        (rows, out) in x's dtype.
 
     Raises:
         ConfigError: x, counts or bias does not fit the weights; the message names it.
@@ -335,24 +335,24 @@ def packed_grouped_linear(x: Tensor, packed: PackedWeight, counts: Sequence[int]
 
 
 def packed_kernel(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[..., Tensor] | None:
-    """The operator that `packed_linear` calls for tensors like these, or None."""
+    """Return the operator that `packed_linear` calls for these tensors, or None."""
     if packed.floating or x.numel() > MOST_ROWS * packed.shape[1]:
         return None
     return operator_for(OP, "packed_linear", x, packed.scales, packed.zeros, bias)
 
 
 def packed_linear_reference(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """`packed_linear` in torch, with the weight rounded to x's dtype."""
+    """The torch reference of `packed_linear`, with the weight rounded to x's dtype."""
     return F.linear(x, unpack_weight(packed, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def unit_of(bits: int, floating: bool) -> int:
-    """Elements that fill whole bytes together."""
+    """Return the number of elements that together fill whole bytes."""
     return FLOATING[bits].unit if floating else 8 // bits
 
 
 def check_bits(bits: int, floating: bool) -> None:
-    """A weight can have so many."""
+    """Raise a ConfigError unless weights can have this number of bits."""
     if bits not in (FLOATING if floating else PACKED_BITS):
         raise ConfigError(f"bits: found {bits}, but it must be {'8 or 6 where floating' if floating else '8 or 4'}")
 

@@ -1,13 +1,13 @@
-"""The form of a weight that is stored in 8, 6 or 4 bits, in one int8 tensor of B bytes:
+"""The layout of a weight that is stored in 8, 6 or 4 bits in one int8 tensor of B bytes:
 
     header   8 x int32: a mark, whether there are values, bits, group size, group dim, kind, rows, columns;
-             kind: 0 asymmetric, 1 symmetric, 2 floating; rows: of all experts
+             kind: 0 asymmetric, 1 symmetric, 2 floating-point; rows: total rows of all experts
     scales   fp32, one per group
-    zeros    fp32, one per group; none where symmetric
-    data     the numbers, as `packed.py` has them; filled up to a multiple of 16 bytes
+    zeros    fp32, one per group; omitted if symmetric
+    data     the numbers in the layout of `packed.py`, padded to a multiple of 16 bytes
 
-`packed.py` cuts groups along the last dimension, so with group dim 0 what is packed is the transposed weight. The
-matrices of experts are packed one below the other, each transposed with group dim 0.
+`packed.py` forms groups along the last dimension, so with group dim 0 the transposed weight is packed. The matrices of
+experts are stacked along the rows; with group dim 0 each matrix is transposed first.
 """
 
 import math
@@ -22,22 +22,22 @@ from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, 
 
 _MARK = 0x51775344  # "DSwQ"
 _HEADER_BYTES = 32
-_HAS_VALUES = 1  # its place in the header
-_ALIGNMENT = 16  # bytes, so that the fp32 parts of weights that are gathered together are aligned
+_HAS_VALUES = 1  # index in the header
+_ALIGNMENT = 16  # bytes, so that the fp32 parts stay aligned when several weights are gathered into one buffer
 
 
 @dataclass(frozen=True)
 class StoredForm:
-    """`StoredForm` says how one weight is stored: see the file's docstring.
+    """`StoredForm` describes how one weight is stored: see the module docstring.
 
     Fields:
-        shape: shape of the weight, in the order that its layer has; with experts, the shape of one expert's weight.
-        bits: 8 or 4; 8 or 6 where floating.
-        group_size: elements that share a scale.
-        group_dim: dimension along which a group lies.
-        symmetric: whether groups have no minimum.
-        floating: e4m3 or e3m2; symmetric.
-        experts: the number of experts, whose weight is [experts, *shape]; 0: the weight is no weight of experts.
+        shape: shape of the layer's weight; for experts, the shape of one expert's weight.
+        bits: 8 or 4; 8 or 6 if `floating`.
+        group_size: number of elements that share a scale.
+        group_dim: the dimension of the groups.
+        symmetric: groups have no zero offset.
+        floating: numbers are e4m3 or e3m2, and symmetric.
+        experts: the number of experts, for a weight of shape [experts, *shape]; 0 for an ordinary layer.
     """
 
     shape: tuple[int, int]
@@ -50,10 +50,10 @@ class StoredForm:
 
     @classmethod
     def of(cls, shape: torch.Size, config: GroupWiseQuantConfig, key: str, where: str) -> "StoredForm":
-        """The form that a configuration asks for.
+        """Return the form for a weight and its configuration.
 
         Raises:
-            ConfigError: groups do not fit the weight; names the key, the layer and the sizes that fit.
+            ConfigError: groups do not fit the weight; the message has the key, the layer and the sizes that fit.
         """
         try:
             check_bits(config.num_bits, config.floating)
@@ -78,36 +78,36 @@ class StoredForm:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the weight, with all experts."""
+        """The shape of the weight, including all experts."""
         return (self.experts, *self.shape) if self.experts else self.shape
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """The shape of the matrix that is packed: groups lie along its rows."""
+        """The shape of the packed matrix, whose rows consist of groups."""
         rows, cols = self.shape if self.group_dim == 1 else self.shape[::-1]
         return rows * max(self.experts, 1), cols
 
     @property
     def num_groups(self) -> int:
-        """The number of groups that the weight has."""
+        """The number of groups of the weight."""
         return math.prod(self.whole_shape) // self.group_size
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes, and of int8 elements, that a stored weight has."""
+        """The number of bytes (and int8 elements) of a stored weight."""
         data = math.prod(self.whole_shape) * self.bits // 8
         numel = _HEADER_BYTES + 4 * self.num_groups * (1 if self.symmetric else 2) + data
         return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
     def empty(self, device: torch.device) -> Tensor:
-        """A stored weight that has no values yet."""
+        """Create a stored weight without values."""
         stored_B = torch.zeros(self.num_bytes, dtype=torch.int8, device=device)
         self._write_header(stored_B, has_values=False)
         return stored_B
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Tensor:
-        """The stored form of a weight."""
+        """Quantize a weight and return its stored form."""
         matrices = weight.detach() if self.experts else (weight.detach(),)
         rows = (each if self.group_dim == 1 else each.t() for each in matrices)
         form = (self.packed_shape, self.bits, self.group_size, self.symmetric)
@@ -122,10 +122,10 @@ class StoredForm:
         return stored_B
 
     def view(self, stored_B: Tensor) -> PackedWeight:
-        """The parts of a stored weight, without a copy."""
+        """Return the parts of a stored weight as views (of a copy if the fp32 parts are not aligned)."""
         rows, cols = self.packed_shape
         of_groups = (rows, cols // self.group_size)
-        if stored_B.storage_offset() % 4:  # gathered with parameters of another size
+        if stored_B.storage_offset() % 4:  # gathered into one buffer with parameters of another size
             stored_B = stored_B.clone()
         ends = [_HEADER_BYTES + 4 * self.num_groups * count for count in range(3)]
         scales = stored_B[ends[0] : ends[1]].view(torch.float32).view(of_groups)
@@ -135,14 +135,14 @@ class StoredForm:
         return PackedWeight(data, scales, zeros, self.bits, self.group_size, (rows, cols), self.floating)
 
     def unpack(self, stored_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight, in the order of its layer."""
+        """Return the weight in the shape of the layer."""
         weight = unpack_weight(self.view(stored_B), dtype)
         if self.experts:
             weight = weight.view(self.experts, -1, weight.shape[1])
         return weight if self.group_dim == 1 else weight.transpose(-1, -2)
 
     def difference(self, stored_B: Tensor) -> str:
-        """Say in what a stored weight differs from this form; "": in nothing."""
+        """Return how the header of a stored weight differs from this form; "" if it does not."""
         header = stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32).tolist()
         if stored_B.numel() < _HEADER_BYTES or header[0] != _MARK:
             return "it is no weight that deepspeed.inference.quantization stored"
@@ -156,7 +156,7 @@ class StoredForm:
         return ", ".join(differ)
 
     def has_values(self, stored_B: Tensor) -> bool:
-        """Whether a checkpoint gave it any. Waits for the device."""
+        """Return whether the stored weight has values. Synchronizes with the device."""
         return bool(stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32)[_HAS_VALUES].item())
 
     def _header(self, has_values: bool) -> list[int]:

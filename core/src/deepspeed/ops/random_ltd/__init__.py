@@ -1,4 +1,4 @@
-"""Random layer-wise token dropping: choose tokens, take them out of a layer's input, put them back into its output.
+"""Random layer-wise token dropping: sample tokens, gather them from a layer's input, scatter them into its output.
 
 May import `errors` and `ops.operators`. Read `dropping_utils.py`; layers and schedule are in `data/random_ltd.py`.
 """

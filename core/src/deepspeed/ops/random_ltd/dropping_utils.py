@@ -1,10 +1,10 @@
 """The operators of random layer-wise token dropping, with their gradients, under DeepSpeed's names.
 
 Source: Yao, Wu, Li, Holmes, Zhang, Li, He, "Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training
-for Large-scale Transformers" (arXiv 2211.11586), section 3: a layer computes a random part of the tokens,
-in their order; the others go past it.
+for Large-scale Transformers" (arXiv 2211.11586), section 3: a layer processes a random subset of the tokens in their
+original order; the other tokens skip the layer.
 
-Shapes: B batch, S tokens, R of them kept, H hidden, L layers.
+Shapes: B batch, S tokens, R kept tokens, H hidden, L layers.
 """
 
 from typing import Any
@@ -27,20 +27,20 @@ def gpt_sample_tokens(
     device: torch.device | str = "cpu",
     attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose the tokens that the layers of a decoder keep, other ones in each layer and sample.
+    """Sample the tokens that the layers of a decoder keep, independently for each layer and sample.
 
-    A mask that all samples share is taken to be causal: of tokens in their order it is that of so many first tokens,
-    whichever they are. One of each sample's own, which may hide padding, is that of the tokens chosen.
+    A mask that all samples share must be causal: the mask of R kept tokens in order is its first R rows and columns. A
+    mask per sample, which may hide padding, is gathered at the kept tokens.
 
     Args:
-        attn_mask: [S, S], [1, S, S] or [1, heads, S, S], of all samples; [B, heads, S or 1, S] or [B, S], of each
-            sample's own, for one layer; None: the layer has its own.
+        attn_mask: [S, S], [1, S, S] or [1, heads, S, S] for all samples; [B, heads, S or 1, S] or [B, S] per sample,
+            only for one layer; None if the layer creates its own mask.
 
     Returns:
-        the numbers of the tokens, int32 [L, B, R], rising in each row; the mask, with R for S, or None.
+        The indices of the kept tokens, int32 [L, B, R], ascending in each row; and the mask with R for S, or None.
 
     Raises:
-        ConfigError: more tokens are asked for than there are, or the mask has another shape.
+        ConfigError: `reserved_length` exceeds `seq_length` or is below 1, or the mask has another shape.
     """
     indices = _sample(reserved_length, seq_length, batch_size, layers, device)
     return indices, None if attn_mask is None else _of_decoder(attn_mask, indices, seq_length)
@@ -54,16 +54,16 @@ def bert_sample_tokens(
     device: torch.device | str = "cpu",
     attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose the tokens that the layers of an encoder keep, other ones in each layer and sample.
+    """Sample the tokens that the layers of an encoder keep, independently for each layer and sample.
 
     Args:
-        attn_mask: [B, 1, S or 1, S], of each sample's own; None: there is none.
+        attn_mask: [B, 1, S or 1, S], the mask per sample, or None.
 
     Returns:
-        the numbers of the tokens, int32 [L, B, R], rising in each row; the masks, [L, B, 1, R or 1, R], or None.
+        The indices of the kept tokens, int32 [L, B, R], ascending in each row; the masks [L, B, 1, R or 1, R], or None.
 
     Raises:
-        ConfigError: more tokens are asked for than there are, or the mask is of another batch.
+        ConfigError: `reserved_length` exceeds `seq_length` or is below 1, or the mask has another batch size.
     """
     indices = _sample(reserved_length, seq_length, batch_size, layers, device)
     return indices, None if attn_mask is None else torch.stack([_masked(attn_mask, each) for each in indices])
@@ -72,18 +72,18 @@ def bert_sample_tokens(
 def _sample(reserved: int, length: int, batch: int, layers: int, device: torch.device | str) -> Tensor:
     if not 0 < reserved <= length:
         raise ConfigError(f"random_ltd: asked to keep {reserved} of {length} tokens; keep 1 or more, and not above all")
-    # by torch's generator of the device, which activation checkpointing sets back for the second forward
+    # uses torch's generator of the device, which activation checkpointing restores for the recomputation
     chosen = torch.rand(layers, batch, length, device=device).argsort(dim=-1)[..., :reserved]
     return chosen.sort(dim=-1).values.to(torch.int32)
 
 
 def _of_decoder(mask: Tensor, indices: Tensor, length: int) -> Tensor:
-    """Return the mask of tokens [L, B, R], see `gpt_sample_tokens`."""
+    """Return the mask for the tokens at `indices` [L, B, R]; see `gpt_sample_tokens`."""
     layers, batch, kept = indices.shape
     shape, square = tuple(mask.shape), (length, length)
     is_shared = shape[-2:] == square and len(shape) < 5 and all(size == 1 for size in shape[:-3])
     is_shared &= len(shape) != 3 or shape[0] == 1
-    # that of one sample alone may be its own, and costs nothing to cut so; [S, S] of S samples stays that of all
+    # with batch size 1, a 4-D mask counts as per sample; [S, S] with S samples counts as shared
     is_own = shape in ((batch, length), (batch, *shape[1:2], 1, length), (batch, *shape[1:2], *square))
     if is_shared and not (is_own and layers == 1 and len(shape) == 4):
         return mask[..., :kept, :kept]
@@ -101,7 +101,7 @@ def _of_decoder(mask: Tensor, indices: Tensor, length: int) -> Tensor:
 
 
 def _masked(mask: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows and columns of a mask [B, heads, S or 1, S] at indices [B, R]."""
+    """Return the rows and columns of a mask [B, heads, S or 1, S] at `indices` [B, R]."""
     if mask.dim() != 4 or mask.shape[0] not in (1, len(indices)):
         raise ConfigError(
             f"random_ltd: found an attention mask of shape {tuple(mask.shape)} for {len(indices)} samples; it has to "
@@ -117,16 +117,16 @@ def _masked(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """`GatherTokens.apply(activations, sorted_indices, batch_first)` takes the tokens of a layer out of its input.
+    """`GatherTokens.apply(activations, sorted_indices, batch_first)` gathers the kept tokens of a layer's input.
 
     Operator: `token_gather(activations, indices, batch_first)`.
 
     Args:
-        activations: [B, S, H], or [S, B, H] where `batch_first` is false.
+        activations: [B, S, H], or [S, B, H] if `batch_first` is False.
         sorted_indices: int32 [B, R].
 
     Returns:
-        `activations`, and of these the tokens: [B, R, H] or [R, B, H].
+        `activations`, and the kept tokens [B, R, H] or [R, B, H].
     """
 
     @staticmethod
@@ -144,16 +144,16 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """`ScatterTokens.apply(all_activations, layer_activations, sorted_indices, batch_first)` puts tokens back.
+    """`ScatterTokens.apply(all_activations, layer_activations, sorted_indices, batch_first)` writes tokens back.
 
     Operator: `token_scatter_(all_activations, layer_activations, indices, batch_first)`, on a copy.
 
     Args:
-        all_activations: as `GatherTokens` has them; they stay as they are.
+        all_activations: see `GatherTokens`; not modified.
         layer_activations: [B, R, H] or [R, B, H].
 
     Returns:
-        a tensor like `all_activations`, with the layer's tokens in place of its own.
+        A copy of `all_activations` with the tokens of `layer_activations` at `sorted_indices`.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ def _gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
 
 
 def _index(indices: Tensor, hidden: int, batch_first: bool) -> Tensor:
-    """Return the index of torch's gather and scatter: [B, R, H] or [R, B, H]."""
+    """Return the index for torch's gather and scatter: [B, R, H] or [R, B, H]."""
     rows = indices.long() if batch_first else indices.long().t()
     return rows[:, :, None].expand(-1, -1, hidden)
 

@@ -1,8 +1,8 @@
 """Building blocks of a transformer's forward pass, with their torch references: norms, activations, rotary embedding,
-linear layers of few rows, attention over a cache, and a whole layer of a decoder.
+linear layers of few rows, attention over a cache, and a complete decoder layer.
 
-For inference and for layers whose backward is elsewhere: the compiled operators have no gradient, and a call whose
-input requires one runs the torch reference, which has. May import `errors` and `ops.operators`. Read `norm.py` first.
+They serve inference, and layers that implement their own backward. The compiled operators have no gradient: if an input
+requires a gradient, the torch reference runs. May import `errors` and `ops.operators`. Read `norm.py` first.
 """
 
 from deepspeed._forward import forward
@@ -31,7 +31,7 @@ __all__ = [
     "rotary_table",
 ]
 
-# The fused layers are not in this version; their names refuse when they are used.
+# The fused layers are not in this version; using their names raises an error.
 __getattr__, __dir__ = forward(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""gelu, gelu of a sum with a bias, and the gate of a gated feed-forward layer, activation(gate) * up: one pass each.
+"""Fused activations: gelu(x), gelu(x + bias), and activation(gate) * up of a gated feed-forward layer.
 
     "none", "gelu"       x Phi(x),  Phi(x) = (1 + erf(x / sqrt(2))) / 2             arXiv 1606.08415; GEGLU 2002.05202
     "tanh", "gelu_tanh"  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2          arXiv 1606.08415
@@ -18,17 +18,17 @@ GELU_FORMS = ("none", "tanh")
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """gelu of every element. Operator: `gelu(x, tanh)`.
+    """Compute gelu of every element. Operator: `gelu(x, tanh)`.
 
     Args:
         x: any shape, in fp32, bf16 or fp16.
-        approximate: "none" or "tanh", as torch names the two forms.
+        approximate: "none" or "tanh", as in torch.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
-        ConfigError: another form, or x is not floating.
+        ConfigError: `approximate` is unknown, or x is not floating-point.
 
     >>> import torch
     >>> gelu(torch.tensor([-1.0, 0.0, 1.0]))
@@ -41,20 +41,20 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(x + bias); the sum is not rounded in between. Operator: `bias_gelu(x, bias, tanh)`.
+    """Compute gelu(x + bias) without rounding the sum. Operator: `bias_gelu(x, bias, tanh)`.
 
-    Called after a linear layer without its bias.
+    Called after a linear layer, which then omits its bias.
 
     Args:
         x: (..., N) in fp32, bf16 or fp16.
-        bias: (N,), of x's dtype or fp32.
-        approximate: as in `gelu`.
+        bias: (N,) in x's dtype or fp32.
+        approximate: see `gelu`.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
-        ConfigError: as `gelu`, or the bias has another shape.
+        ConfigError: see `gelu`; also if the bias has another shape.
     """
     _check(x, approximate)
     if x.dim() == 0 or bias.shape != x.shape[-1:]:
@@ -67,12 +67,12 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gelu_reference(x: Tensor, approximate: str) -> Tensor:
-    """`gelu` in torch."""
+    """The torch reference of `gelu`."""
     return F.gelu(x.float(), approximate=approximate).to(x.dtype)
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    """`bias_gelu` in torch."""
+    """The torch reference of `bias_gelu`."""
     return F.gelu(x.float() + bias.float(), approximate=approximate).to(x.dtype)
 
 
@@ -84,25 +84,25 @@ def _check(x: Tensor, approximate: str) -> None:
 
 
 _GATE_OP = "inference_core_ops"
-# name -> the operator's number
+# name -> number for the operator
 GATE_FORMS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up. Operator: `gated_activation(gate, up, activation)`, with the number of the form.
+    """Compute activation(gate) * up. Operator: `gated_activation(gate, up, activation)`, with a number from GATE_FORMS.
 
-    Called between the two linear layers of a gated feed-forward. Halves of one tensor, as one linear layer of gate and
-    up gives them (`both.chunk(2, -1)`), are read where they lie.
+    Called between the two linear layers of a gated feed-forward. The halves of one tensor (`both.chunk(2, -1)`), the
+    output of a combined linear layer, need no copy.
 
     Args:
-        gate, up: of one shape and dtype, in fp32, bf16 or fp16.
+        gate, up: tensors of the same shape and dtype, in fp32, bf16 or fp16.
         activation: "silu", "gelu" or "gelu_tanh".
 
     Returns:
         A contiguous tensor of their shape and dtype.
 
     Raises:
-        ConfigError: another activation, or the two differ; the message names what was found.
+        ConfigError: `activation` is unknown, or shapes or dtypes differ; the message has the value found.
 
     >>> import torch
     >>> gated_activation(torch.tensor([0.0, 1.0, -1.0]), torch.tensor([5.0, 2.0, 2.0]))
@@ -123,7 +123,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tens
 
 
 def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`gated_activation` in torch."""
+    """The torch reference of `gated_activation`."""
     wide = gate.float()
     gated = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate=_GELU[activation])
     return (gated * up.float()).to(gate.dtype)

@@ -1,11 +1,11 @@
-"""Attention of the newest tokens of each sequence over a cache of keys and values, whole or in blocks.
+"""Attention of the newest tokens of each sequence over a key-value cache, contiguous or paged in blocks.
 
     y[b, h, i] = sum_j softmax_j(scale q[b, h, i] . k[b, g, j] + bias) v[b, g, j],      g = h // (heads / kv_heads)
 
-The `lengths[b]` tokens of sequence b that lie in the cache include the Q new ones, so query i is token
-p = lengths[b] - Q + i, and sees j <= p; with a window, p - window < j <= p. With ALiBi (arXiv 2108.12409) the bias is
-slope[h] (j - p). With a softcap c a product s = scale q . k is c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2).
-Grouped heads: arXiv 2305.13245. Blocks of a cache and tables of them: arXiv 2309.06180.
+The cache holds `lengths[b]` tokens of sequence b, including the Q new ones. So query i is token p = lengths[b] - Q + i,
+and attends to j <= p; with a window, to p - window < j <= p. With ALiBi (arXiv 2108.12409) the bias is
+slope[h] (j - p). A softcap c replaces s = scale q . k by c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2).
+Grouped heads: arXiv 2305.13245. Paged cache and block tables: arXiv 2309.06180.
 Arithmetic is fp32, rounded once to q's dtype.
 """
 
@@ -29,24 +29,24 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The attention's output for the newest tokens. Called after their keys and values were written into the cache.
+    """Compute attention for the newest tokens. Called after their keys and values are written to the cache.
 
     Operator: `decode_attention(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)`.
 
     Args:
-        q: (B, heads, Q, D) in fp32, bf16 or fp16; Q of 1, of few, or of a part of a prompt.
-        k_cache, v_cache: (B, kv_heads, max_tokens, D); with a block table (num_blocks, block_size, kv_heads, D). Of q's
-            dtype. Only the last dimension has to be contiguous.
-        lengths: int32 or int64 (B,), tokens in the cache, the new ones among them: Q to max_tokens. A kernel trusts
-            them on a device; on the host they are checked.
-        scale: of the products, usually D^-0.5.
-        block_table: int32 or int64 (B, blocks of the longest): token j lies in block `block_table[b, j // block_size]`.
+        q: (B, heads, Q, D) in fp32, bf16 or fp16. Q may be 1, a few, or a part of a prompt.
+        k_cache, v_cache: (B, kv_heads, max_tokens, D); with a block table (num_blocks, block_size, kv_heads, D). They
+            have q's dtype. Only the last dimension must be contiguous.
+        lengths: int32 or int64 (B,), number of tokens in the cache, including the new ones: Q to max_tokens. Values on
+            the host are checked; values on a device are not.
+        scale: factor of the products, usually D^-0.5.
+        block_table: int32 or int64 (B, blocks of the longest): token j is in block `block_table[b, j // block_size]`.
         alibi_slopes: fp32 (heads,).
-        window: tokens that a query sees, itself among them; None: all before it.
-        softcap: c, above which no score lies; None: there is no bound. No kernel has it: torch computes these.
+        window: number of tokens that a query attends to, including itself; None: all tokens up to it.
+        softcap: the bound c of the scores, or None. No kernel supports it, so the torch reference runs.
 
     Returns:
-        Contiguous, of q's shape and dtype.
+        A contiguous tensor of q's shape and dtype.
 
     Raises:
         ConfigError: shapes, dtypes or values do not fit; the message names the argument.
@@ -75,22 +75,22 @@ def decode_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`decode_attention` in torch, over the whole cache; what kernels are compared with."""
+    """The torch reference of `decode_attention`, over the full cache. Tests compare kernels with it."""
     batch, heads, num_queries, head_dim = q.shape
     keys, values = (_whole(cache, block_table) for cache in (k_cache, v_cache))
     kv_heads, num_tokens = keys.shape[1:3]
-    queries = q.float().reshape(batch, kv_heads, -1, head_dim)  # the heads of a group side by side
+    queries = q.float().reshape(batch, kv_heads, -1, head_dim)  # the heads of a group are adjacent
     scores = (queries @ keys.float().mT).mul(scale).view(batch, heads, num_queries, num_tokens)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     first = lengths.to(q.device).view(-1, 1, 1, 1) - num_queries
     position = first + torch.arange(num_queries, device=q.device).view(1, 1, -1, 1)
-    distance = torch.arange(num_tokens, device=q.device) - position  # (B, 1, Q, tokens), 0 for the query's own
+    distance = torch.arange(num_tokens, device=q.device) - position  # (B, 1, Q, tokens), 0 at the query's own token
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.float().view(1, -1, 1, 1) * distance
     hidden = (distance > 0) if window is None else (distance > 0) | (distance <= -window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    # what lies behind a sequence's end may be anything, nan too, and 0 times nan is nan
+    # values beyond a sequence's end may be nan, and 0 times nan is nan
     beyond = torch.arange(num_tokens, device=q.device).view(1, 1, -1, 1) >= lengths.to(q.device).view(-1, 1, 1, 1)
     wide = values.float().masked_fill(beyond, 0.0)
     out = weights.view(batch, kv_heads, -1, num_tokens) @ wide
@@ -98,10 +98,10 @@ def decode_attention_reference(
 
 
 def _whole(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """(B, kv_heads, tokens, D)."""
+    """Return the cache as (B, kv_heads, tokens, D)."""
     if block_table is None:
         return cache
-    entries = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))  # places behind a sequence's end hold anything
+    entries = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))  # entries beyond a sequence's end are arbitrary
     return cache[entries].flatten(1, 2).transpose(1, 2)
 
 
@@ -159,7 +159,7 @@ def _check(
 
 
 def _check_on_host(num_queries: int, k_cache: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
-    """Values that a device would have to be waited for."""
+    """Check values of host tensors; for device tensors this would synchronize."""
     block_size = k_cache.shape[2] if block_table is None else k_cache.shape[1]
     capacity = block_size if block_table is None else block_size * block_table.shape[1]
     given = lengths.tolist()

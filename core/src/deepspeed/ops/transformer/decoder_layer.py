@@ -1,16 +1,16 @@
-"""A whole layer of a decoder for the newest token of each sequence, so that a step of generation is one call per layer.
+"""A complete decoder layer for the newest token of each sequence, so that a generation step is one call per layer.
 
-    h = norm(x);  q, k, v = heads of h w_qkv^T;  q, k = rotary(norm(q)), rotary(norm(k));  k, v go into the cache
+    h = norm(x);  q, k, v = heads of h w_qkv^T;  q, k = rotary(norm(q)), rotary(norm(k));  write k, v to the cache
     a = attention(q, cache) w_out^T
-    in order:     t = x + a;      y = t + mlp(norm(t))
-    parallel:     y = (a + mlp(norm(x))) + x                    the two norms are one where there is no `norm_mlp`
-    mlp(h):       activation(h w_up^T) w_down^T, or of gate and up: (activation(gate) * up) w_down^T
+    sequential:   t = x + a;      y = t + mlp(norm(t))
+    parallel:     y = (a + mlp(norm(x))) + x                    without `norm_mlp`, both halves share one norm
+    mlp(h):       activation(h w_up^T) w_down^T, or gated: (activation(gate) * up) w_down^T
 
-Where the layer is divided over ranks (arXiv 1909.08053, section 3), each half is a call with the rank's heads and
-columns, and the sum over the ranks of what they return is t, then y; one of them adds x or t.
+With tensor parallelism (arXiv 1909.08053, section 3), each half is a call with the rank's heads and columns. The sum of
+the results over the ranks is t, then y; only one rank adds x or t.
 
-Norms, rotary embedding, attention and products as in the files beside this; every one of them is fp32 arithmetic,
-rounded once to x's dtype. Shape legend: B sequences, C features, D numbers of a head, R of them turn.
+Norms, rotary embedding, attention and products are defined in the other files of this package. Each uses fp32
+arithmetic, rounded once to x's dtype. Shape legend: B sequences, C features, D head size, R rotated elements of a head.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from deepspeed.ops.transformer.norm import layer_norm_reference, rms_norm_refere
 from deepspeed.ops.transformer.rotary import apply_rotary_reference
 
 OP = "inference_core_ops"
-MOST_ROWS = 16  #: sequences that a kernel takes
-# name -> the operator's number; the last one is not a gate's
+MOST_ROWS = 16  #: maximum number of sequences of a kernel
+# name -> number for the operator; relu is not available for a gate
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-PARTS = ("whole", "attention", "mlp")  #: by the operator's number
+PARTS = ("whole", "attention", "mlp")  #: the index is the number for the operator
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -53,24 +53,24 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """`DecoderLayer` holds the weights, sizes and switches of one layer; made once for a generation.
+    """`DecoderLayer` holds the weights, sizes and switches of one layer. It is created once per generation.
 
     Fields:
-        qkv: makes queries, keys and values: (heads + 2 kv_heads) D outputs.
-        out, up, down: after attention, and of the MLP; a gated one has gate and up in `up`, one after the other.
-        norm_attention, norm_mlp: before the halves of the layer.
-        norm_query, norm_key: of every head before it is turned, both or none.
-        layout: outputs of `qkv`: "by_part" all queries, then all keys, then all values; "by_group" for each key-value
-            head its queries, its key and its value.
+        qkv: the projection to queries, keys and values: (heads + 2 kv_heads) D outputs.
+        out, up, down: the output projection of attention, and the MLP; if gated, `up` has gate and up concatenated.
+        norm_attention, norm_mlp: the norms before the halves of the layer.
+        norm_query, norm_key: the norms of each head before the rotary embedding, both or none.
+        layout: order of the outputs of `qkv`: "by_part" has all queries, then all keys, then all values; "by_group" has
+            queries, key and value of each key-value head.
         centered: norms are layer norms, else RMS norms.
         interleaved: which elements the rotary embedding pairs, see `rotary.py`.
-        window: tokens that a query sees, itself among them; None: all before it.
-        part: "attention" is x + a, "mlp" is x + mlp(norm_mlp(x)), of a layer in order.
-        adds_input: False leaves x out of the result, of a part or of a parallel layer.
+        window: number of tokens that a query attends to, including itself; None: all tokens up to it.
+        part: "attention" is x + a, "mlp" is x + mlp(norm_mlp(x)); only for a sequential layer.
+        adds_input: False omits x from the result, for a part or a parallel layer.
 
     Raises:
-        ConfigError: packed weights have different bits, a norm is missing, or has a bias that it cannot have, a word is
-            not known, or the layer has no such part.
+        ConfigError: packed weights have different bits, a norm is missing or has a bias that it cannot have, a value
+            is unknown, or the layer has no such part.
     """
 
     qkv: Linear
@@ -124,12 +124,12 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """The linear layers, in the order in which they are used."""
+        """The linear layers in the order of use."""
         return self.qkv, self.out, self.up, self.down
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the operator that describe the layer; they follow those of the step."""
+        """The operator's arguments that describe the layer; they follow the arguments of the step."""
         given: list[Any] = []
         bits, input_bits = 0, 16
         for weight, bias in self.linears:
@@ -146,7 +146,7 @@ class DecoderLayer:
         return (*given, [self.heads, self.kv_heads, self.head_dim, *numbers], self.eps, self.scale)
 
     def map(self, change: Any) -> "DecoderLayer":
-        """The same layer with `change` of every tensor and packed weight."""
+        """Return a copy of the layer with `change` applied to every tensor and packed weight."""
 
         def changed(value: Any) -> Any:
             if not isinstance(value, Linear | Norm):
@@ -167,23 +167,23 @@ def decoder_layer(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:
-    """The layer's output for one new token of each sequence, whose key and value are written into the cache.
+    """Compute the layer for one new token of each sequence, and write the token's key and value to the cache.
 
     Operator: `decoder_layer(x, k_cache, v_cache, length, starts, cos, sin, <weights>, shape, eps, scale)`, see
     `DecoderLayer.arguments`. It is called for up to `MOST_ROWS` sequences in fp32 and bf16.
 
     Args:
         x: (B, C).
-        k_cache, v_cache: (B, kv_heads, max_tokens, D), of x's dtype; the last dimension contiguous.
-        length: tokens in the cache before this one, which becomes number `length` there.
-        starts: int64 (B,), the first token that a sequence sees, at most `length`; None: 0.
-        cos, sin: fp32 (B, R / 2), of the angles at the new tokens' positions; None: nothing turns.
+        k_cache, v_cache: (B, kv_heads, max_tokens, D) in x's dtype; the last dimension must be contiguous.
+        length: number of tokens in the cache before the new token, which gets index `length`.
+        starts: int64 (B,), index of the first token that a sequence attends to, at most `length`; None: 0.
+        cos, sin: fp32 (B, R / 2) for the positions of the new tokens; None: no rotary embedding.
 
     Returns:
-        (B, C), of x's dtype.
+        (B, C) in x's dtype.
 
     Raises:
-        RuntimeError: the operator's or torch's, for shapes and dtypes that do not fit.
+        RuntimeError: raised by the operator or torch for shapes and dtypes that do not fit.
     """
     if (kernel := decoder_layer_operator(x)) is not None:
         return kernel(x, k_cache, v_cache, length, starts, cos, sin, *layer.arguments)
@@ -191,7 +191,7 @@ def decoder_layer(
 
 
 def decoder_layer_operator(x: Tensor) -> Any:
-    """The operator that serves x's shape and dtype, or None."""
+    """Return the operator for x's shape and dtype, or None."""
     if x.dtype not in _DTYPES or x.shape[0] > MOST_ROWS:
         return None
     found = operator_for(OP, "decoder_layer", x)
@@ -208,7 +208,7 @@ def decoder_layer_reference(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:
-    """`decoder_layer` in torch; what kernels are compared with."""
+    """The torch reference of `decoder_layer`. Tests compare kernels with it."""
     residual = x if layer.adds_input else torch.zeros_like(x)
     if layer.part == "mlp":
         assert layer.norm_mlp is not None
@@ -254,7 +254,7 @@ def _product(x: Tensor, linear: Linear) -> Tensor:
 
 
 def _heads_of(qkv: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, heads, D), (B, kv_heads, D), (B, kv_heads, D)."""
+    """Return queries (B, heads, D), keys (B, kv_heads, D) and values (B, kv_heads, D)."""
     heads = qkv.unflatten(-1, (-1, layer.head_dim))
     if layer.layout == "by_part":
         query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)

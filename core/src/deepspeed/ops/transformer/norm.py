@@ -1,10 +1,10 @@
-"""Layer norm and RMS norm over the last dimension, alone or in one pass with the residual addition before them.
+"""Layer norm and RMS norm over the last dimension, optionally fused with the residual addition before them.
 
     layer norm    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias      var: divided by N     arXiv 1607.06450
     RMS norm      y = x / sqrt(mean(x^2) + eps) * weight                                           arXiv 1910.07467
 
-Arithmetic is fp32, rounded once to x's dtype. The residual forms first round `x + residual` to x's dtype, as two steps
-would, and return it as well: it is the input of the next residual addition.
+Arithmetic is fp32, rounded once to x's dtype. The residual variants first round `x + residual` to x's dtype, like two
+separate ops, and also return this sum, which is the input of the next residual addition.
 """
 
 import torch
@@ -15,22 +15,22 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops.operators import operator_for
 
 OP = "transformer_inference"
-# On the host, fp32 layer norm of more than this (it no longer fits the second cache) is torch's own: both wait for
-# memory (1.0 to 1.3x the time of a negation of the same size), and which is ahead changes from run to run. Measured by
-# benchmarks/host_ops.py.
+# On the host, torch computes fp32 layer norm of more elements than this, which exceed the second-level cache. Both
+# implementations are then memory-bound (1.0 to 1.3x the time of a negation of the same size), and neither is faster in
+# all runs. Measured by benchmarks/host_ops.py.
 _CACHED_FP32 = 1 << 18
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Layer norm of every row of `x`. Operator: `layer_norm(x, weight, bias, eps)`.
+    """Compute layer norm of every row of `x`. Operator: `layer_norm(x, weight, bias, eps)`.
 
     Args:
         x: (..., N) in fp32, bf16 or fp16.
-        weight, bias: (N,), of x's dtype or fp32; None for 1 and 0.
+        weight, bias: (N,) in x's dtype or fp32; None for 1 and 0.
         eps: added to the variance.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
         ConfigError: a shape does not fit; the message names the argument.
@@ -48,16 +48,16 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def layer_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(s), s) with s = x + residual. Operator: `layer_norm_residual(x, residual, weight, bias, eps)`.
+    """Return (layer_norm(s), s) for s = x + residual. Operator: `layer_norm_residual(x, residual, weight, bias, eps)`.
 
     Args:
-        residual: of x's shape and dtype; the others as in `layer_norm`.
+        residual: a tensor of x's shape and dtype. The other arguments are as in `layer_norm`.
 
     Returns:
         Two tensors of x's shape and dtype.
 
     Raises:
-        ConfigError: as `layer_norm`, or the residual has another shape or dtype.
+        ConfigError: see `layer_norm`; also if the residual has another shape or dtype.
     """
     _check_rows(x, weight, bias)
     _check_residual(x, residual)
@@ -69,15 +69,15 @@ def layer_norm_residual(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """RMS norm of every row of `x`. Operator: `rms_norm(x, weight, eps)`.
+    """Compute RMS norm of every row of `x`. Operator: `rms_norm(x, weight, eps)`.
 
     Args:
         x: (..., N) in fp32, bf16 or fp16.
-        weight: (N,), of x's dtype or fp32; None for 1.
+        weight: (N,) in x's dtype or fp32; None for 1.
         eps: added to the mean square.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
         ConfigError: a shape does not fit; the message names the argument.
@@ -95,16 +95,16 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def rms_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = x + residual. Operator: `rms_norm_residual(x, residual, weight, eps)`.
+    """Return (rms_norm(s), s) for s = x + residual. Operator: `rms_norm_residual(x, residual, weight, eps)`.
 
     Args:
-        residual: of x's shape and dtype; the others as in `rms_norm`.
+        residual: a tensor of x's shape and dtype. The other arguments are as in `rms_norm`.
 
     Returns:
         Two tensors of x's shape and dtype.
 
     Raises:
-        ConfigError: as `rms_norm`, or the residual has another shape or dtype.
+        ConfigError: see `rms_norm`; also if the residual has another shape or dtype.
     """
     _check_rows(x, weight, None)
     _check_residual(x, residual)
@@ -118,13 +118,13 @@ def rms_norm_residual(
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm` in torch."""
+    """The torch reference of `layer_norm`."""
     normed = F.layer_norm(x.float(), x.shape[-1:], _float(weight), _float(bias), eps)
     return normed.to(x.dtype)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`rms_norm` in torch."""
+    """The torch reference of `rms_norm`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.float()).to(x.dtype)

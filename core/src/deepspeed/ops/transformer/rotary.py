@@ -1,10 +1,10 @@
-"""Rotary position embedding: pairs of numbers of a head are turned by an angle that grows with the position.
+"""Rotary position embedding rotates pairs of elements of a head by an angle proportional to the position.
 
     (a, b) -> (a cos - b sin, b cos + a sin),     angle = position * base^(-2i / R),  i = 0 ... R/2 - 1
     half-split (NeoX, Llama)     a = x[i],   b = x[i + R/2]
     interleaved (GPT-J)          a = x[2i],  b = x[2i + 1]
 
-R is the number of leading elements of a head that turn; the rest pass unchanged. Source: RoFormer, arXiv 2104.09864.
+The first R elements of a head are rotated; the rest do not change. Source: RoFormer, arXiv 2104.09864.
 """
 
 import torch
@@ -17,14 +17,14 @@ OP = "transformer_inference"
 
 
 def rotary_table(positions: Tensor, rotary_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at `positions`, each fp32 of shape (*positions.shape, rotary_dim / 2).
+    """Return cos and sin of the angles at `positions`, each fp32 (*positions.shape, rotary_dim / 2).
 
-    Made once per forward pass, for all layers.
+    Called once per forward pass, for all layers.
 
     Args:
         positions: integers, (S,) or (B, S).
         rotary_dim: R, even.
-        base: of the geometric series of frequencies.
+        base: base of the geometric series of frequencies.
 
     Raises:
         ConfigError: `rotary_dim` is odd or below 2.
@@ -41,18 +41,18 @@ def rotary_table(positions: Tensor, rotary_dim: int, base: float = 10000.0) -> t
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, seq_dim: int = 1) -> Tensor:
-    """`x` with the first R elements of each head turned; R is twice the last dimension of `cos`.
+    """Rotate the first R elements of each head of `x`; R is twice the last dimension of `cos`.
 
     Arithmetic is fp32, rounded once to x's dtype. Operator: `rotary(x, cos, sin, interleaved, seq_dim)`.
 
     Args:
         x: (B, S, heads, D) or, with `seq_dim=2`, (B, heads, S, D); fp32, bf16 or fp16.
-        cos, sin: fp32 (S, R/2), or (B, S, R/2) for positions that differ within the batch; R <= D.
-        interleaved: which elements are pairs, see the file's docstring.
-        seq_dim: which dimension of x is S, 1 or 2.
+        cos, sin: fp32 (S, R/2), or (B, S, R/2) if positions differ within the batch; R <= D.
+        interleaved: which elements form a pair, see the module docstring.
+        seq_dim: the dimension S of x, 1 or 2.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
         ConfigError: a shape or dtype does not fit; the message names the argument.
@@ -69,9 +69,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
 
 
 def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seq_dim: int) -> Tensor:
-    """`apply_rotary` in torch."""
+    """The torch reference of `apply_rotary`."""
     half = cos.shape[-1]
-    # heads lie between positions and elements (seq_dim 1), or between batch and positions (seq_dim 2)
+    # the heads dimension is between positions and elements (seq_dim 1), or between batch and positions (seq_dim 2)
     heads_dim = -2 if seq_dim == 1 else -3
     if seq_dim == 1 or cos.dim() == 3:
         cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
