@@ -1,8 +1,8 @@
-"""The engine's read-only getters, as tables: name -> how it is answered.
+"""Tables of the engine's read-only getters: name -> how the getter finds its value.
 
-DeepSpeed's documented interface has a method for almost every configuration value, and attributes for what `initialize`
-was given. `with_accessors` makes them on the engine's class; the methods take no argument. What they answer from the
-configuration is read once, by `build.py`, so that the engine need not keep it.
+DeepSpeed's documented interface has a method for almost every configuration value, and attributes for the arguments of
+`initialize`. `with_accessors` adds them to the engine's class; the methods take no argument. `build.py` reads the
+configuration's values once, so that the engine need not keep the configuration.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def _dynamic_loss_scale_args(fp16: FP16Config) -> dict[str, Any] | None:
 
 
 def _of_offload(name: str) -> tuple[str, Callable[[OffloadOptimizerConfig | None], Any]]:
-    """A key of `offload_optimizer`; without the section its default, with which nothing is offloaded."""
+    """Return the section's path and a getter of one of its keys; an absent section has the defaults, and no offload."""
     return "zero_optimization.offload_optimizer", lambda section: getattr(section or OffloadOptimizerConfig(), name)
 
 
@@ -54,8 +54,8 @@ def _section_as_written(name: str) -> tuple[str, Callable[[Mapping[str, Any]], A
     return "raw", lambda raw: raw.get(name, {})
 
 
-#: answered from the validated configuration: method name -> dotted path below the config root, or the path and a
-#: function of the value there
+#: values of the validated configuration: method name -> dotted path below the config root, or the path and a function
+#: of the value there
 FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
@@ -187,7 +187,7 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     ),
 }
 
-#: answered from the engine itself
+#: values that are read from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
     "empty_partition_cache": lambda engine: engine.sharding.release_gathered(),
@@ -260,7 +260,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "world_size": lambda engine: comm.get_world_size(),
 }
 
-#: attributes of the engine that are its parts' own: name -> (part, attribute there); users may write them too
+#: attributes that belong to a part of the engine: name -> (part, attribute of the part); users may assign them too
 DELEGATED = {
     "basic_optimizer": ("_training", "basic_optimizer"),
     "global_samples": ("_training.progress", "global_samples"),
@@ -274,7 +274,7 @@ DELEGATED = {
 
 
 def read_answers(config: Any) -> dict[str, Any]:
-    """Return what the getters of `FROM_CONFIG` answer, by name. Called once, by `build.py`."""
+    """Return the values of the getters of `FROM_CONFIG`, by name. Called once, by `build.py`."""
     answers = {}
     for name, source in FROM_CONFIG.items():
         path, convert = (source, None) if isinstance(source, str) else source
@@ -284,7 +284,7 @@ def read_answers(config: Any) -> dict[str, Any]:
 
 
 def with_accessors(cls: Engine) -> Engine:
-    """Class decorator: the getters and attributes of the tables, on the engine's class."""
+    """Add the getters and attributes of the tables to the engine's class; a class decorator."""
     for name, source in FROM_CONFIG.items():
         setattr(cls, name, _answer(name, source if isinstance(source, str) else source[0]))
     for name, function in FROM_ENGINE.items():
@@ -298,7 +298,7 @@ def with_accessors(cls: Engine) -> Engine:
 
 
 def _keep_reducing(engine: Any, value: bool) -> None:
-    """Refuse what megatron-like loops set to reduce gradients themselves: stages 1 to 3 keep shards of sums only."""
+    """Refuse False, which megatron-like loops set to reduce gradients themselves: stages 1 to 3 keep shards of sums."""
     if not value:
         raise ValueError(
             f"engine.enable_backward_allreduce = {value}: this engine reduces gradients in backward() and step();"

@@ -1,25 +1,25 @@
-"""A checkpoint of another number of ranks, stage, precision or program, as a run like this one would have saved it.
+"""Convert a checkpoint of another number of ranks, stage, precision or program into the form that this run saves.
 
-`saving.py` calls it, before anything is changed. Three kinds of file need care:
+`saving.py` calls these functions before it changes anything. Three kinds of files need care:
 
-- DeepSpeed's, saved at stage 0, name no parameters: torch's state dict has the optimizer's states by their number in
-  its groups. A run takes them whose optimizer got its parameters in the same order. In bf16 the master weights are
+- DeepSpeed's files of stage 0 name no parameters: torch's state dict numbers the optimizer states within its groups.
+  A run can load them if its optimizer got the parameters in the same order. In bf16 the master weights are stored
   beside them (`fp32_groups`).
-- Weights of another program have no states.
-- A model file of stage 3 has an empty tensor for each parameter that was sharded at the save, and this run may shard
-  others (`stage3_param_persistence_threshold`). What the optimizer trains comes from the optimizer's shards. Of the
-  others `frozen_param_fragments` has this rank's part, or the whole parameter.
+- Weights of another program have no optimizer states.
+- A model file of stage 3 has an empty tensor for each parameter that was sharded at the save. This run may shard other
+  parameters (`stage3_param_persistence_threshold`). Trained parameters are read from the optimizer's shards. For every
+  other parameter, `frozen_param_fragments` has this rank's part or the whole parameter.
 
-In the other direction, what a save writes is put into the keys and the division that DeepSpeed 0.19 loads
-(`checkpoint.format` "deepspeed"). The names of files and most keys are the same in any case. DeepSpeed wants
+In the other direction, a save is converted to the keys and the division that DeepSpeed 0.19 loads (`checkpoint.format`
+"deepspeed"). The file names and most keys are the same in both forms. DeepSpeed needs
 
-    param_groups                 with `params`, which count the groups' buffers
+    param_groups                 with `params`, the numbers of the groups' buffers
     loss_scaler                  an object; in stages 1 and 2 without one it keeps its configured scale
-    stages 1, 2: master weights  without the padding, which the optimizer's states have
+    stages 1, 2: master weights  without the padding that the optimizer states have
     stage 3: the base optimizer  under `optimizer_state_dict`
     stage 3: fp32_flat_groups    one buffer, and one state, per sub-group of `sub_group_size` elements of a rank
     stage 3: param_shapes        by sub-group
-    stage 3: module              empty tensors for all parameters; of frozen ones this rank's part
+    stage 3: module              empty tensors for all parameters; this rank's part of the frozen ones
 """
 
 import copy
@@ -49,10 +49,10 @@ from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
 
 
 def with_names(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoint:
-    """`found`, whose optimizer's state has the names that this run's parameters have; others as they are.
+    """Return `found` with this run's parameter names in its optimizer state; unchanged if it needs none.
 
     Raises:
-        CheckpointError: this run trains other numbers of parameters, or of other shapes.
+        CheckpointError: this run trains another number of parameters, or parameters of other shapes.
     """
     own = found.model_state
     whole = own.get("optimizer") or {}
@@ -93,13 +93,13 @@ def _check_order(path: str, base: Mapping[str, Any], names: list[list[str]], wei
 
 
 def read_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
-    """`found`, whose `model_state` has the weights that a rank of this run saves.
+    """Return `found` with the weights that a rank of this run saves in its `model_state`.
 
-    Read are buffers, what no optimizer trains (of sharded parameters this rank's part), and trained parameters that are
-    whole here. The latter come from the master weights where these are restored.
+    It reads the buffers, the untrained parameters (this rank's part of sharded ones), and the trained parameters that
+    are whole here. If master weights are restored, trained parameters come from these instead.
 
     Args:
-        with_states: the optimizer's state, and so the master weights, are to be restored.
+        with_states: whether the optimizer's state, and so the master weights, will be restored.
 
     Raises:
         CheckpointError: for parameters of other shapes; nothing was changed.
@@ -128,7 +128,7 @@ def read_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: 
 
 
 def _part(stored: StoredTensor, param: Parameter) -> Tensor:
-    """This rank's part of ceil(n / W) elements of a sharded parameter, 1-D, padded with zeros."""
+    """Return this rank's part of a sharded parameter: ceil(n / W) elements, 1-D, padded with zeros."""
     unit = unit_of(param)
     assert unit is not None
     ranks = unit.unit_ranks.reduce_group
@@ -155,12 +155,12 @@ def _check_shapes(found: LoadedCheckpoint, params: Mapping[str, Parameter]) -> N
 
 
 def fit_module_state(module: Module, model_state: Mapping[str, Any], *, compares_shapes: bool = True) -> dict[str, Any]:
-    """The weights of a model file, with the module's own value for each parameter that is whole on one side only.
+    """Return the weights of a model file, with the module's own value of parameters that are whole on one side only.
 
     Args:
         module: its sharded parameters are released.
         model_state: content of the model file.
-        compares_shapes: the file's are those of the parameters here; else of parts of a model divided otherwise.
+        compares_shapes: False if the file has parts of a model that was divided otherwise, so that shapes may differ.
 
     Raises:
         CheckpointError: a parameter that is sharded on both sides had another shape; nothing was changed.
@@ -184,7 +184,7 @@ def fit_module_state(module: Module, model_state: Mapping[str, Any], *, compares
 
 
 def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """This rank's part of each parameter that no optimizer trains and that is sharded here, at the save, or both."""
+    """Return this rank's part of each untrained parameter that is sharded here, was sharded at the save, or both."""
     fragments = model_state.get("frozen_param_fragments") or {}
     shapes = saved_shapes(model_state)
     parts = {}
@@ -208,10 +208,10 @@ def saved_shapes(model_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_own_parts(found: LoadedCheckpoint, state: TrainingState, elsewhere: Collection[str]) -> LoadedCheckpoint:
-    """`found` of a run that divided its model otherwise: with weights and states of the parts that this rank has.
+    """Return `found` with this rank's parts of the weights and states, if the saving run divided its model otherwise.
 
     Args:
-        elsewhere: names in the undivided model of what other ranks of this run have.
+        elsewhere: names, in the undivided model, of the weights and buffers that other ranks of this run have.
     """
     if not found.model_ranks:
         return found
@@ -220,7 +220,7 @@ def with_own_parts(found: LoadedCheckpoint, state: TrainingState, elsewhere: Col
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
-    """`found`, whose `model_state` has what a rank of this run saves of parameters that no optimizer trains here."""
+    """Return `found` with its untrained parameters, in `model_state`, in the form that a rank of this run saves."""
     if found.parts is None:
         return found
     if found.stored is not None:
@@ -241,7 +241,7 @@ def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_stat
 
 
 def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: SavedStates) -> Tensor | None:
-    """This rank's part of a parameter that is sharded here, else the whole. None: nothing is divided, or not there."""
+    """Return this rank's part of a parameter sharded here, else the whole; None if undivided, or missing there."""
     assert found.parts is not None
     own, unit = found.model_state, unit_of(param)
     rank, world_size = (unit.unit_ranks.reduce_group.rank, unit.unit_ranks.reduce_group.world_size) if unit else (0, 1)
@@ -267,14 +267,14 @@ def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: Sav
 
 
 def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
-    """`found`, whose `by_name` has the master weights, and the optimizer's state, of what this rank did not save. It is
-    None where the module has all weights, or for a state dict of torch as older versions wrote it.
+    """Return `found` with `by_name`: the master weights, and the optimizer state, that this rank did not save itself.
+    `by_name` is None if the module has all weights, or for a torch state dict as older versions wrote it.
 
     Args:
-        with_states: the optimizer's state is to be restored, not only the weights.
+        with_states: whether the optimizer's state will be restored, and not only the weights.
 
     Raises:
-        CheckpointError: they have no names, or are not whole.
+        CheckpointError: the states have no names, or are incomplete.
     """
     if found.states is not None:
         if not (found.model_ranks[0].states is not None or with_states or state.sharding.stage == 3):
@@ -308,13 +308,13 @@ def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
 
 
 def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_size: int) -> dict[str, Any]:
-    """The content of a `*_optim_states.pt`.
+    """Return the content of a `*_optim_states.pt` in DeepSpeed's form.
 
     Args:
-        sub_group_size: `zero_optimization.sub_group_size` of the run, and of the one that loads in DeepSpeed.
+        sub_group_size: `zero_optimization.sub_group_size` of this run; the DeepSpeed run that loads must have it too.
 
     Raises:
-        CheckpointError: a state of the optimizer is kept by parameter, which DeepSpeed has no place for.
+        CheckpointError: the optimizer keeps a state per parameter, for which DeepSpeed's files have no place.
     """
     shard = dict(state["optimizer_state_dict"])
     shard["loss_scale_state"] = shard.pop("loss_scaler")
@@ -351,7 +351,7 @@ def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_
 
 
 def as_deepspeeds_model(state: Mapping[str, Any], sharding: Sharding, sub_group_size: int) -> dict[str, Any]:
-    """The content of a `*_model_states.pt`; the arguments are those of `as_deepspeeds_shard`."""
+    """Return the content of a `*_model_states.pt`; the arguments are those of `as_deepspeeds_shard`."""
     if sharding.stage < 3:
         return dict(state)
     frozen, fragments = state["frozen_param_shapes"], state["frozen_param_fragments"]
@@ -380,12 +380,12 @@ def _without_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(shapes: Iterable[torch.Size], sharding: Sharding) -> list[int]:
-    """Elements that a rank has of each parameter of a group."""
+    """Return the number of elements that a rank has of each parameter of a group."""
     return [-(-shape.numel() // sharding.world_size) for shape in shapes]
 
 
 def _places(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return where a group's sub-groups begin and end, in parameters: each takes some until it has `limit` elements."""
+    """Return where a group's sub-groups begin and end, in parameters; each is filled until it has `limit` elements."""
     places, numel = [0], 0
     for place, size in enumerate(sizes, 1):
         numel += size
@@ -396,7 +396,7 @@ def _places(sizes: Sequence[int], limit: int) -> list[int]:
 
 
 def _cuts(sizes: Sequence[int], limit: int) -> list[int]:
-    """The same in elements."""
+    """Return the boundaries of `_places` in elements."""
     ends = [0, *accumulate(sizes)]
     return [ends[place] for place in _places(sizes, limit)]
 
@@ -406,7 +406,7 @@ def _cut(flat: Tensor, cuts: Sequence[int]) -> list[Tensor]:
 
 
 def _range(value: Any, first: int, stop: int) -> Any:
-    """A copy of what a sub-group has of a value: an optimizer that loads it counts its step up in place."""
+    """Return a copy of a sub-group's range of a value: an optimizer that loads it increments its step in place."""
     if not isinstance(value, Tensor) or value.shape == (stop - first,):
         return value
     return value[first:stop].clone() if value.dim() > 0 else value.clone()

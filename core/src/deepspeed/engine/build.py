@@ -1,6 +1,6 @@
 """`deepspeed.initialize`: configuration -> parts -> engine, in reading order.
 
-It and `sharding.py` alone read the root of the configuration.
+Only this file and `sharding.py` read the root of the configuration.
 """
 
 import argparse
@@ -118,14 +118,14 @@ def initialize(
         args: may carry `deepspeed_config` (a path), `local_rank` or `device_rank`.
         model: the module; moved to this rank's device.
         optimizer: a torch optimizer, or a callable that gets the parameters; beats the config's.
-        model_parameters: what the optimizer updates, parameters or groups of them; default: all that train.
+        model_parameters: parameters or groups that the optimizer updates; default: all that require gradients.
         training_data: a dataset, for which a distributed loader is made.
         lr_scheduler: a scheduler, or a callable that gets the optimizer; beats the config's.
-        distributed_port: of the rendezvous, when this call starts torch.distributed without a launcher.
+        distributed_port: port of the rendezvous, if this call starts torch.distributed without a launcher.
         mpu: an object with `get_data_parallel_group()`, `..._world_size()` and `..._rank()`, and the same for
             tensor, pipeline or sequence parallelism, if the caller made the groups and divides the model itself.
         dist_init_required: False if torch.distributed was initialized by the caller.
-        collate_fn: for the loader.
+        collate_fn: passed to the loader.
         config: path, dict, JSON, hjson or base64; `config_params` is its older name.
         mesh_param: sizes (data parallel, sequence parallel), or a mapping of axes ("dp", "sp", "tp", "pp") to sizes,
             which multiply to the number of ranks. Gradients are averaged over dp x sp; the caller divides the model,
@@ -200,7 +200,7 @@ def _initialize(
     refuse_inner_pipeline(model)
     warn_of_shared_memory(model, settings.zero_optimization.stage)
     if optimizer is not None and "gradient_clipping" not in settings.model_fields_set:
-        settings.gradient_clipping = 0.0  # a script that brings its optimizer gets its gradients as they are
+        settings.gradient_clipping = 0.0  # by default, the gradients of a script's own optimizer are not clipped
     _start_communication(dist_init_required, distributed_port)
     if isinstance(model, PipelineModule):
         has_optimizer = optimizer is not None or settings.optimizer is not None
@@ -223,7 +223,7 @@ def _initialize(
     claim_dtypes(asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
-    slow_ranks = create_slow_ranks(settings.watch, mesh)  # before the backends of groups, whose waits it counts
+    slow_ranks = create_slow_ranks(settings.watch, mesh)  # before the group backends, whose waits it counts
 
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
@@ -395,7 +395,7 @@ def _initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config`. The launcher's `--local_rank` is the script's own to add."""
+    """Add `--deepspeed` and `--deepspeed_config`. The script itself adds the launcher's `--local_rank`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed (for the script to look at)")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the DeepSpeed JSON configuration")
@@ -405,7 +405,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> ConfigSource:
-    """The one configuration among the three places that may name it."""
+    """Return the configuration that one of the three places gives; several must agree."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = {
         name: value
@@ -434,12 +434,12 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
 def _asked_sizes(
     config: DeepSpeedConfig, needed: tuple[str, str, int | None] | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Return the size that the configuration asks for, and the key that asks, by axis of the mesh.
+    """Return, by mesh axis, the size that the configuration asks for and the key that asks for it.
 
     A size of 1 asks for nothing, except in `mesh`.
 
     Args:
-        needed: what the model asks for, as `merge_sizes` takes it.
+        needed: the size that the model asks for, in the form that `merge_sizes` takes.
     """
     tp_size = config.tensor_parallel.size
     given = [(f"mesh.{axis}", axis, getattr(config.mesh, axis)) for axis in ("pp", "dp", "sp", "tp")]
@@ -450,7 +450,7 @@ def _asked_sizes(
 
 
 def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Correct the batch size of Trainer and Accelerate, who also count the ranks that get the same samples."""
+    """Correct the batch size of Trainer and Accelerate, which also count the ranks that get the same samples."""
     sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.tensor_parallel.size == 1 or None in sizes:
         return
@@ -460,8 +460,8 @@ def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
 
 
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Check that ranks agree on what decides their collectives: which ones, with what contents, and how much a rank's
-    samples count. A collective of all ranks of the model."""
+    """Check that ranks agree on the settings that decide which collectives run, with what contents, and how much a
+    rank's samples count. A collective of all ranks of the model."""
     zero = config.zero_optimization
     copies = f"mics_shard_size {zero.mics_shard_size}, zero_hpz_partition_size {zero.zero_hpz_partition_size}"
     facts = {

@@ -41,5 +41,5 @@ def _compiled(func: Function) -> Function:
 
 
 def dummy_decorator(func: Function) -> Function:
-    """The function as it is."""
+    """Return the function as it is."""
     return func

@@ -1,14 +1,14 @@
-"""The section `deterministic`: a run whose losses are bitwise the same for every number of ranks, stage of ZeRO,
-placement and number of accumulation steps that share the global batch in micro-batches of the same samples.
+"""The section `deterministic`: losses are bitwise the same for every number of ranks, ZeRO stage, placement and number
+of accumulation steps, as long as the global batch is divided into micro-batches of the same samples.
 
-    sums of gradients     one binary tree over the micro-batches of a step       `FixedOrder`
-    their norm            a sum that no order changes                            `ExactSquares`
-    random numbers        of a forward, backward: from (seed, step, micro-batch) `OneOrder`
-    samples               of `training_data`: whole micro-batches by turns       `DeepSpeedDataLoader`
-    kernels               those that torch calls deterministic; others raise     `DeterministicKernels`
+    sums of gradients     one binary tree over the micro-batches of a step         `FixedOrder`
+    norm of gradients     a sum that does not depend on the order                  `ExactSquares`
+    random numbers        seeded per forward, backward: (seed, step, micro-batch)  `OneOrder`
+    samples               `training_data` is dealt in whole micro-batches          `DeepSpeedDataLoader`
+    kernels               those that torch calls deterministic; others raise       `DeterministicKernels`
 
-What cannot be bitwise the same is refused by its name: keys in `sharding.py`, all else here. Called by `build.py`, once
-per engine.
+Anything that cannot be bitwise the same is refused by name: keys in `sharding.py`, all else here. `build.py` calls this
+file once per engine.
 """
 
 import weakref
@@ -48,19 +48,19 @@ _APART = (
 
 
 class OneOrder:
-    """`OneOrder` knows the place of every micro-batch in the global batch, and gives its forward and its backward
-    random numbers of their own, whatever rank runs them.
+    """`OneOrder` knows the position of every micro-batch in the global batch. It seeds the random numbers of each
+    forward and backward, so that they do not depend on the rank that runs it.
 
-    They follow from the seed, the step, the place, and which forward of the micro-batch it is, of those with gradients
-    or of the others. The generators of this process are as before when it is over: what the script draws is its own.
+    A seed depends on the run's seed, the step, the position, and the number of the forward within its micro-batch, with
+    and without gradients counted apart. Afterwards the generators are restored for the script's own random numbers.
 
     Args:
         seed: the same on all ranks.
-        world_size: ranks of data parallelism.
-        rank: among them.
-        module: its forwards have these numbers too where a script calls it past the engine. One of its parts may not
-            draw where a script calls that past the module.
-        progress: of the run.
+        world_size: number of data-parallel ranks.
+        rank: this rank among them.
+        module: its forwards are seeded too if a script calls it directly instead of the engine. A submodule that a
+            script calls directly may not draw random numbers.
+        progress: counters of the run.
     """
 
     def __init__(self, seed: int, world_size: int, rank: int, module: nn.Module, progress: "Progress") -> None:
@@ -68,18 +68,18 @@ class OneOrder:
         self._world_size, self._rank = world_size, rank
         self._progress = progress
         self._num_reduced = 0  # backwards since the last step whose gradients are summed over the ranks
-        self._num_of_micro_batch = 0  # the same of the current micro-batch
-        self._last = _NOWHERE  # step and backwards before the last forward
-        self._num_forwards = {True: 0, False: 0}  # of the same micro-batch before now, by whether they have gradients
+        self._num_of_micro_batch = 0  # the same, of the current micro-batch
+        self._last = _NOWHERE  # (step, reduced backwards before it) of the last forward
+        self._num_forwards = {True: 0, False: 0}  # of that micro-batch so far, by whether they have gradients
         self._last_name = ""  # of the last forward
-        self._num_backwards = 0  # since then
-        self._num_since = 0  # forwards since the last of the backwards that are counted
-        self._has_drawn = False  # a forward since the last step
-        self._is_inside = False  # a forward
+        self._num_backwards = 0  # since the last reduced backward
+        self._num_since = 0  # forwards since the last reduced backward
+        self._has_drawn = False  # whether a forward since the last step has drawn random numbers
+        self._is_inside = False  # whether a forward is running
         self._kept = _kept_buffers(module)
-        self._may_write = True  # whether the next forward with gradients may write one: the first, or the last has
-        self._watched = ExitStack()  # the forward of the module that runs
-        self._past: nn.Module | None = None  # a part whose forward runs past the module's
+        self._may_write = True  # whether the next forward with gradients may write a buffer: the first, or the last did
+        self._watched = ExitStack()  # encloses the running forward of the module
+        self._past: nn.Module | None = None  # a submodule whose forward the script called directly
         self._states: list[Tensor] = []  # of the generators before that forward
         self._end_compiled: Callable[[], None] | None = None
         self._hooks = [] if module._compiled_call_impl is not None else self._watch(module)
@@ -103,7 +103,7 @@ class OneOrder:
             owner = itself()
             if owner is None or owner._is_inside or owner._past is not None or not torch.is_grad_enabled():
                 return
-            if not is_in_backward():  # else a checkpoint inside the model, which restores the generators itself
+            if not is_in_backward():  # else a checkpoint inside the model recomputes, and restores the generators
                 owner._past, owner._states = part, _random_states()
 
         def leave_part(part: nn.Module, *_: Any) -> None:
@@ -125,8 +125,8 @@ class OneOrder:
         return hooks
 
     def watch_compiled(self, module: nn.Module) -> None:
-        """Give forwards of a module that is compiled in place these numbers where a script calls it past the engine.
-        Hooks would be compiled too."""
+        """Seed the forwards of a module that is compiled in place when a script calls it directly instead of the
+        engine. Hooks would be compiled too."""
         compiled, itself = module._compiled_call_impl, weakref.ref(self)
         if compiled is None:
             return
@@ -146,7 +146,7 @@ class OneOrder:
         self._end_compiled = end
 
     def stop_watching(self) -> None:
-        """Leave the module without hooks: it is about to be compiled, or the engine ends."""
+        """Remove the hooks: the module is about to be compiled, or the engine ends."""
         while self._hooks:
             self._hooks.pop().remove()
         if self._end_compiled is not None:
@@ -154,12 +154,12 @@ class OneOrder:
             self._end_compiled = None
 
     def close(self) -> None:
-        """The engine ends."""
+        """Remove the hooks and give back the deterministic kernels; the engine ends."""
         self.stop_watching()
         self._give_back()
 
     def saw_reduction(self) -> StateError | None:
-        """One more backward ends in a sum over the ranks. Returns what to raise if its forward has no place."""
+        """Count a backward that ends in a sum over the ranks. Return the error if its forward has no position."""
         self._num_reduced += 1
         self._num_of_micro_batch += 1
         has_forward, self._num_since = self._num_since > 0, 0
@@ -169,21 +169,21 @@ class OneOrder:
         return StateError(_APART) if self._num_of_micro_batch == 1 else _too_many(self._num_of_micro_batch)
 
     def end_micro_batch(self, schedule: "Accumulation") -> StateError | None:
-        """The micro-batch is over. Returns what to raise if it was not one summand: two would be those of two
-        micro-batches on another number of ranks. Where a user sets boundaries, none ends before the step does."""
+        """End the micro-batch. Return the error if it had more than one reduced backward: on another number of ranks
+        they would be two micro-batches. If the user sets boundaries, a micro-batch ends only with its step."""
         found, self._num_of_micro_batch = self._num_of_micro_batch, 0
         return None if found <= 1 or schedule.boundary is not None else _too_many(found)
 
     def restart(self) -> None:
-        """A step begins, or begins again."""
+        """Reset the counts: a step begins, or begins again."""
         self._num_reduced = self._num_of_micro_batch = self._num_since = 0
         self._has_drawn = False
         self._last = _NOWHERE
 
     @contextmanager
     def of_forward(self, step: int) -> Iterator[None]:
-        """Enclose one forward that trains, after so many steps."""
-        is_again = is_in_backward()  # a checkpoint around the engine
+        """Seed one forward that trains, after `step` steps."""
+        is_again = is_in_backward()  # a checkpoint around the engine recomputes
         name = self._same_name() if is_again else self._next_name(step)
         checks = not is_again and torch.is_grad_enabled()
         before, marks = (self._buffers(), self._marks()) if checks else ([], [])
@@ -200,8 +200,8 @@ class OneOrder:
             self._may_write = any(one is not other or was != now for (one, was), (other, now) in pairs)
 
     def of_backward(self, step: int) -> AbstractContextManager[None]:
-        """Enclose one backward, after so many steps; call it before `saw_reduction`. What draws there is a hook of the
-        script, or a checkpoint that does not preserve random numbers."""
+        """Seed one backward after `step` steps; call it before `saw_reduction`. Only hooks of the script, and
+        checkpoints that do not preserve random numbers, draw in a backward."""
         micro_batch = self._num_reduced * self._world_size + self._rank
         self._num_backwards += 1
         return self._drawing(f"{self._seed} {step} {micro_batch} backward {self._num_backwards}", is_forward=False)
@@ -229,7 +229,7 @@ class OneOrder:
 
     @contextmanager
     def _drawing(self, name: str, *, is_forward: bool = True) -> Iterator[None]:
-        """Inside, random numbers follow from `name`."""
+        """Seed the random numbers inside the context by `name`."""
         accelerator, tracker = get_accelerator(), get_rng_tracker()
         on_host = accelerator.device_name() == "cpu"
         host, device = torch.get_rng_state(), None if on_host else accelerator.get_rng_state()
@@ -248,27 +248,27 @@ class OneOrder:
                 accelerator.set_rng_state(device)
 
     def _buffers(self) -> list[tuple[str, Tensor, nn.Module, str]]:
-        """The buffers as they are, if the forward may write one."""
+        """Return copies of the buffers if the forward may write one, else an empty list."""
         listed = self._kept if self._may_write else []
         found = [(path, part._buffers.get(key), part, key) for path, part, key in listed]
         return [(path, buffer.clone(), part, key) for path, buffer, part, key in found if buffer is not None]
 
     def _marks(self) -> list[tuple[Tensor | None, int]]:
-        """Return each buffer, and torch's count of the operations that have written it. They find a forward that begins
-        to write later; values are compared from the next one on."""
+        """Return each buffer with torch's count of the operations that wrote it. The counts show that a forward has
+        begun to write; from the next forward on, values are compared."""
         buffers = [part._buffers.get(key) for _, part, key in self._kept]
         return [(each, 0 if each is None or each.is_inference() else each._version) for each in buffers]
 
 
 class DeterministicKernels:
-    """The kernels that torch calls deterministic are used while an engine needs them; then as before."""
+    """Torch uses deterministic kernels while at least one engine needs them; then the former setting returns."""
 
     _num_users = 0
-    _before = False, False  # whether they were used, and whether others only warned
+    _before = False, False  # the former setting: enabled, warn_only
 
     @classmethod
     def take(cls) -> Callable[[], None]:
-        """One more engine needs them, until what is returned is called."""
+        """Count one more engine that needs these kernels, until the returned function is called."""
         if cls._num_users == 0:
             enabled, warns = (
                 torch.are_deterministic_algorithms_enabled,
@@ -315,7 +315,7 @@ def _refuse_part(path: str, part: nn.Module) -> NoReturn:
 
 
 def _kept_buffers(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The buffers that a checkpoint has, each with its module and its name there; others are caches."""
+    """Return the buffers that a checkpoint has: path, module, name there. Non-persistent buffers are caches."""
     return [
         (f"{path}.{name}".lstrip("."), part, name)
         for path, part in module.named_modules()
@@ -335,7 +335,7 @@ def _refuse_written(path: str, former: Tensor, part: nn.Module, key: str) -> Non
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values, of which nan is one."""
+    """Whether two tensors have the same values; nan equals nan."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -348,7 +348,7 @@ def create_order(
     placement: Placement,
     device: torch.device,
 ) -> OneOrder | None:
-    """Turn determinism on, where the section asks for it; None: it does not. A collective.
+    """Create the order if the section asks for it, else return None. A collective.
 
     Raises:
         ConfigError: losses depend on the number of ranks with this model, mesh or optimizer.
@@ -406,7 +406,7 @@ def _refuse_mesh(mesh: Mesh, module: nn.Module) -> None:
 
 
 def refuse_undetermined(found: str, reason: str, instead: str) -> NoReturn:
-    """Raise the error of what cannot be bitwise the same on another number of ranks."""
+    """Raise the error for something that cannot be bitwise the same on another number of ranks."""
     raise ConfigError(
         f"deterministic.enabled: asked for losses that are bitwise the same for every number of ranks, and found "
         f"{found}, {reason}; {instead}, or set deterministic.enabled to false"

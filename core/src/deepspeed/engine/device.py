@@ -1,6 +1,6 @@
-"""Functions here claim this process's device, and check that it computes in what the configuration asks for.
+"""Select this process's device, and check that it supports the dtypes that the configuration asks for.
 
-Called once per engine by `build.py`; nothing else sets a device.
+`build.py` calls these functions once per engine; nothing else sets a device.
 """
 
 import os
@@ -16,7 +16,7 @@ from deepspeed.errors import ConfigError, counted, environment_int
 
 
 def local_rank(args: Any) -> int:
-    """Number of this process on its machine: the launcher's LOCAL_RANK, else `args.local_rank`, else 0."""
+    """Return the number of this process on its machine: the launcher's LOCAL_RANK, else `args.local_rank`, else 0."""
     given = getattr(args, "local_rank", None)
     default = given if isinstance(given, int) and given >= 0 else 0
     return default if os.environ.get("LOCAL_RANK") == "-1" else environment_int("LOCAL_RANK", default)
@@ -27,9 +27,9 @@ def _source_of_local_rank() -> str:
 
 
 def claim_device(args: Any) -> torch.device:
-    """This process's device, made the current one: the `args.device_rank`-th if given, else the one of its local rank.
+    """Make this process's device current, and return it: number `args.device_rank` if given, else the local rank.
 
-    Where one device is visible it is taken, whatever the local rank: a scheduler shows each rank its own.
+    If only one device is visible, that one is taken whatever the local rank: a scheduler shows each rank its own.
 
     Raises:
         ConfigError: there is no device of that number.
@@ -43,10 +43,10 @@ def claim_device(args: Any) -> torch.device:
 
 
 def claim_dtypes(asked: Mapping[str, torch.dtype]) -> None:
-    """Refuse a precision that the accelerator does not train in (`supported_dtypes`), and prepare it for the others.
+    """Refuse dtypes that the accelerator does not train in (`supported_dtypes`), and prepare it for the others.
 
     Args:
-        asked: the dtypes that the configuration asks for, by the key that does.
+        asked: the dtypes that the configuration asks for, by config key.
 
     Raises:
         ConfigError: for the first key whose dtype is not supported.
@@ -65,12 +65,12 @@ def claim_dtypes(asked: Mapping[str, torch.dtype]) -> None:
 
 
 def move_module(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:
-    """Bring the model to its device. Stage 3 moves parameters itself, as it shards them; here go the buffers."""
+    """Move the model to its device; at stage 3 only the buffers, since parameters move when they are sharded."""
     if stage < 3:
         before = dict(model.named_parameters(remove_duplicate=False))
         model.to(device)
         for name, param in model.named_parameters(remove_duplicate=False):
-            if param is not before[name]:  # torch made a new one, for some devices: keep the marks of experts and parts
+            if param is not before[name]:  # on some devices torch makes a new one: keep the marks of experts and parts
                 vars(param).update(vars(before[name]))
         return model
     for module in model.modules():
@@ -81,7 +81,7 @@ def move_module(model: torch.nn.Module, device: torch.device, stage: int) -> tor
 
 
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
-    if accelerator.on_accelerator(torch.empty(0)):  # it works in host memory, which all ranks of a machine share
+    if accelerator.on_accelerator(torch.empty(0)):  # it uses host memory, which all ranks of a machine share
         return rank
     count = accelerator.device_count()
     if count == 1 and source != "args.device_rank":

@@ -2,7 +2,7 @@
 
 forward   -> precision.cast_inputs, the module, sharding.gradients.window.watch
 backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduction.py)
-step      -> what the schedule says: at a boundary sharding.gradients.reduce and the step (training.py)
+step      -> at a boundary of the schedule: sharding.gradients.reduce and the step (training.py)
 """
 
 import weakref
@@ -54,8 +54,8 @@ else:
 class DeepSpeedEngine(ModuleWrapper, Accessors):
     """`DeepSpeedEngine` is what `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
-    Built by `engine/build.py`, which reads the configuration; the engine has values and parts, and only asks these.
-    Attributes that it does not have are looked up in the wrapped module.
+    `engine/build.py` builds it and reads the configuration; the engine only holds values and calls its parts.
+    Attributes that the engine lacks are looked up in the wrapped module.
 
     Args:
         training: backward and step, with the precision, the sharding and the optimizer.
@@ -63,12 +63,12 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         observers: timers, printed lines, monitors.
         saving: checkpoints.
         micro_batch_size: samples per micro-batch and rank.
-        config: as the user wrote it.
-        answers: what the getters that read the configuration answer, by name.
-        arguments: what `initialize` was given, by name.
+        config: the configuration as the user wrote it.
+        answers: return values of the getters that read the configuration, by name.
+        arguments: arguments of `initialize`, by name.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
-        step_schedules: gives arguments to each forward that trains, and compresses by step; None: nothing does.
-        curriculum: makes the loader of the training data; None: it is shuffled.
+        step_schedules: gives arguments to each forward that trains, and compresses by step; None: no such schedule.
+        curriculum: creates the loader of the training data; None: samples are shuffled.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._micro_batch_size = micro_batch_size
         self._answers = answers
         self._arguments = dict(arguments)
-        #: makes the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: it has none
+        #: returns the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: no client_state
         self.sigterm_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._step_schedules = step_schedules
         self._curriculum = curriculum
@@ -119,7 +119,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._note_gone.atexit = False
         self._running = RunningModel(partial(mesh.group, "tp"))
         self._leading: GenerateOfModule | None = None
-        #: the group of such ranks is made in the first forward; a rank that fails before knows of none to leave
+        #: the first forward creates the group of these ranks, so a rank that fails before it has no group to leave
         self._divides_sequences = mesh.size("sp") > 1
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
         if (is_divided or self.sharding.units.divided()) and callable(getattr(module, "generate", None)):
@@ -130,10 +130,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, in the engine's precision.
+        """Run the module's forward in the engine's precision.
 
-        One with gradients that fails drops the gradients of the step, as a backward that fails does: the step begins
-        again with the next micro-batch.
+        If a forward with gradients fails, the gradients of the step are dropped, as after a failed backward: the step
+        begins again with the next micro-batch.
         """
         self.sharding.states.require("forward", weights_only=True)
         begin_use()
@@ -159,7 +159,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return outputs
 
     def _generate_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's own `generate`; peers that may wait for this rank in it hear of a failure."""
+        """Run the module's own `generate`. If it fails, peers that may wait for this rank are notified."""
         begin_use()
         try:
             with ending_together(self.module, self.sharding.backend):
@@ -178,14 +178,14 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         gradient: Tensor | Sequence[Tensor | None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Gradients of `loss`, scaled for fp16 and divided by the accumulation steps.
+        """Compute the gradients of `loss`, scaled for fp16 and divided by the accumulation steps.
 
         Args:
-            loss: a scalar that requires a gradient, or with `gradient` any tensor; or a list of such.
+            loss: a scalar that requires a gradient, or any tensor if `gradient` is given; or a list of these.
             retain_graph: keep the graph for another backward.
             scale_wrt_gas: False if the loss was divided by the accumulation steps already.
-            gradient: of the final loss with respect to `loss`, and of its shape, where `loss` is an output whose
-                backward began elsewhere; for a list of tensors a list, with None for a scalar.
+            gradient: gradient of the final loss with respect to `loss`, in the shape of `loss`, if `loss` is an output
+                whose backward began elsewhere; for a list of tensors a list, with None for a scalar.
             **kwargs: passed to `torch.autograd.backward`.
 
         Returns:
@@ -194,17 +194,17 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ValueError: for a tensor of several elements without its gradient, or one that requires no gradient.
         """
-        self.sharding.states.require("backward")  # before it begins: one that fails drops all gradients of the step
+        self.sharding.states.require("backward")  # before the backward: a failed one drops all gradients of the step
         begin_use()
         return self._training.backward(
             loss, gradient, is_divided=not scale_wrt_gas, retain_graph=retain_graph, **kwargs
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as a plain `.backward()` needs it: `engine.scale(loss).backward()`. Needed for fp16 only.
+        """Return the loss scaled for a plain backward: `engine.scale(loss).backward()`. Only fp16 needs it.
 
-        Every loss of a step is scaled, or none: a plain backward that comes to the weights past the scaled losses is
-        an error, and so is one of a loss that was scaled before a step changed the scale.
+        Scale every loss of a step, or none. It is an error if a plain backward reaches the weights without passing a
+        scaled loss, or if a step has changed the scale since the loss was scaled.
         """
         return self._training.scale(loss)
 
@@ -230,10 +230,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             self._end_if_told()
 
     def _end_if_told(self) -> None:
-        """Save and exit if `checkpoint.on_sigterm` says so. Called by every rank after each optimizer step.
+        """Save and exit if `checkpoint.on_sigterm` asks for it. Every rank calls it after each optimizer step.
 
         Raises:
-            SystemExit: code 143: the job was told to end.
+            SystemExit: with code 143: the job was told to end.
         """
         sigterm, folder = self._saving.sigterm, self._saving.last_dir
         if sigterm is None or not sigterm.is_due(self.global_steps):
@@ -269,7 +269,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """Backwards inside the context only accumulate on this rank.
 
         Raises:
-            ConfigError: with sharded gradients, which cannot wait on one rank.
+            ConfigError: the stage or `deterministic` reduces gradients after every backward.
         """
         stage = self.sharding.options.stage
         if stage.reduces_every_backward:
@@ -286,11 +286,11 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Backwards inside the context only accumulate on this rank; their sum is reduced once, when it ends.
 
-        For several losses of one step, at every stage. Until then a rank keeps whole gradients, also at stages 2 and 3.
-        All ranks enter and leave it alike; `step` follows after it.
+        Use it for several losses of one step, at any stage. Inside the context a rank keeps whole gradients, also at
+        stages 2 and 3. All ranks enter and leave it together; `step` comes after it.
 
         Raises:
-            StateError: inside `no_sync` or another one of these.
+            StateError: inside `no_sync` or another `coalesce_grad_reduction`.
         """
         self._refuse_destroyed("coalesce_grad_reduction")
         if not self.schedule.syncs:
@@ -316,8 +316,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size through the number of accumulation steps.
 
-        Within a step, that is after a backward of it, the next step is the first with the new number; until then the
-        getters answer with the former one.
+        If the current step has had a backward, the new number takes effect in the next step; until then the getters
+        return the former one.
 
         Raises:
             ConfigError: if it is not a multiple of the micro-batch over the data-parallel ranks.
@@ -376,7 +376,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     # ---- the module -------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far. A batch size that was set meanwhile holds from now on."""
+        """Drop the gradients accumulated so far. A batch size that was set meanwhile takes effect now."""
         self._training.zero_grad()
 
     def compile(  # type: ignore[override]
@@ -419,15 +419,15 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives this rank its share of `dataset` in micro-batches.
+        """Create a loader that gives this rank its share of `dataset` in micro-batches.
 
         Args:
-            batch_size: samples of a micro-batch; default: `train_micro_batch_size_per_gpu`, which a curriculum needs.
+            batch_size: samples per micro-batch; default: `train_micro_batch_size_per_gpu`, which a curriculum needs.
             route: "train" shuffles; the first dataset of that route follows the curriculum of `data_efficiency`, if
                 there is one. "eval" and "predict" keep the order.
 
         Raises:
-            ConfigError: for what is no dataset, and for another `batch_size` than the curriculum draws.
+            ConfigError: `dataset` is no dataset, or `batch_size` is not the one that the curriculum draws.
         """
         collate_fn = collate_fn or self.collate_fn
         check_data("deepspeed_io: dataset", dataset, collate_fn, is_sampled=data_sampler is not None)
@@ -464,8 +464,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         )
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
-        """Set the schedules of metrics whose `schedule_type` is "custom", by name: the number of a step, from 1 -> its
-        difficulty.
+        """Set the schedules of metrics whose `schedule_type` is "custom", by metric name. A schedule is a function from
+        the number of a step, counted from 1, to its difficulty.
 
         Raises:
             ConfigError: there is no curriculum, or none of that metric.
@@ -487,8 +487,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             self.training_dataloader.post_process_func = post_process_func
 
     def random_ltd_initialize(self) -> None:
-        """Let the layers that `convert_to_random_ltd` has wrapped drop tokens, as configured; it calls this."""
-        self.sharding.units.named_parameters = list(self.module.named_parameters())  # they have other names by now
+        """Let the layers that `convert_to_random_ltd`, which calls this, has wrapped drop tokens, as configured."""
+        self.sharding.units.named_parameters = list(self.module.named_parameters())  # wrapping has renamed them
         if self.random_ltd_scheduler is not None:
             from deepspeed.data.random_ltd import initialize_layers  # late: few runs ask for it
 
@@ -521,12 +521,12 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             exclude_frozen_parameters: omit parameters without gradient.
 
         With `"checkpoint": {"async_save": true}` it returns when every rank has copied its weights. Master weights
-        and states follow until the next update, which waits for that; a process per rank writes all meanwhile, and
-        `latest` names the checkpoint when it is whole. A save in flight is waited for first.
+        and states are copied until the next update, which waits for the copy. Meanwhile a process per rank writes, and
+        `latest` names the checkpoint once it is complete. A save that is still running is waited for first.
 
         Returns:
-            True. Failures raise CheckpointError on every rank, and the former checkpoint stays. Those of an
-            asynchronous save are raised at the end of a later `step()`, or by the next `save_checkpoint`,
+            True. Failures raise CheckpointError on every rank, and the former checkpoint stays. A failure of an
+            asynchronous save is raised at the end of a later `step()`, or by the next `save_checkpoint`,
             `load_checkpoint`, `wait_for_checkpoint` or `destroy`.
         """
         self._refuse_destroyed("save_checkpoint")
@@ -549,7 +549,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Returns at once if there is none.
 
         Raises:
-            CheckpointError: on every rank: it has failed.
+            CheckpointError: on every rank: the save has failed.
         """
         self._refuse_destroyed("wait_for_checkpoint")
         with self._saving.one_at_a_time("wait_for_checkpoint"):
@@ -585,7 +585,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
 
         Raises:
             CheckpointError: on every rank, for a checkpoint that is missing or does not fit; nothing was changed.
-            Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
+            Exception: whatever the module, the scheduler or `custom_load_fn` raises while it loads; on the other
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
         self._refuse_destroyed("load_checkpoint")
@@ -610,14 +610,14 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     ) -> None:
         """Move states to host memory until `reload_states()`, so that the device's memory is free for something else.
 
-        In stages 1 to 3, after a backward or a step; all ranks call it. Between the two, a forward without gradients
-        works if the weights were not moved; all else that needs the states is an error. On an accelerator whose memory
-        is the host's, and with states that are offloaded anyway, nothing moves.
+        All ranks call it, in stages 1 to 3, after a backward or a step. Until `reload_states()`, a forward without
+        gradients works if the weights were not moved; anything else that needs the states is an error. Nothing moves on
+        an accelerator that computes in host memory, nor do states that are offloaded anyway.
 
         Args:
             include: kinds of states; default: all. `optim_states`: the optimizer's; `hp_params`: the weights that it
-                updates, in fp32 without offload the model's weights themselves; `lp_params`: the weights that modules
-                compute with; `lp_grads`: gradients, of which stages 2 and 3 keep none between steps;
+                updates (the model's own weights in fp32 without offload); `lp_params`: the weights that modules
+                compute with; `lp_grads`: gradients (stages 2 and 3 keep none between steps);
                 `contiguous_grad_buffer`: buffers of the reduction, which are dropped.
             device: "cpu".
             pin_memory: page-lock the host memory, for faster copies.
@@ -631,10 +631,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         offload_states(self.sharding, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything back that `offload_states` has moved; nothing if there is none.
+        """Move back everything that `offload_states` has moved, if anything.
 
         Args:
-            non_blocking: return before everything is copied; what the device is given next comes after it.
+            non_blocking: return before everything is copied; later work on the device runs after the copies.
         """
         self.sharding.states.reload(non_blocking=non_blocking)
 
@@ -649,7 +649,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict, on request without frozen parameters."""
+        """Return the module's state dict, on request without frozen parameters."""
         return export.module_state_dict(
             self.module, destination, prefix, keep_vars, exclude_frozen=exclude_frozen_parameters
         )
@@ -683,7 +683,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             nothing was saved.
 
         Raises:
-            ConfigError: if the caller divided the model over ranks, and parameters do not say which part a rank has.
+            ConfigError: the caller divided the model over ranks, and parameters do not say which part a rank has.
         """
         self.sharding.states.require("save_16bit_model", weights_only=True)
         refuse_unknown_division("save_16bit_model", self.module, self.mesh)
@@ -707,8 +707,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return export.owned(weights, self.module)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights of a sharded model on the first rank, None on others; libraries call it when the stage is 3. A
-        collective."""
+        """Return the whole weights of a sharded model on the first rank, None on others. Libraries call it at stage 3.
+        A collective."""
         if self.sharding.stage == 3:
             refuse_unknown_division("_zero3_consolidated_16bit_state_dict", self.module, self.mesh)
             weights = self._whole_weights(everywhere=False, exclude_frozen=exclude_frozen_parameters)
@@ -730,9 +730,9 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """Remove the hooks, drop gradients, optimizer states and communication buffers, and end the monitors.
 
         The module keeps its weights, and can be used without an engine or given to `initialize` again. So can an
-        optimizer that was given to `initialize`: it holds the model's parameters again, and keeps only the states of
-        those that it held all the time (stage 0 without fp32 master weights). An asynchronous save in flight is waited
-        for.
+        optimizer that was given to `initialize`: it refers to the model's parameters again. It keeps the states of
+        parameters that it held all the time (stage 0 without fp32 master weights), and no others. An asynchronous save
+        that is still running is waited for.
 
         Raises:
             CheckpointError: the save in flight has failed; the engine is destroyed all the same.
@@ -746,7 +746,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     def _release(self) -> None:
         self._is_destroyed = True
         self._note_gone()
-        with ExitStack() as parts:  # each is released, last to first, whatever another one raises
+        with ExitStack() as parts:  # each part is released, last to first, even if another one raises
             parts.callback(self._forget_states)
             if self._leading is not None:
                 parts.callback(self._leading.put_back)

@@ -1,7 +1,7 @@
-"""Weights for use elsewhere, whole where ranks hold parts: state dicts and 16-bit model files.
+"""Export weights for use elsewhere, whole even if ranks hold parts: state dicts and 16-bit model files.
 
-A module's saved weights are compared before they are loaded (`check_module_state`): `load_state_dict` overwrites what
-fits and only then complains.
+`check_module_state` compares saved weights with the module before they are loaded: `load_state_dict` overwrites what
+fits, and complains only afterwards.
 """
 
 import copy
@@ -45,11 +45,11 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
     """Refuse weights that `module.load_state_dict(saved, strict)` would refuse. Called before it, on each rank.
 
     Args:
-        strict: names must be the same too; otherwise only the shapes under common names.
-        source: how the message calls the weights: a path, or the call that got them.
+        strict: names must match too; otherwise only the shapes under common names must.
+        source: name of the weights in the message: a path, or the call that got them.
 
-    Left to `load_state_dict` itself: names that a hook after the load may forgive, and whatever lies below a module
-    that translates older weights (a hook before the load, or a `_load_from_state_dict` of its own).
+    `load_state_dict` itself checks names that a hook after the load may forgive, and everything below a module that
+    translates older weights (a hook before the load, or a `_load_from_state_dict` of its own).
 
     Raises:
         CheckpointError: says which names and shapes; nothing was changed.
@@ -85,7 +85,7 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
 def fill_module(
     module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
 ) -> None:
-    """Load weights, which were checked, with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
+    """Load checked weights with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
     stacked = {name: value for name, value in saved.items() if isinstance(value, StoredTensor)}
     with as_it_is():
         if custom_load_fn is not None:
@@ -102,8 +102,8 @@ def fill_module(
 
 
 def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tuple[torch.nn.Parameter, Tensor]]:
-    """The parameters to which a `custom_load_fn` gave other values than the saved ones, with these values. One that
-    is sharded is left out: the function did not get its values, which is said."""
+    """Return the parameters to which a `custom_load_fn` gave other values than the saved ones, with the new values.
+    Sharded parameters are left out, with a warning: the function did not get their values."""
     changed, sharded = [], []
     for name, param in module.named_parameters():
         unit = unit_of(param)
@@ -124,7 +124,7 @@ def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tup
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of what `load_state_dict` fills in this module itself; the tensor of extra state is None."""
+    """Yield (name, tensor) of each entry of this module itself that `load_state_dict` fills; None for extra state."""
     yield from ((name, param) for name, param in module._parameters.items() if param is not None)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -139,12 +139,12 @@ def _translates(module: torch.nn.Module) -> bool:
 
 
 def _fills(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether torch fills in the counter of a batch norm, saved by a version that had none."""
+    """Whether torch fills in the counter of a batch norm that was saved by a version without counters."""
     return _definer(module) is not torch.nn.Module and (saved.get("version") or 0) < _VERSION_WITH_COUNTER
 
 
 def _definer(module: torch.nn.Module) -> type:
-    """The class whose `_load_from_state_dict` it is."""
+    """Return the class that defines the module's `_load_from_state_dict`."""
     return next(cls for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
 
 
@@ -179,7 +179,7 @@ def module_state_dict(
     *,
     exclude_frozen: bool = False,
 ) -> dict[str, Any]:
-    """The module's state dict, on request without frozen parameters."""
+    """Return the module's state dict, on request without frozen parameters."""
     state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[arg-type,type-var]
     if exclude_frozen:
         for name, param in module.named_parameters():
@@ -200,7 +200,7 @@ def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: boo
 
 
 def save_weights(weights: Mapping[str, Any] | None, path: Path, checkpointer: Checkpointer) -> None:
-    """Write whole weights, which one rank has; all ranks call it, and fail together."""
+    """Write the whole weights that one rank has; all ranks call it, and fail together."""
 
     def write() -> None:
         if weights is not None:
@@ -210,11 +210,11 @@ def save_weights(weights: Mapping[str, Any] | None, path: Path, checkpointer: Ch
 
 
 def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> dict[str, Any] | None:
-    """The module's state dict, in which sharded weights are whole and in host memory; names of one weight share it.
+    """Return the module's state dict, with sharded weights gathered in host memory; names of one weight share a tensor.
 
-    Weights that layers store in few bits are the numbers that they stand for, of the type that they had.
+    Weights that layers store in few bits are returned as the numbers that they stand for, in their original dtype.
 
-    A collective where weights are sharded: they are gathered one unit at a time, on every rank.
+    It is a collective if weights are sharded: every rank gathers one unit at a time.
 
     Args:
         keeps: whether this rank gets the result; others get None.
@@ -242,10 +242,10 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
 
 
 def owned(weights: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """`weights` of `module` in host memory, each in a storage of its own; names of one weight share it.
+    """Return `weights` of `module` in host memory, each in a storage of its own; names of one weight share a storage.
 
-    What libraries write to safetensors must be so: they keep one name of each storage, and small weights of the engine
-    are views of one flat tensor.
+    Libraries need this to write safetensors: they keep one name per storage, and small weights of the engine are views
+    of one flat tensor.
     """
     live = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
 
@@ -259,7 +259,7 @@ def owned(weights: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]
 
 
 class ProgressLog:
-    """Logs on the first rank, every few seconds, how far a slow operation is."""
+    """`ProgressLog` logs on the first rank, every few seconds, how far a slow operation is."""
 
     interval_s = 5.0
 
@@ -269,7 +269,7 @@ class ProgressLog:
         self._done = 0
 
     def advance(self, total: int) -> None:
-        """Called after each of `total` parts."""
+        """Count one of `total` parts as done, and log the count if it is time."""
         self._done += 1
         if time.monotonic() - self._last_s > self.interval_s:
             self._last_s = time.monotonic()
@@ -282,20 +282,20 @@ class _Held(NamedTuple):
     name: str  # in the undivided model
     part: ModelPart | None  # None: all of it
     value: Tensor
-    experts: str | None  # the group of experts of which it is
+    experts: str | None  # the expert group that it belongs to
 
 
 def whole_weights(
     module: Module, mesh: Mesh, *, everywhere: bool, exclude_frozen: bool, device: torch.device
 ) -> dict[str, Any] | None:
-    """The state dict of the undivided model, in host memory, as `export.gathered` gives that of one rank's part.
+    """Return the state dict of the undivided model, in host memory; `gathered` returns that of one rank's part.
 
-    A collective of the mesh. Weights travel one at a time, from each rank that has a part.
+    A collective of the mesh. Weights are sent one at a time, from each rank that has a part.
 
     Args:
-        everywhere: every rank gets it; else the ranks of the first stage and the first tensor-parallel rank, others
-            None.
-        device: through whose memory they travel.
+        everywhere: every rank gets the result; else only ranks that are first in tensor and pipeline parallelism, and
+            others get None.
+        device: device through whose memory the weights are sent.
     """
     state = gathered(module, keeps=True, exclude_frozen=exclude_frozen)
     assert state is not None
@@ -324,13 +324,13 @@ def whole_weights(
 def tensor_parallel_whole(
     module: Module, group: ProcessGroup | None, *, keeps: bool, device: torch.device
 ) -> dict[str, Any] | None:
-    """The state dict of a model that is divided over tensor-parallel ranks alone, whole and in host memory.
+    """Return the whole state dict, in host memory, of a model that is divided over tensor-parallel ranks alone.
 
-    A collective of `group`; None: the model is whole. Names of one weight share it. Weights travel one at a time.
+    A collective of `group`; None: the model is whole. Names of one weight share it. Weights are sent one at a time.
 
     Args:
         keeps: whether this rank gets the result; others get None.
-        device: through whose memory the weights travel.
+        device: device through whose memory the weights are sent.
     """
     state = gathered(module, keeps=True, exclude_frozen=False)
     assert state is not None
@@ -353,7 +353,7 @@ def _split(held: list[_Held], is_first: list[bool]) -> tuple[list[_Held], list[_
 
 
 def _joined(own: list[_Held], group: ProcessGroup, device: torch.device, *, keeps: bool) -> list[_Held]:
-    """The whole values of what the ranks of a group have of them. A collective of the group."""
+    """Return the whole weights whose parts the ranks of a group have. A collective of the group."""
     ranks = comm.group_backend(group)
     described = [[each.name, list(each.value.shape), dtype_name(each.value.dtype), _plain(each.part)] for each in own]
     wholes: dict[str, Tensor] = {}
@@ -382,7 +382,7 @@ def _plain(part: ModelPart | None) -> Mapping[str, Any] | None:
 
 
 def refuse_unknown_division(asked: str, module: Module, mesh: Mesh) -> None:
-    """Called before whole weights are put together.
+    """Refuse a model whose parts cannot be joined. Called before whole weights are exported.
 
     Raises:
         ConfigError: the caller divided the model, and no mark says which part a rank has.

@@ -1,15 +1,15 @@
-"""`DeepSpeedHybridEngine`: trains, and generates with the same weights; `initialize` returns it where
+"""`DeepSpeedHybridEngine` trains, and generates with the same weights. `initialize` returns it if
 `hybrid_engine.enabled` is true.
 
     engine.eval(); tokens = engine.generate(input_ids, max_new_tokens=32)
     engine.train(); loss = engine(tokens); engine.backward(loss); engine.step()
 
-generate -> whole weights (stage 3: gathered), LoRA fused, the model's own generate; then all is put back
+generate -> whole weights (stage 3: gathered), LoRA fused, the model's own generate; then both are undone
 
-`FusedLora` adds the product of LoRA layers to the base weights while tokens are generated. LoRA (arXiv 2106.09685): a
-layer computes x W^T + s x A^T B^T, so that W + s B A in place of W gives the same outputs with one product instead of
-three. What is added is taken away by putting the former weights back, bit by bit: in bf16 a subtraction would leave a
-rounding error in the frozen weights every time.
+`FusedLora` adds the product of the LoRA matrices to the base weights while tokens are generated. In LoRA (arXiv
+2106.09685) a layer computes x W^T + s x A^T B^T; with W + s B A in place of W one product instead of three gives the
+same outputs. Afterwards the former weights are put back bit by bit: in bf16 a subtraction would leave a rounding
+error in the frozen weights every time.
 """
 
 import inspect
@@ -37,10 +37,10 @@ from deepspeed.zero.gather import GatheredParameters
 
 
 class FusedLora:
-    """Fuses all LoRA layers of `module`, and puts their base weights back.
+    """`FusedLora` fuses all LoRA layers of `module`, and puts their base weights back.
 
-    Known are the layers of PEFT (`merge`, `unmerge`, `get_base_layer`) and those of DeepSpeed-Chat
-    (`fuse_lora_weight`, `unfuse_lora_weight`, `weight`). Adapters that were merged or disabled by the user stay so.
+    It knows the layers of PEFT (`merge`, `unmerge`, `get_base_layer`) and of DeepSpeed-Chat (`fuse_lora_weight`,
+    `unfuse_lora_weight`, `weight`). Adapters that the user has merged or disabled stay so.
     """
 
     def __init__(self, module: Module) -> None:
@@ -52,13 +52,13 @@ class FusedLora:
         return bool(self._fused)
 
     def refusal(self, name: str) -> StateError | None:
-        """Return the error for `name`, which cannot be done now; None if it can."""
+        """Return the error if `name` cannot be done now, else None."""
         if not self._fused:
             return None
         return StateError(f"{name}: LoRA is fused into the base weights; call train() or unfuse_lora_weight() first")
 
     def fuse(self) -> None:
-        """Add the products. Memory holds a copy of the base weights of these layers until `unfuse`."""
+        """Add the products to the base weights. A copy of these weights stays in memory until `unfuse`."""
         if self._fused:
             return
         for layer in self._module.modules():
@@ -95,7 +95,7 @@ def _base(layer: Any) -> Module:
 
 
 def _is_of_adapter(layer: Any, param: Tensor) -> bool:
-    """Whether a parameter of a DeepSpeed-Chat layer, which is base and adapter in one, is one of the adapter's."""
+    """Whether a parameter of a DeepSpeed-Chat layer, which is base and adapter in one, belongs to the adapter."""
     return any(param is getattr(layer, name, None) for name in ("lora_right_weight", "lora_left_weight"))
 
 
@@ -105,12 +105,12 @@ def _call(layer: Any, *names: str) -> None:
 
 @dataclass
 class GenerationTimes:
-    """Seconds between two changes to training mode.
+    """Seconds of generation between two switches to training mode.
 
-    switch_s: gathering weights, fusing LoRA, and putting both back.
+    switch_s: gathering weights, fusing LoRA, and undoing both.
     generate_s: in the model's own `generate`.
-    num_calls: of `generate`.
-    is_over: training has begun since.
+    num_calls: calls of `generate`.
+    is_over: whether training has begun since.
     """
 
     switch_s: float = 0.0
@@ -121,9 +121,9 @@ class GenerationTimes:
 
 @absent_members("runtime.hybrid_engine:DeepSpeedHybridEngine")
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` whose `generate` calls the model's with whole weights, at every ZeRO stage.
+    """A `DeepSpeedEngine` whose `generate` calls the model's `generate` with whole weights, at every ZeRO stage.
 
-    `module.generate` leads here too, as long as the engine lives and until `destroy()` (`wrapper.py`).
+    `module.generate` calls the engine's too, until the engine is gone or destroyed (`wrapper.py`).
 
     Args:
         hybrid: section `hybrid_engine` of the configuration.
@@ -153,7 +153,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._leading = lead_generate(module, self._generate_of_module)
         self._generate = self._leading.own
         self._takes_synced = _takes_synced_gpus(self._generate, module)
-        #: of the generation that goes on, or else of the last one
+        #: times of the current generation, or else of the last one
         self.generation_times = GenerationTimes()
         self._training.refuse_backward = self._lora.refusal
 
@@ -164,11 +164,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's `generate` with whole weights; LoRA layers are fused meanwhile. All ranks call it together.
+        """Call the model's `generate` with whole weights and fused LoRA layers. All ranks call it together.
 
-        At stage 3 `pin_parameters` gathers all weights once, and ranks generate as many tokens as each needs. Without
-        it each layer is gathered for each token, so all ranks go on until the last is done, and LoRA stays unfused.
-        Tensor-parallel ranks give the same inputs, and sample the same tokens.
+        At stage 3 `pin_parameters` gathers all weights once, and each rank generates as many tokens as it needs.
+        Without it each layer is gathered for each token, so all ranks go on until the last one is done, and LoRA stays
+        unfused. Tensor-parallel ranks pass the same inputs, and sample the same tokens.
 
         Args:
             *inputs, **kwargs: those of the model's `generate`.
@@ -177,7 +177,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             What the model's `generate` returns.
 
         Raises:
-            StateError: after `destroy()`, or where states were moved by `offload_states`.
+            StateError: the engine was destroyed, or `offload_states` has moved its states.
         """
         self._refuse_destroyed("generate")
         self.sharding.states.require("generate", weights_only=True)
@@ -195,7 +195,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 with ending_together(self.module, self.sharding.backend):
                     tokens = self._generate(*inputs, **kwargs)
                 generated_s = _now_s() - began_s
-        except BaseException as error:  # peers wait for this rank's part of the weights, or in the step that follows
+        except BaseException as error:  # peers wait for this rank's part of the weights, or in the next step
             self.sharding.gradients.forward_failed(error, all_make_it=True)
             raise
         times.generate_s += generated_s
@@ -223,7 +223,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._lora.unfuse()
 
     def train(self, mode: bool = True) -> "DeepSpeedHybridEngine":
-        """The mode of the module; `train()` unfuses LoRA, and logs (INFO) what generation took."""
+        """Set the module's mode; `train()` unfuses LoRA, and logs (INFO) how long generation took."""
         if mode and "_lora" in self.__dict__:
             self._lora.unfuse()
             self._end_times()
@@ -264,7 +264,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Weights are whole, where the configuration asks for it, and LoRA is fused, where they are."""
+        """Gather the weights if the configuration asks for it, and fuse LoRA if all weights are whole."""
         with ExitStack() as stack:
             if self._gathers_all:
                 stack.enter_context(GatheredParameters(self.module.parameters()))
@@ -288,7 +288,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
 
 def _takes_synced_gpus(generate: Callable[..., Any], module: torch.nn.Module) -> bool:
-    """Whether `generate` has the argument, or, as that of PEFT's models, passes what it is given on to one that has."""
+    """Whether `generate` takes the argument, or passes its arguments on to one that does, as PEFT's models do."""
     params = inspect.signature(generate).parameters
     if "synced_gpus" in params or not any(each.kind is each.VAR_KEYWORD for each in params.values()):
         return "synced_gpus" in params

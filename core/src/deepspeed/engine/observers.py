@@ -1,15 +1,15 @@
-"""`Observers`: timers, the printed lines and the monitor watch the engine. They receive values and change nothing.
+"""`Observers`: timers, printed lines and monitors watch the engine. They receive values and change nothing.
 
-`notify` does the same for plugins. `Progress` counts the steps so far and `StepStats` describes one step; `training.py`
-makes both. `create_observers` and `create_profile` make for an engine what its configuration asks for.
+`notify` calls the event hooks of plugins. `Progress` counts the steps so far and `StepStats` describes one step;
+`training.py` fills both. `create_observers` and `create_profile` create what the configuration asks for.
 
-`SlowRanks` finds ranks that are slower than their peers (`watch.slow_rank_window`). Ranks of a step end it together,
-since they wait for one another in it. So what tells them apart is a rank's own time: that of the step, and of what the
-script does before it, without waits for others (`comm/record.py`).
+`SlowRanks` finds ranks that are slower than their peers (`watch.slow_rank_window`). All ranks end a step together, as
+they wait for one another in it. So a rank is judged by its own time: the time of the step, and of the script's work
+before the step, without waits for others (`comm/record.py`).
 
-`DeviceFaults` finds faults of this rank's device that are new (`watch.device_faults_every`). A device that fails seldom
-says so at once: memory is corrected, and clocks go down, for hours before a step raises. Plugins count such faults
-(hook `ds_device_faults`); each rank warns of its own, and waits for no other.
+`DeviceFaults` finds new faults of this rank's device (`watch.device_faults_every`). A failing device seldom raises at
+once: for hours before, memory errors are corrected, and clocks go down. Plugins count such faults (hook
+`ds_device_faults`); each rank warns of its own device, and waits for no other rank.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from deepspeed.autotuning.trial import TrialProfile
     from deepspeed.profiling.step_profile import StepProfile
 
-_STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
+_STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, if `steps_per_print` is not set
 _MEASURES_NOTHING = (
     "autotuning.enabled: found true without metric_path, so nothing is measured and training goes on; search by "
     "`deepspeed --autotuning tune`"
@@ -74,23 +74,23 @@ class StepStats:
 
     global_step: int  # steps taken before this one
     applied: bool  # False: the gradients overflowed and the step was skipped
-    norm: float | Tensor  # as `grad_norm`, not yet read where it is a 0-D tensor of the device
+    norm: float | Tensor  # `grad_norm`; not read yet if it is a 0-D tensor on the device
     loss_scale: float  # the scale that this step's losses had
 
     @property
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradients, unscaled, before clipping. On a device the host waits for it here."""
+        """Return the global L2 norm of the unscaled gradients, before clipping. The host waits for the device here."""
         return float(self.norm)
 
 
 def notify(event: str, **values: Any) -> None:
-    """Call one event hook of all plugins. One that fails is named in the log once, and training goes on."""
+    """Call one event hook of all plugins. A plugin that fails is named in the log once, and training goes on."""
     for plugin, error in plugin_manager().notify(event, **values).items():
         warn_once(f"plugin {plugin!r} failed in {event}: {type(error).__name__}: {error}", (-1,))
 
 
 class Observers:
-    """Called by the engine at each phase and after each step. Built by `build.py`.
+    """The engine calls `Observers` at each phase and after each step. `build.py` creates it.
 
     Nothing here waits for the device unless a monitor writes on this rank, or a line is due (`steps_per_print`).
 
@@ -100,9 +100,9 @@ class Observers:
         tput_timer: measures samples per second.
         steps_per_print: a line every so many steps; infinity: never.
         shows_loss_scale: whether the loss scale is one of the events.
-        group: ranks that show their times in one table; None: each has its own to show.
-        slow_ranks: names ranks that are slower than others; None: nobody does.
-        profile: counts the operations of one step, or measures a trial of a search; None: nobody does.
+        group: ranks whose times are in one table; None: each rank shows its own.
+        slow_ranks: names ranks that are slower than others; None: not asked for.
+        profile: counts the operations of one step, or measures a trial of a search; None: not asked for.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class Observers:
         self._group = group
         self._slow_ranks = slow_ranks
         self._loss: Tensor | None = None
-        #: called at the end of each step, by all ranks; one that raises SystemExit ends the process there
+        #: called at the end of each step, by all ranks; a function that raises SystemExit ends the process there
         self.after_step: list[Callable[[StepStats], None]] = []
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A context around a forward; one without gradients is not a part of any step."""
+        """Return a context around a forward; a forward without gradients is not part of any step."""
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
         self.tput_timer.start()
@@ -141,7 +141,7 @@ class Observers:
 
     @property
     def phase(self) -> Callable[[str], AbstractContextManager[Any]]:
-        """Called with a phase's name, a context around its body."""
+        """Return the function that takes the name of a phase and returns a context around it."""
         return self.breakdown.phase if self.profile is None else self._profiled_phase
 
     @contextlib.contextmanager
@@ -151,30 +151,30 @@ class Observers:
             yield
 
     def saw_loss(self, loss: Tensor) -> None:
-        """A backward of `loss` (divided by the accumulation steps) is done. The value stays on the device."""
+        """Record the loss of a finished backward (divided by the accumulation steps). The value stays on the device."""
         if self.monitor.monitors or self._prints:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
     def step_began_again(self) -> None:
-        """A failure has cost the gradients of the backwards so far: their losses are of no step."""
+        """Drop the losses of the backwards so far: a failure has cost their gradients."""
         self._loss = None
 
     def micro_batch_ended(self) -> None:
-        """A call of `engine.step()` is over; after `step_ended` there is nothing left to measure."""
+        """Stop the timer after a call of `engine.step()`; after `step_ended` nothing is left to measure."""
         self.tput_timer.stop()
 
     def step_ended(
         self, stats: StepStats, progress: Progress, *, batch_size: int, lr: list[float], momentum: list[Any]
     ) -> None:
-        """An optimizer step is over and counted.
+        """Report an optimizer step that is over and counted.
 
         Args:
             progress: with this step counted.
             batch_size: samples of the step, over all ranks.
             lr, momentum: of each parameter group, for the next step.
         """
-        if self._plugins.active.hook.ds_step_end.get_hookimpls():  # most often nobody hears of steps
+        if self._plugins.active.hook.ds_step_end.get_hookimpls():  # most often no plugin has this hook
             notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0
@@ -210,7 +210,7 @@ class Observers:
         log.report(f"time of a forward\n{forward_table(fwd_time, parts)}")
 
     def close(self) -> None:
-        """End the monitors."""
+        """End the monitors and the watch of slow ranks."""
         if self._slow_ranks is not None:
             self._slow_ranks.close()
         self.monitor.close()
@@ -235,7 +235,7 @@ class Observers:
 
 
 def ranks_of_table(*, is_enabled: bool, steps_per_print: float, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group whose ranks all print the table at the same steps; a collective over `group`, the data-parallel one.
+    """Return the group whose ranks all print the table at the same steps; a collective over `group` (data-parallel).
 
     A rank with a configuration of its own (people silence ranks that way) would leave the others waiting for its times.
 
@@ -263,12 +263,12 @@ def create_observers(
     train_batch_size: int,
     shows_loss_scale: bool,
 ) -> Observers:
-    """A collective over `group`, whose ranks print their tables together.
+    """Create the observers. A collective over `group`, whose ranks print their tables together.
 
     Args:
         group, slow_ranks, profile, shows_loss_scale: as for `Observers`.
         times, memory: what a table shows (`wall_clock_breakdown`, `memory_breakdown`).
-        steps_per_print: a line every so many steps; None: the configuration does not say it.
+        steps_per_print: a line every so many steps; None: the configuration does not set it.
         train_batch_size: samples per step, over all ranks.
     """
     every = steps_per_print
@@ -277,7 +277,7 @@ def create_observers(
     return Observers(
         MonitorMaster(monitor),
         Breakdown(times=times, memory=memory),
-        # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
+        # the observers decide when a line is due, so that all lines come together after a checkpoint was loaded too
         ThroughputTimer(
             throughput, train_batch_size, steps_per_output=1, logging_fn=partial(log.announce, is_asked_for=True)
         ),
@@ -299,8 +299,8 @@ def create_profile(
     micro_batch_size: int,
     num_micro_batches: int,
 ) -> "StepProfile | TrialProfile | None":
-    """Create what measures a trial (`autotuning`), on every rank, or what profiles one step (`flops_profiler`), on
-    rank 0 alone; None where neither is asked for."""
+    """Create the measurement of a trial (`autotuning`), on every rank, or of one step (`flops_profiler`), on rank 0
+    alone; return None if neither is asked for."""
     if trial.measures:
         from deepspeed.autotuning.trial import TrialProfile  # late: few runs ask for it
 
@@ -323,11 +323,11 @@ def create_profile(
 
 
 class SlowRanks:
-    """Made by all ranks of the mesh together, before the backends of its groups are.
+    """`SlowRanks` names slow ranks. All ranks of the mesh create it together, before the backends of its groups.
 
     Args:
-        window: steps whose mean is compared.
-        factor: how many times the median a slow rank's time exceeds.
+        window: number of steps over which times are averaged.
+        factor: a rank is slow if its time exceeds the median by more than this factor.
     """
 
     def __init__(self, mesh: Mesh, *, window: int, factor: float) -> None:
@@ -335,23 +335,23 @@ class SlowRanks:
         self._ranks = mesh.ranks(*mesh.layout.axes)
         self._stopwatch = create_stopwatch()
         self._num_steps: int | None = None  # of the window; None: it has not begun
-        self._waited_ms = 0.0  # before it
+        self._waited_ms = 0.0  # before the window
         waits.watch(self)
         group_backend(mesh.norm_group).connect()
 
     def step_ended(self, step: int) -> None:
-        """A step is over. A collective of all ranks of the mesh at the end of a window.
+        """Count a step. At the end of a window this is a collective of all ranks of the mesh.
 
-        The first step, in which memory is claimed and kernels are made, is in no window.
+        The first step, in which memory is allocated and kernels are built, is in no window.
 
         Args:
-            step: how many there were.
+            step: number of steps so far.
         """
         if self._num_steps is None:
             self._begin()
             return
         self._num_steps += 1
-        waits.total_ms(wait=False)  # so that what a device measures does not pile up
+        waits.total_ms(wait=False)  # collects finished measurements, so that they do not pile up
         if self._num_steps < self._window:
             return
         self._stopwatch.stop()
@@ -372,12 +372,12 @@ class SlowRanks:
         self._stopwatch.start()
 
     def close(self) -> None:
-        """The engine is destroyed."""
+        """Stop watching waits; the engine is destroyed."""
         waits.unwatch(self)
 
 
 def create_slow_ranks(config: WatchConfig, mesh: Mesh) -> SlowRanks | None:
-    """Create what names slow ranks, before the backends of groups, whose waits it counts; None: it is not asked for."""
+    """Create the watch of slow ranks, before the group backends, whose waits it counts; None: it is not needed."""
     if config.slow_rank_window == 0 or len(mesh.layout.ranks) == 1:
         return None
     return SlowRanks(mesh, window=config.slow_rank_window, factor=config.slow_rank_factor)
@@ -419,7 +419,7 @@ class DeviceFaults:
 
     Args:
         device: of this rank.
-        every: so many steps.
+        every: number of steps between two reads.
     """
 
     def __init__(self, device: torch.device, every: int) -> None:
@@ -429,14 +429,14 @@ class DeviceFaults:
         self._read()
 
     def step_ended(self, _: StepStats) -> None:
-        """A step is over."""
+        """Count a step; read the counts if it is time."""
         self._num_steps += 1
         if self._num_steps == self._every:
             self._num_steps = 0
             self._read()
 
     def _read(self) -> None:
-        """Read the counts, and warn of new faults. A count that was not there before has none yet."""
+        """Read the counts, and warn of new faults. The first read of a count finds no new faults."""
         found, reasons = plugin_manager().device_faults(self._device.index)
         for reason in reasons:
             warn_once(reason, (-1,))
@@ -452,8 +452,8 @@ class DeviceFaults:
 
 
 def create_device_faults(config: WatchConfig, device: torch.device) -> DeviceFaults | None:
-    """Create what watches the device of this rank; None: it is not asked for, nobody counts, or the first rank of this
-    host watches it for all."""
+    """Create the watch of this rank's device; None: it is not asked for, no plugin counts faults, or the first rank of
+    this host watches the device for all ranks."""
     every = config.device_faults_every
     if every == 0 or (device.index is None and local_rank(None) != 0):
         return None

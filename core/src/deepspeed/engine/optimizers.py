@@ -1,4 +1,4 @@
-"""An engine gets its optimizer and learning rate schedule here: the user's, the configuration's, or none.
+"""Choose an engine's optimizer and learning rate schedule: the user's, the configuration's, or none.
 
 Called by `build.py`.
 """
@@ -29,10 +29,10 @@ SchedulerLike = Any | DeepSpeedSchedulerCallable
 
 
 def trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> list[Any]:
-    """The parameters or groups that the optimizer gets, without frozen ones.
+    """Return the parameters or groups that the optimizer gets: the given ones, else all that require gradients.
 
     Raises:
-        ConfigError: something else is among them, such as a name.
+        ConfigError: one of them is something else, such as a name.
     """
     if model_parameters is None:
         return [param for param in module.parameters() if param.requires_grad]
@@ -66,17 +66,17 @@ def choose_optimizer(
     forces_host: bool,
     unresolved: list[str],
 ) -> Optimizer | None:
-    """The user's optimizer, or the config's, or None for an engine that only evaluates.
+    """Return the user's optimizer, or the config's, or None for an engine that only evaluates.
 
     Args:
-        section: the config's.
-        params: what the optimizer updates, see `trainable`.
-        on_host: whether it updates in host memory (`offload_optimizer`).
-        forces_host: whether it must then be one that is fast there (`zero_force_ds_cpu_optimizer`).
+        section: the config's section.
+        params: parameters that the optimizer updates, see `trainable`.
+        on_host: whether the optimizer updates in host memory (`offload_optimizer`).
+        forces_host: whether the optimizer must then be fast on the host (`zero_force_ds_cpu_optimizer`).
         unresolved: dotted keys of the config that still say "auto".
 
     Raises:
-        ConfigError: for what is no optimizer, or has nothing to train.
+        ConfigError: the argument is no optimizer, or the optimizer has nothing to train.
     """
     if given is not None:
         optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
@@ -127,7 +127,7 @@ def _refuse_step_with_arguments(optimizer: Optimizer) -> None:
 
 
 def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
-    """Called for an optimizer that the config names; none would be made, and the first step would blame the config."""
+    """Refuse an optimizer of the config that would have no parameters: else the first step would blame the config."""
     given = _members(params)
     if any(getattr(param, "requires_grad", True) for param in given):
         return
@@ -145,7 +145,7 @@ def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Modu
 
 
 def _members(params: list[Any]) -> list[Any]:
-    """Return what `trainable` gave as one list, without its groups."""
+    """Return the parameters that `trainable` returned as one list, without groups."""
     given: list[Any] = []
     for group in params:
         members = group.get("params", []) if isinstance(group, dict) else group
@@ -155,12 +155,12 @@ def _members(params: list[Any]) -> list[Any]:
 
 
 def warn_without_optimizer(params: list[Any], *, given: str) -> None:
-    """Called where neither the caller nor the config names an optimizer: a script that trains would find it at its
+    """Warn if neither the caller nor the config names an optimizer: else a training script would notice it only at its
     first step.
 
     Args:
-        params: of `trainable`.
-        given: the argument of `initialize` that only a training script gives; empty for none.
+        params: returned by `trainable`.
+        given: arguments of `initialize` that only a training script passes; empty: none.
     """
     if given and any(getattr(param, "requires_grad", True) for param in _members(params)):
         log.warn_once(
@@ -170,7 +170,7 @@ def warn_without_optimizer(params: list[Any], *, given: str) -> None:
 
 
 def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
-    """The user's learning rate schedule, or the config's, or None. A callable gets the optimizer."""
+    """Return the user's learning rate schedule, or the config's, or None. A callable gets the optimizer."""
     named = section is not None and section.type is not None
     if optimizer is None and (named if given is None else not hasattr(given, "step")):
         log.warn_once(
@@ -178,7 +178,7 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
             'the config ("optimizer") or give one to initialize()'
         )
     if given is not None and optimizer is None and not hasattr(given, "step"):
-        return None  # a callable without an optimizer to give it
+        return None  # a callable needs an optimizer
     if given is not None:
         is_scheduler = hasattr(given, "step") and not isinstance(given, type)
         scheduler = given
@@ -195,7 +195,7 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
     if section is None or section.type is None:
         return None
     if optimizer is None:
-        scheduler_class(section.type)  # a name that is none is wrong all the same
+        scheduler_class(section.type)  # an unknown name is refused all the same
         return None
     return create_scheduler(section.type, section.params, optimizer)
 
@@ -210,7 +210,7 @@ def _check_takes_optimizer(make: Callable[..., Any]) -> None:
             f"lr_scheduler=lambda optimizer: {name}(optimizer, ...) with its other arguments, or a schedule that "
             "exists"
         ) from None
-    except ValueError:  # no signature is known, of a callable in C
+    except ValueError:  # a callable in C may have no signature
         return
 
 
@@ -241,7 +241,7 @@ def _checked(scheduler: Any, given: Any) -> Any:
 
 
 def refuse_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer that takes norms or products of whole parameters where this rank has parts of them.
+    """Refuse an optimizer that takes norms or products of whole parameters if this rank has only parts of them.
 
     Raises:
         ConfigError: names such a parameter and what to do.
@@ -258,7 +258,7 @@ def refuse_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def optimizer_of_user(training: Training) -> Optimizer | None:
-    """Return the torch optimizer itself in fp32 without sharding, as documented; else a wrapper with our step."""
+    """Return torch's own optimizer in fp32 without sharding, as documented; else a wrapper with the engine's step."""
     optimizer, precision = training.basic_optimizer, training.precision
     is_plain = precision.model_dtype is None and not precision.checks_overflow
     if optimizer is None:  # at stage 3 libraries find the hooks on the module here

@@ -1,4 +1,4 @@
-"""`PipelineEngine`: what `initialize` returns for a `PipelineModule`. A batch is one call; `pipe/stage.py` runs it.
+"""`PipelineEngine`, which `initialize` returns for a `PipelineModule`. One call is a batch; `pipe/stage.py` runs it.
 
 train_batch -> take_batch (all ranks agree), Stage.run: forward, backward -> training.py, messages; step
 """
@@ -47,7 +47,7 @@ __all__ = ["PipelineEngine", "PipelineError"]
 
 @absent_members("runtime.pipe.engine:PipelineEngine")
 class PipelineEngine(DeepSpeedEngine):
-    """Trains the stages of a `PipelineModule`, one batch of `gradient_accumulation_steps` micro-batches per call.
+    """Trains the stages of a `PipelineModule`; one call trains on `gradient_accumulation_steps` micro-batches.
 
     The first and the last stage take micro-batches `(inputs, labels)` from their iterators; the others need none. All
     ranks call each method together.
@@ -70,7 +70,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         #: mean loss of the last batch, over micro-batches and data-parallel ranks
         self.agg_train_loss: Tensor | None = None
-        self._losses = group_backend(mesh.norm_group)  # and what ranks agree on
+        self._losses = group_backend(mesh.norm_group)  # for losses, and for values that ranks agree on
         self._losses.connect()
         peers = PointToPoint(mesh.group("pp"))
         if self.num_stages > 1:
@@ -95,7 +95,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Train on one batch: forward and backward of all its micro-batches, and a step.
 
         Args:
-            data_iter: gives micro-batches on the first and the last stage; default: that of `set_dataiterator`,
+            data_iter: yields micro-batches on the first and last stage; default: the iterator of `set_dataiterator`,
                 `set_dataloader` or `initialize(training_data=...)`.
 
         Returns:
@@ -105,14 +105,14 @@ class PipelineEngine(DeepSpeedEngine):
             StateError: on every rank: an iterator ended early.
             ConfigError: on every rank: the first and the last stage were given different shapes.
             Exception: what the data iterator or `set_batch_fn`'s function raised on this rank.
-            CommError: that of another rank raised; it is named.
+            CommError: the iterator or function of another rank raised; the message names that rank.
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
         self.sharding.states.require("train_batch")
         begin_use()
         if self._step_schedules is not None:
-            self._step_schedules.arguments()  # layers take none; what loads the batch asks for the length
+            self._step_schedules.arguments()  # layers take none; the loading of the batch reads the length
         num_micros = self.schedule.num_steps
         batch = self._take("train_batch", data_iter, num_micros)
         self.module.train()
@@ -135,11 +135,11 @@ class PipelineEngine(DeepSpeedEngine):
         """Run one batch forward, in the module's `eval()` mode and without gradients.
 
         Args:
-            data_iter: as for `train_batch`; the iterator of training stays as it is.
+            data_iter: as for `train_batch`; it does not replace the iterator of training.
             return_logits: return the outputs of the micro-batches too, a list on the last stage, None on others.
             compute_loss: False: return outputs in place of losses, on the last stage.
-            reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: a list, of the own ones.
-            bcast_loss: return losses on every rank; else only the last stage has them, and others None.
+            reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: a list of this rank's own.
+            bcast_loss: return losses on every rank; False: only the last stage returns them, and others None.
             num_micro_batches: default: `gradient_accumulation_steps`.
 
         Returns:
@@ -185,7 +185,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Take micro-batches from an iterator. None: from what `train_batch` is given."""
+        """Take micro-batches from an iterator. None: take them from the argument of `train_batch`."""
         if iterator is not None and not isinstance(iterator, Iterator):
             advice = "iter() of it, or set_dataloader" if isinstance(iterator, Iterable) else "an iterator"
             raise ConfigError(f"set_dataiterator: found a {type(iterator).__name__}, no iterator; give {advice}")
@@ -193,7 +193,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Call `fn` on what an iterator gives; it returns (inputs, labels). None: it gives them."""
+        """Call `fn` on each value of an iterator; it returns (inputs, labels). None: the iterator yields these."""
         if fn is not None and not callable(fn):
             raise ConfigError(f"set_batch_fn: found a {type(fn).__name__}; give a function of what an iterator gives")
         self._batch_fn = fn
@@ -278,7 +278,7 @@ class PipelineEngine(DeepSpeedEngine):
         raise error  # with its own context
 
     def _schedule_of(self, num_micros: int, *, trains: bool) -> PipeSchedule:
-        """Return the schedule of this stage for a batch of so many micro-batches, made at the first call."""
+        """Return this stage's schedule for `num_micros` micro-batches, created at the first call."""
         if (trains, num_micros) not in self._schedules:
             make = self._schedule_type if trains else self._inference_type()
             create = partial(in_message_order, make) if self._orders_messages else make
@@ -302,7 +302,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._compute.end()
 
     def _step(self, losses: Sequence[Tensor]) -> None:
-        """The end of a batch: its loss on all ranks, and the update."""
+        """End a batch: compute its loss on all ranks, and update the weights."""
         loss = self._losses_of(losses, self.schedule.num_steps, "avg", is_shared=True)
         self.agg_train_loss = loss
         self._observers.saw_loss(loss)
@@ -311,7 +311,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.checkpointer.raise_failure()
 
     def _losses_of(self, losses: Sequence[Tensor], num_micros: int, how: str | None, *, is_shared: bool) -> Any:
-        """Losses of the last stage's micro-batches, on all ranks if they are shared."""
+        """Return the losses of the last stage's micro-batches, on all ranks if they are shared."""
         mesh = self.mesh
         if how is None:
             if not is_shared:
@@ -328,7 +328,7 @@ class PipelineEngine(DeepSpeedEngine):
         return mean[0] if is_shared or self.is_last_stage() else None
 
     def _reduced(self, outputs: Sequence[Any], how: str | None) -> Any:
-        """Outputs of the last stage."""
+        """Return the outputs of the last stage: a list, or their mean."""
         if how is None:
             return list(outputs)
         if not all(isinstance(each, Tensor) and each.shape == outputs[0].shape for each in outputs):
@@ -358,12 +358,12 @@ class _Compute:
         self._num_micros = 1
 
     def begin(self, num_micros: int) -> None:
-        """A batch begins."""
+        """Start a batch."""
         self._num_micros = num_micros
         self._losses = []
 
     def end(self) -> None:
-        """The batch is over, or was left."""
+        """Reset after a batch that is over, or has failed."""
         self._training.schedule.set_boundary(None)
         self._losses = []
 
@@ -428,7 +428,7 @@ def _check_scalar(loss: Any, source: str, remedy: str) -> None:
 
 
 def refuse_inner_pipeline(model: torch.nn.Module) -> None:
-    """Raises ConfigError if a part of the model is a `PipelineModule` of several stages, which only an engine runs."""
+    """Raise ConfigError if a part of the model is a `PipelineModule` of several stages, which only an engine runs."""
     for name, part in model.named_modules():
         if name and isinstance(part, PipelineModule) and part.num_stages > 1:
             raise ConfigError(
@@ -446,17 +446,17 @@ def mesh_of_pipeline(
     *,
     has_optimizer: bool = True,
 ) -> Mesh:
-    """The mesh of an engine: from the arguments of `initialize` or the configuration, else from the module's topology.
-    A collective.
+    """Create the mesh of an engine from the arguments of `initialize` or the configuration, else from the module's
+    topology. A collective.
 
     Args:
         module: built for some number of stages.
         mpu, mesh_param, asked: as `groups.create_mesh` takes them.
-        has_optimizer: each stage has something to train.
+        has_optimizer: then each stage must have something to train.
 
     Raises:
-        ConfigError: on every rank: they place ranks in other stages than the module, cut layers elsewhere, or have a
-            stage with nothing to train.
+        ConfigError: on every rank: the mesh places ranks in other stages than the module, ranks cut layers at different
+            places, or a stage has nothing to train.
     """
     if mpu is None and mesh_param is None and not asked:
         mesh = Mesh(layout_of(module.topology()))

@@ -1,9 +1,9 @@
-"""`save_checkpoint` and `load_checkpoint`: in which order values go from training to the checkpointer, and back.
+"""`save_checkpoint` and `load_checkpoint`: the order in which values go from training to the checkpointer, and back.
 
-And `checkpoint.on_sigterm`: a job that is told to end saves first, all ranks after the same step. Schedulers announce
-the end of a job by SIGTERM, some to every process, some to one. A rank that has it says so in the job's store, with the
-number of the next step. The others look there after each step, and as no rank ends a step in which another has no part,
-all of them know before they have made that one.
+With `checkpoint.on_sigterm` a job that is told to end saves first, on all ranks after the same step. Schedulers send
+SIGTERM before a job ends, some to every process, some to one. A rank that receives the signal writes the number of the
+next step to the job's store, which all ranks read after each step. No rank can finish a step without the others, so all
+of them know the number by the end of that step.
 """
 
 import itertools
@@ -55,14 +55,14 @@ from deepspeed.zero.fragments import safe_set_full_fp32_param
 from deepspeed.zero.managed import manager_of
 
 EXIT_CODE = 128 + signal.SIGTERM
-_numbers = itertools.count()  # of engines, which ranks make in the same order
+_numbers = itertools.count()  # of engines, which ranks create in the same order
 
 
 class SigtermWatch:
-    """Notes SIGTERM in place of ending, until `close`. Made by every rank, in the main thread.
+    """`SigtermWatch` notes SIGTERM instead of ending, until `close`. Every rank creates it in the main thread.
 
     Args:
-        store: of the job; None with one rank.
+        store: the job's store; None with one rank.
     """
 
     def __init__(self, store: Store | None) -> None:
@@ -77,45 +77,45 @@ class SigtermWatch:
             warn_once("checkpoint.on_sigterm: initialize was not called in the main thread, which alone hears signals")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. A second signal changes nothing: launchers and schedulers both send one."""
+        """Handle SIGTERM. A second signal changes nothing: launchers and schedulers both send one."""
         self._was_told = True
         if callable(self._former):
             self._former(number, frame)
 
     def is_due(self, step: int) -> bool:
-        """Whether the job is to end now. Called by every rank after each step, with the number of steps made."""
+        """Whether the job must end now. Every rank calls it after each step, with the number of steps made."""
         if self._store is None:
             return self._was_told
         if self._was_told:
-            self._store.compare_set(self._key, "", str(step + 1))  # the first rank's word counts
+            self._store.compare_set(self._key, "", str(step + 1))  # the first rank that writes decides
         return self._store.check([self._key]) and int(self._store.get(self._key)) <= step
 
     def close(self) -> None:
-        """Let SIGTERM do what it did before, unless the script has set another handler meanwhile."""
+        """Restore the former SIGTERM handler, unless the script has set another one meanwhile."""
         if self._is_installed and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         self._is_installed = False
 
 
 def watch_sigterm() -> SigtermWatch:
-    """The watch for an engine that is being built."""
+    """Create the watch for an engine that is being built."""
     alone = not torch_dist.is_initialized() or torch_dist.get_world_size() == 1
     return SigtermWatch(None if alone else torch_dist.distributed_c10d._get_default_store())
 
 
 class Saving:
-    """Saves and loads the state of training. Built by `create_saving`; called by the engine's methods.
+    """`Saving` saves and loads the state of training. `create_saving` builds it; the engine's methods call it.
 
     Args:
-        state: what is saved.
+        state: the state to save.
         checkpointer: writes and reads this rank's files; it knows the rank's position in the job.
-        gather: the collective of the checkpointer: takes this rank's text, returns every rank's.
-        tag_validation: "Ignore", "Warn" or "Fail": what to do about ranks that save under different tags.
+        gather: the checkpointer's collective: takes this rank's value, returns every rank's.
+        tag_validation: "Ignore", "Warn" or "Fail": what to do if ranks save under different tags.
         deepspeed_sub_group_size: write DeepSpeed's form, with sub-groups of so many elements; None: ours.
-        meet: waits until every rank makes the call of this name, and raises where one does not; None with one rank.
-        save_dir: what is saved to in place of the directory of the call; None: that of the call.
-        load_dir: the same for a load.
-        sigterm: of `checkpoint.on_sigterm`.
+        meet: waits until every rank makes the call of this name, and raises if one does not; None with one rank.
+        save_dir: directory that replaces the argument of every save; None: use the argument.
+        load_dir: the same for loads.
+        sigterm: the watch of `checkpoint.on_sigterm`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Saving:
         sigterm: SigtermWatch | None = None,
     ) -> None:
         self.sigterm = sigterm
-        self.last_dir: str | None = save_dir  # of a save or a load
+        self.last_dir: str | None = save_dir  # of the last save or load
         self._state = state
         self.checkpointer = checkpointer
         self._gather = gather
@@ -146,11 +146,11 @@ class Saving:
 
     @contextmanager
     def one_at_a_time(self, call: str) -> Iterator[None]:
-        """Hold off other calls of this object inside the context, of other threads, and signals, where they would part
-        this rank from its peers.
+        """Refuse other calls of this object inside the context, and hold off signals that would part this rank from its
+        peers.
 
         Raises:
-            StateError: another one is going on.
+            StateError: another call is running.
         """
         if not self._lock.acquire(blocking=False):
             raise StateError(
@@ -193,9 +193,9 @@ class Saving:
                 exclude_frozen=exclude_frozen,
             )
 
-        # in three calls: shards are collected by collectives, which need every rank, so no rank may have failed before
+        # in three calls: shards are collected by collectives of all ranks, so no rank may have failed before
         what = f"save a checkpoint in {save_dir}"
-        checkpointer.together(state.sharding.release_gathered, what)  # what is gathered would be saved whole
+        checkpointer.together(state.sharding.release_gathered, what)  # gathered parameters would be saved whole
         name, model_state = checkpointer.together(collect, what)
         is_pending = checkpointer.copies_later and self._sub_group_size is None
         among = state.sharding.among_peers
@@ -225,7 +225,7 @@ class Saving:
         self.checkpointer.wait_for_save()
 
     def _begin(self, call: str, **arguments: Any) -> None:
-        """Wait for the other ranks, and refuse differences in `arguments`, with which they would wait in different
+        """Wait for the other ranks, and refuse different `arguments`: ranks would then wait in different
         collectives."""
         if self._meet is None:
             return
@@ -234,7 +234,7 @@ class Saving:
         except RanksParted:  # the others fail in a step, or in another call
             self._state.sharding.gradients.abandon()
             raise
-        follow(self._gather(standing()))  # a rank may not have heard of another's failure, as of one in an update
+        follow(self._gather(standing()))  # a rank may not know of another's failure, such as one during an update
         given = self._gather(repr(arguments)) if arguments else []
         if len(set(given)) > 1:
             raise CheckpointError(
@@ -243,8 +243,8 @@ class Saving:
             )
 
     def _refuse_to_save_borrowed(self) -> None:
-        """Refuse an engine without optimizer around weights that another engine shards: its checkpoint would have them
-        in a form that no run has."""
+        """Refuse an engine without optimizer whose weights another engine shards: the checkpoint would have them in a
+        form that no run has."""
         borrowed = self._state.sharding.borrowed_names()
         if borrowed and not self._state.has_optimizer:
             raise StateError(
@@ -259,15 +259,15 @@ class Saving:
             self._state.sharding.units.ranks.refuse_divided_experts(asked)
 
     def _names_elsewhere(self) -> frozenset[str]:
-        """The names, in the undivided model, of the weights and buffers that other ranks of this run have. A
-        collective."""
+        """Return the names, in the undivided model, of the weights and buffers that other ranks of this run have.
+        A collective."""
         own = whole_names(self._state.module)
         return frozenset(name for each in self._gather(json.dumps(own)) for name in json.loads(each)) - set(own)
 
     def _in_form(
         self, model_state: dict[str, Any] | None, shard_state: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The contents of the files in the form that `checkpoint.format` asks for."""
+        """Return the contents of the files in the form that `checkpoint.format` asks for."""
         sharding, size = self._state.sharding, self._sub_group_size
         if size is None:
             return model_state, shard_state
@@ -328,7 +328,7 @@ class Saving:
 
         def restore() -> None:
             nonlocal changed
-            sharding.gradients.zero_grad()  # those of micro-batches that were not stepped belong to other weights
+            sharding.gradients.zero_grad()  # gradients of micro-batches without a step belong to other weights
             fill_module(state.module, weights, strict=strict, custom_load_fn=custom_load_fn)
             if custom_load_fn is not None:
                 changed = changed_since(state.module, weights)
@@ -350,7 +350,7 @@ class Saving:
                 sharding.weights_from_masters()  # only after every rank has restored its shard
             if state.training.moq is not None:
                 state.training.moq.round_again()
-            for param, value in changed:  # in which the saved masters have another one
+            for param, value in changed:  # the saved master weights have other values
                 if manager_of(param) is sharding:
                     safe_set_full_fp32_param(param, value)
 
@@ -364,7 +364,7 @@ class Saving:
             self.checkpointer.together(restore_weights, what, among=sharding.among_peers)
         except BaseException as error:
             sharding.states.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
-            sharding.accept_load()  # else a later context would take what it did for a change of the script's
+            sharding.accept_load()  # else a later context would take the load for a change by the script
             raise
         if with_states or not state.has_optimizer:
             sharding.states.restored()
@@ -376,13 +376,13 @@ class Saving:
         return loaded.path, loaded.client_state
 
     def _say_batch_size(self, saved: Mapping[str, Any]) -> None:
-        """Say where the run that saved a model file made its steps of other numbers of samples."""
+        """Log a message if the run that saved the model file used another number of samples per step."""
         size = self._state.training.train_batch_size
         former = _batch_size(saved.get("ds_config"), saved.get("dp_world_size"))
         if former in (None, size):
             return
         if saved.get("global_samples") != former * saved.get("global_steps", 0):
-            return  # the run had other batches than its configuration, whose ranks may have shared samples
+            return  # the run's batches differed from its configuration, since ranks may have shared samples
         announce(
             f"train_batch_size is {size}, and was {former} when the checkpoint was saved: schedules count steps, which "
             "have other numbers of samples now"
@@ -390,7 +390,7 @@ class Saving:
 
 
 def _batch_size(config: Any, world_size: Any) -> int | None:
-    """Return the samples of a step that a configuration asks for; None where it does not say so."""
+    """Return the number of samples per step that a configuration asks for; None if it does not say."""
     if not isinstance(config, Mapping):
         return None
     size = config.get("train_batch_size")
@@ -403,10 +403,10 @@ def _batch_size(config: Any, world_size: Any) -> int | None:
 def create_saving(
     section: CheckpointConfig, nebula: NebulaConfig, state: TrainingState, mesh: Mesh, *, sub_group_numel: int
 ) -> Saving:
-    """The part of the engine that saves and loads. Called once, by `build.py`.
+    """Create the part of the engine that saves and loads. `build.py` calls it once.
 
     Args:
-        sub_group_numel: of `zero_optimization.sub_group_size`, by which DeepSpeed's files are divided.
+        sub_group_numel: `zero_optimization.sub_group_size`, by which DeepSpeed's files are divided.
     """
     gather = partial(_gather, group=mesh.norm_group)
     sharding = state.sharding
@@ -447,7 +447,7 @@ def create_saving(
 
 
 def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
-    """Return the division of the model for checkpoints; None where the caller divided it, without a mark."""
+    """Return the division of the model for checkpoints; None if the caller divided the model without marking parts."""
     axes, parts = {axis: mesh.size(axis) for axis in ("pp", "tp")}, parts_held(module)
     if axes["pp"] > 1 and not getattr(module, "names_are_global", False):
         return None
@@ -483,5 +483,5 @@ def _deepspeed_sub_group_size(section: CheckpointConfig, state: TrainingState, n
 
 
 def _gather(value: Any, group: ProcessGroup) -> list[Any]:
-    """The value of every rank of `group`, which share a checkpoint, in rank order."""
+    """Return the values of all ranks of `group`, which share a checkpoint, in rank order."""
     return all_gather_values(value, group) if comm.get_world_size(group) > 1 else [value]

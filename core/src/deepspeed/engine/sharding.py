@@ -1,6 +1,6 @@
-"""The precision and the stage of ZeRO that a configuration asks for.
+"""Create the precision and the ZeRO stage that a configuration asks for.
 
-Called once per engine by `build.py`; beside it, this file alone reads the root of the configuration.
+`build.py` calls these functions once per engine. Only it and this file read the root of the configuration.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from deepspeed.zero.units import ShardingOptions
 
 
 def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
-    """The mesh with the copies of the weights that MiCS or hpZ asks for."""
+    """Return the mesh, divided into the copies of the weights that MiCS or hpZ asks for."""
     asked = [("mics_shard_size", zero.mics_shard_size, 0), ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1)]
     given = [(name, size) for name, size, off in asked if size > off]
     if given and zero.stage != 3:
@@ -59,7 +59,7 @@ def copies_of_weights(zero: ZeroConfig) -> ReplicationMode:
 
 
 def asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
-    """The dtypes to train in besides fp32, by the key that asks for them."""
+    """Return the dtypes to train in besides fp32, by the key that asks for them."""
     asked = {
         "data_types.param_dtype": (config.data_types.param_dtype == "bf16", torch.bfloat16),
         "fp16.enabled": (config.fp16.enabled, torch.float16),
@@ -108,7 +108,7 @@ def create_sharding(
     shard_home: ShardHome | None,
     device: torch.device,
 ) -> Sharding:
-    """The stage of ZeRO, not attached to the model yet.
+    """Create the sharding of a ZeRO stage, not attached to the model yet.
 
     Raises:
         ConfigError: the optimizer was not tested with the stage, or keys exclude each other.
@@ -125,7 +125,7 @@ def create_sharding(
     stage = _choose_stage(zero, optimizer, mesh, units)
     if config.deterministic.enabled:
         stage = FixedOrder.of(stage, ranks.world_size)
-        accumulation = "fp32" if precision.model_dtype is not None else None  # else they add up in their own
+        accumulation = "fp32" if precision.model_dtype is not None else None  # else gradients add up in their own dtype
     options = ShardingOptions(
         stage=stage,
         model_dtype=precision.model_dtype,
@@ -195,7 +195,7 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
 
 
 def refuse_keys(config: DeepSpeedConfig) -> None:
-    """Refuse keys that the stage has no use for, or with which `deterministic` could not keep its word."""
+    """Refuse keys that the stage cannot use, or that `deterministic` rules out."""
     _refuse_quantized(config.zero_optimization)
     if config.deterministic.enabled:
         _refuse_undetermined_keys(config)
@@ -234,8 +234,8 @@ def _refuse_undetermined_keys(config: DeepSpeedConfig) -> None:
 
 
 def _refuse_quantized(zero: ZeroConfig) -> None:
-    """Refuse what of ZeRO++ the stage has no use for: weights are gathered for modules in stage 3 alone, and stage 0
-    needs whole sums on every rank."""
+    """Refuse keys of ZeRO++ that the stage cannot use: only stage 3 gathers weights for modules, and stage 0 needs
+    whole sums on every rank."""
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, name) and zero.stage < 3:
             raise ConfigError(
@@ -256,9 +256,9 @@ def _refuse_quantized(zero: ZeroConfig) -> None:
 
 
 def _predivide_factor(config: DeepSpeedConfig) -> float | None:
-    """Return what gradients are divided by before the sum.
+    """Return the number by which gradients are divided before the sum.
 
-    None: they are divided by the number of ranks, and by nothing after the sum.
+    None: gradients are divided by the number of ranks before the sum, and by nothing after it.
     """
     factor = config.gradient_predivide_factor
     return None if config.prescale_gradients or factor == 1.0 else factor

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def start_line(engine: "DeepSpeedEngine") -> str:
-    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer with its kernel, and its clipping.
+    """Return ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer's kernel, and clipping.
 
-    Called by all ranks when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on
-    whether to use it. With several pipeline stages a collective of them.
+    All ranks call it when the sharding is attached: by then the kernel is loaded, and the ranks have agreed on
+    whether to use it. With several pipeline stages it is a collective of them.
     """
     facts = [
         _ranks(engine.mesh),
@@ -71,11 +71,11 @@ def _parameters(engine: "DeepSpeedEngine") -> str:
 
 
 def _whole_numel(param: torch.Tensor, tp_size: int) -> int:
-    """Elements of the parameter on all ranks that divide the model."""
+    """Return the number of elements of the parameter on all ranks that divide the model."""
     part = part_held(param)
     numel = (shape_of(param) if part is None else part.shape).numel()
     group = expert_group_of(param)
-    if group is not None and (part is None or part.name or part.is_whole):  # else its shape has all experts
+    if group is not None and (part is None or part.name or part.is_whole):  # else its shape includes all experts
         numel *= int(group.removeprefix(EXPERT_PREFIX))
     elif part is None and getattr(param, "tensor_model_parallel", False):  # a layer of the user's own
         numel *= tp_size
@@ -83,7 +83,7 @@ def _whole_numel(param: torch.Tensor, tp_size: int) -> int:
 
 
 def _counted_by_another_stage(module: torch.nn.Module, stage: int) -> set[int]:
-    """Ids of the parameters that an earlier pipeline stage has too."""
+    """Return the ids of the parameters that an earlier pipeline stage has too."""
     if not isinstance(module, PipelineModule):
         return set()
     later = [key for key, stages in module.tied_stages().items() if key in module.tied_modules and stages[0] < stage]

@@ -1,8 +1,8 @@
-"""`StepSchedules`: what the number of the step gives to a forward, a length that grows or a share of layers that falls.
+"""`StepSchedules`: values of a forward that depend on the step number: a growing length, a falling share of layers.
 
-`CurriculumScheduler` is the section `curriculum_learning`, `ProgressiveLayerDrop` the section `progressive_layer_drop`,
-both under DeepSpeed's names, which later versions of DeepSpeed removed. The model's own forward takes the arguments and
-does the rest. `create_step_schedules` and `create_curriculum` make for an engine what its configuration asks for.
+`CurriculumScheduler` is the section `curriculum_learning`, `ProgressiveLayerDrop` the section `progressive_layer_drop`.
+Both have DeepSpeed's names; later versions of DeepSpeed removed them. The model's own forward takes the arguments and
+does the rest. `create_step_schedules` and `create_curriculum` create what the configuration asks for.
 """
 
 import math
@@ -44,8 +44,8 @@ class ProgressiveLayerDrop:
     (arXiv 2010.13369), section 4.
 
     Args:
-        theta: the share in the limit, from 0 to 1.
-        gamma: how fast it falls, per step; 0: never.
+        theta: the limit of the share, from 0 to 1.
+        gamma: decay rate of the share, per step; 0: the share stays 1.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
@@ -54,7 +54,7 @@ class ProgressiveLayerDrop:
         self.current_theta = 1.0
 
     def update_state(self, global_step: int) -> None:
-        """Move to the share after so many steps."""
+        """Set the share for the step after `global_step` steps."""
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
     def get_theta(self) -> float:
@@ -67,15 +67,15 @@ class ProgressiveLayerDrop:
 
 
 class StepSchedules:
-    """Gives each forward that trains its arguments, and moves compression to its step. Both follow from the number of
-    steps alone, so that a run that goes on from a checkpoint goes on with them.
+    """`StepSchedules` gives each forward that trains its arguments, and moves compression to its step. Both depend only
+    on the number of steps, so a run that continues from a checkpoint continues with them.
 
     Args:
         curriculum: the section; off where it is not enabled.
         layer_drop: the section; off where it is not enabled.
         random_ltd: says how many tokens layers keep; None: all.
         num_steps: returns the steps so far.
-        compression: moves the layers of the model to a step; None: none compresses itself.
+        compression: moves the layers of the model to a step; None: no layer is compressed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StepSchedules:
         random_ltd: "RandomLTDScheduler | None" = None,
         compression: "compression_scheduler | None" = None,
     ) -> None:
-        # only what is written: nobody means the defaults of a length
+        # only the keys that the user wrote: the default lengths suit no model
         written = curriculum.model_dump(exclude_unset=True)
         self.curriculum = CurriculumScheduler(written) if curriculum.enabled else None
         self.layer_drop = ProgressiveLayerDrop(layer_drop.theta, layer_drop.gamma) if layer_drop.enabled else None
@@ -96,12 +96,12 @@ class StepSchedules:
         self.compression = compression
 
     def follow(self, training: Training) -> None:
-        """Choose blocks of weights after each update, where a technique prunes by them."""
+        """Choose blocks of weights after each update, if a technique prunes by blocks."""
         if self.compression is not None and self.compression.blocks is not None:
             training.after_update.append(self.compression.blocks.step_ended)
 
     def arguments(self, *, trains: bool = True) -> dict[str, Any]:
-        """Move to the step that has begun, and return what its forwards are given; one that does not train, nothing."""
+        """Move to the current step, and return its forwards' arguments; none for a forward that does not train."""
         if self.compression is not None:
             self.compression.check_all_modules()
         if not trains:
@@ -185,7 +185,7 @@ def _create_random_ltd(section: RandomLTDConfig, mesh: Mesh, train_batch_size: i
 
 
 def _connect_blocks(blocks: "BlockPruning", module: torch.nn.Module, mesh: Mesh) -> None:
-    """Let ranks with gradients of their own share scores."""
+    """Average the scores over ranks that have gradients of their own."""
     if isinstance(module, PipelineModule):
         raise ConfigError(
             "compression_training.sparse_pruning.shared_parameters.method: found 'snip_momentum' with a "
@@ -205,7 +205,7 @@ def _connect_blocks(blocks: "BlockPruning", module: torch.nn.Module, mesh: Mesh)
 def create_curriculum(
     section: DataEfficiencyConfig, mesh: Mesh, *, micro_batch_size: int, num_steps: int
 ) -> "Curriculum | None":
-    """Create what chooses the samples of a step by their difficulty; None where the section does not ask for it.
+    """Create the curriculum, which chooses samples by difficulty; None if the section does not ask for one.
 
     Args:
         micro_batch_size: samples of a micro-batch of one rank.

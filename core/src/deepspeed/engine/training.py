@@ -1,6 +1,6 @@
-"""`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here.
+"""`Training`: backward and step of one engine, over its parts. The engine's methods of the same names call it.
 
-`Accumulation` counts micro-batches and says after which the optimizer steps.
+`Accumulation` counts micro-batches and says after which one the optimizer steps.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Accumulation:
     """Gradient accumulation: a forward and a backward per micro-batch; after the last one of a step, the step.
 
-    Micro-batches are counted from the last step on, not from the beginning of the run, during which `num_steps` may
-    change. A pipeline, whose engine has the loop (`pipe/schedule.py`), says by `set_boundary` when its last backward
-    comes, and what follows is the same as in every engine.
+    Micro-batches are counted from the last step, not from the beginning of the run, because `num_steps` may change
+    during the run. The engine of a pipeline has the loop (`pipe/schedule.py`), and calls `set_boundary` before its last
+    backward; the rest is the same as in every engine.
 
     Args:
         num_steps: micro-batches per optimizer step (`gradient_accumulation_steps`).
@@ -39,7 +39,7 @@ class Accumulation:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self._micro_steps = 0
-        self._step_began = 0  # `micro_steps` at that time
+        self._step_began = 0  # the value of `micro_steps` when the current step began
         self.boundary: bool | None = None  # set by the user, instead of counting
         self._syncs = True
 
@@ -49,18 +49,18 @@ class Accumulation:
         return self._syncs and self.is_boundary()
 
     def advance(self) -> None:
-        """The current micro-batch is over."""
+        """End the current micro-batch."""
         ends = self.ends_step
         self._micro_steps += 1
         if ends:
             self.restart()
 
     def restart(self) -> None:
-        """Begin a step with the next micro-batch; those before it no longer count."""
+        """Begin a step with the next micro-batch; earlier ones no longer count."""
         self._step_began = self._micro_steps
 
     def count_batch(self) -> None:
-        """A pipeline is about to step, with all micro-batches of the step at once; `advance` counts one of them."""
+        """Count all micro-batches of a pipeline's step but one, before the step; `advance` counts the last one."""
         self._micro_steps += self.num_steps - 1
 
     @property
@@ -94,7 +94,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate."""
+        """Only accumulate gradients inside the context."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -103,24 +103,24 @@ class Accumulation:
 
 
 class AfterUpdate(Protocol):
-    """`Training.after_update` holds such calls: they follow the update of a step, counted from 1.
+    """`Training.after_update` holds such functions, called after the update of step number `step`, from 1.
 
     Args:
-        applied: False: the step was skipped, since its gradients overflowed.
-        scale: what its loss was multiplied by.
+        applied: False: the step was skipped, because its gradients overflowed.
+        scale: loss scale of the step.
     """
 
     def __call__(self, step: int, *, applied: bool, scale: float) -> None: ...
 
 
 class Training:
-    """Built by `build.py`. It knows neither the engine nor the module.
+    """`Training` runs backward and step; `build.py` creates it. It knows neither the engine nor the module.
 
     Args:
-        basic_optimizer: torch's; None for an engine that only evaluates.
+        basic_optimizer: torch's optimizer; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
         progress: counts the steps; the caller may read it.
-        order: of the summands of a step (`determinism.py`); None: as they come.
+        order: order in which the gradients of a step are summed (`determinism.py`); None: as they come.
     """
 
     def __init__(
@@ -145,21 +145,21 @@ class Training:
         self.moq: MixtureOfQuantization | None = None  # set by build.py, too
         #: called on all ranks with the number of the update, from 1, before the norm of its gradients is taken
         self.before_update: list[Callable[[int], None]] = []
-        #: called after an update, one that was skipped too, while its gradients are there
+        #: called after each update, also a skipped one, while its gradients are still there
         self.after_update: list[AfterUpdate] = []
-        #: of an engine whose weights are others for a while: why no backward may begin now; None: one may
+        #: returns the error if no backward may begin now, because the weights are changed for a while; None: it may
         self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
         self.progress = progress
         self.order = order
         self.stats: StepStats | None = None  # of the last step
         self.has_applied = False  # whether the last call of `step` changed the weights
-        self._begun_by: float | None = None  # the scale of a loss at which a plain backward is beginning
+        self._begun_by: float | None = None  # the scale of the loss at which a plain backward is beginning
         self._had_backward = False  # since the last step
         self._num_divided = 0  # backwards since the last step whose loss is divided by the accumulation steps
-        self._was_part = False  # the last step was one of `optimizer_step`, after fewer of them than it takes
-        self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
-        self._next_batch: tuple[int, int] | None = None  # from the next step on: its samples, its micro-batches
+        self._was_part = False  # whether the last `optimizer_step` came before all micro-batches of its step
+        self._was_dropped = False  # whether a failure has cost this step's gradients, with no call of `step` since
+        self._next_batch: tuple[int, int] | None = None  # samples and micro-batches from the next step on
 
     def backward(
         self,
@@ -169,7 +169,7 @@ class Training:
         is_divided: bool,
         **kwargs: Any,
     ) -> Tensor | list[Tensor]:
-        """See `DeepSpeedEngine.backward`; `is_divided`: by the accumulation steps."""
+        """See `DeepSpeedEngine.backward`. `is_divided`: the loss is divided by the accumulation steps already."""
         self.sharding.gradients.window.abort_if_left()
         self._begin_again_if_dropped()
         tensors, gradients = backward_roots(loss, gradient)
@@ -180,7 +180,7 @@ class Training:
             undivided = [tensor * num_steps for tensor in tensors]
         self._num_divided += not is_divided
         if num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
-            self.sharding.gradients.collect_unseen_grads()  # they have another factor
+            self.sharding.gradients.collect_unseen_grads()  # unseen gradients have another factor
         with self.observers.phase("backward"):
             scaled = [self.precision.scale(each) for each in (undivided if self.order is not None else tensors)]
             if self.moq is not None and self.schedule.ends_step:
@@ -195,13 +195,13 @@ class Training:
         return tensors[0] if isinstance(loss, Tensor) else tensors
 
     def backward_part(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
-        """The backward of one stage of a pipeline.
+        """Run the backward of one pipeline stage.
 
         Args:
-            tensors: where it begins; none: nothing has a gradient.
-            gradients: of `tensors`, scaled and divided as these are; None: they are numbers: a scaled loss, or roots of
-                gradients that an earlier part left.
-            ends: it is the last one of a step. Then `end_backward` is to follow, which may wait for other stages.
+            tensors: roots of the backward; empty: nothing has a gradient.
+            gradients: gradients of `tensors`, scaled and divided like these; None: `tensors` are scalars: a scaled
+                loss, or roots of gradients that an earlier part left.
+            ends: whether it is the last one of a step. `end_backward`, which may wait for other stages, must follow.
         """
         self.sharding.gradients.window.abort_if_left()
         with self.observers.phase("backward"):
@@ -222,12 +222,12 @@ class Training:
                     raise
 
     def end_backward(self) -> None:
-        """The gradients of a backward are there; reduce them if the schedule says so."""
+        """End a backward: reduce its gradients if the schedule says so."""
         with self.observers.phase("backward_allreduce"):
             self.sharding.gradients.window.close()
 
     def reduce_postponed(self) -> None:
-        """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
+        """Reduce gradients that were only accumulated so far, if the schedule or the stage reduces now."""
         if self.sharding.options.stage.reduces_every_backward or self.schedule.ends_step:
             if self.order is not None and (refusal := self.order.saw_reduction()) is not None:
                 self.zero_grad()
@@ -237,10 +237,10 @@ class Training:
                 self.sharding.gradients.reduce_postponed()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as the user's own `.backward()` needs it.
+        """Scale the loss for the user's own `.backward()`.
 
-        What counts is which losses a backward runs through, so a hook on each says it there: one that is scaled and
-        never differentiated lets no other pass, and one that is differentiated twice passes both times.
+        A hook on the loss notes that a backward runs through it. So a scaled loss that is never differentiated does
+        not excuse an unscaled one, and a scaled loss may be differentiated twice.
         """
         scaled = self.precision.scale(loss)
         if scaled is not loss and scaled.requires_grad:
@@ -254,7 +254,7 @@ class Training:
         return scaled
 
     def _runs_through_scaled(self, scale: float) -> None:
-        """Called when a backward runs through a loss of `scale`, by which it was scaled."""
+        """Begin a plain backward; called when a backward runs through a loss that was scaled by `scale`."""
         window = self.sharding.gradients.window
         if window.is_engines:
             raise StateError(
@@ -268,7 +268,7 @@ class Training:
             self._begun_by = None
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
-        """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
+        """Plan a backward that begins; called by the sharding. Its first gradient refuses an unscaled loss in fp16."""
         self._begin_again_if_dropped()
         self._had_backward = True
         refusal = self.refuse_backward("backward")
@@ -282,7 +282,7 @@ class Training:
         return BackwardPlan(
             reduces=self.schedule.ends_step,
             postpones=not self.schedule.syncs,
-            factor=1.0 / self.schedule.num_steps if by_user or self.order is not None else 1.0,  # else of the loss
+            factor=1.0 / self.schedule.num_steps if by_user or self.order is not None else 1.0,  # else the loss has it
             refusal=refusal,
             enclosing=drawing,
         )
@@ -296,15 +296,15 @@ class Training:
         )
 
     def _refuse_scale(self, begun_by: float | None) -> StateError | None:
-        """Return the error of a plain `loss.backward()` whose loss is not scaled as the step takes it.
+        """Return the error for a plain `loss.backward()` whose loss has another scale than the step expects.
 
-        None: the loss is scaled so, and the gradients may be used.
+        None: the scale is right, and the gradients may be used.
         """
         scale = self.precision.loss_scaler.loss_scale
         if begun_by is None and scale == 1.0:
             return None
         if begun_by is None or runs_unscaled(self.sharding.gradients.window):
-            if not is_in_backward():  # found when they are looked for: by a step, for example
+            if not is_in_backward():  # found outside a backward, by a step for example
                 return StateError(
                     f"param.grad: the loss scale is {scale:g} and found gradients that came with no backward which the "
                     "engine has seen, so by what they are scaled is not known (torch.autograd.grad, or set by hand); "
@@ -327,7 +327,7 @@ class Training:
         return None
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End the current micro-batch: at the last one of a step reduce, and update the weights."""
+        """End the current micro-batch. At the last one of a step, reduce the gradients and update the weights."""
         self.has_applied = False
         self.sharding.gradients.window.abort_if_left()
         self._was_dropped = False
@@ -343,7 +343,7 @@ class Training:
         self._take_next_batch()
 
     def optimizer_step(self) -> None:
-        """One step, whatever the schedule says: what `engine.optimizer.step()` does."""
+        """Make one step, whatever the schedule says; `engine.optimizer.step()` calls it."""
         self._warn_of_parts()
         self._reduce_gradients()
         self._update(None)
@@ -351,8 +351,8 @@ class Training:
         self._take_next_batch()
 
     def reduce_before_steps_of(self, optimizer: Optimizer) -> None:
-        """Let a step that a user makes with torch's own optimizer find the gradients that `param.grad` does not show
-        yet, those of an accumulation that has begun. The engine's steps have reduced them already."""
+        """Reduce gradients before a step that the user makes with torch's own optimizer: `param.grad` does not show
+        those of an unfinished accumulation yet. The engine's own steps have reduced them already."""
         itself = weakref.ref(self)
 
         def reduce(*_: Any) -> None:
@@ -369,7 +369,7 @@ class Training:
         optimizer.register_step_pre_hook(reduce)
 
     def _warn_of_parts(self) -> None:
-        """Warn at the second step in a row on part of an accumulation. One may be the rest of an epoch."""
+        """Warn at the second partial step in a row. A single one may be the rest of an epoch."""
         before = self._was_part
         self._was_part = 0 < self._num_divided < self.schedule.num_steps and not self.schedule.is_boundary()
         if before and self._was_part:
@@ -381,7 +381,7 @@ class Training:
             )
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step that has begun, and their losses."""
+        """Drop the gradients of the step that has begun, and their losses."""
         self.sharding.gradients.zero_grad()
         self._forget_backwards()
         self.observers.step_began_again()
@@ -393,19 +393,19 @@ class Training:
             self.order.restart()
 
     def set_batch(self, train_batch_size: int, num_steps: int) -> None:
-        """Change the samples and the micro-batches of a step: of the next one, if gradients of this one, which are
-        divided by the former number, are there."""
+        """Change the samples and the micro-batches per step. If the current step has gradients, which are divided by
+        the former number, the change waits for the next step."""
         self._next_batch = train_batch_size, num_steps
         self._take_next_batch()
 
     @property
     def next_num_steps(self) -> int:
-        """Micro-batches of a step, as set last."""
+        """Micro-batches per step, as set last."""
         return self.schedule.num_steps if self._next_batch is None else self._next_batch[1]
 
     def gradients_were_dropped(self) -> None:
-        """Called by the sharding when a failure has cost the gradients of this step. It begins again with the next
-        backward; where `step` is called before, the script counts micro-batches that failed."""
+        """Note that a failure has cost the gradients of this step; called by the sharding. The step begins again with
+        the next backward. If `step` is called before that, the script counts micro-batches that failed."""
         self._was_dropped = True
         if self.order is not None:
             self.order.restart()
@@ -457,7 +457,7 @@ class Training:
         self.observers.step_ended(self.stats, progress, batch_size=self.train_batch_size, **rates)
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> StepStats:
-        """Judge the reduced gradients, update, forget. The schedule moves only if the step is made."""
+        """Check the reduced gradients, update, drop them. The learning rate schedule moves only if the step is made."""
         sharding, precision = self.sharding, self.precision
         loss_scale, number = precision.loss_scaler.loss_scale, self.progress.global_steps + 1
         for call in self.before_update:
@@ -467,7 +467,7 @@ class Training:
             if verdict.applies:
                 sharding.update(verdict.grad_scale)
                 self._step_schedule(lr_kwargs)
-            elif hasattr(self.lr_scheduler, "skip_batch"):  # one that follows the batches, of which this one is used up
+            elif hasattr(self.lr_scheduler, "skip_batch"):  # a schedule that follows batches; this batch is used up
                 self.lr_scheduler.skip_batch()
             for follow in self.after_update:
                 follow(number, applied=verdict.applies, scale=loss_scale)
@@ -488,13 +488,13 @@ class Training:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's; none without one."""
+        """The optimizer's parameter groups; empty without an optimizer."""
         return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
 
     def group_values(self, name: str) -> list[Any]:
-        """One hyperparameter of every parameter group that has it."""
+        """Return one hyperparameter of every parameter group that has it."""
         return [group[name] for group in self.param_groups if name in group]
 
     def momentum(self) -> list[Any]:
-        """Momentum, or betas, of every parameter group."""
+        """Return the momentum, or betas, of every parameter group."""
         return self.group_values("betas") or self.group_values("momentum")

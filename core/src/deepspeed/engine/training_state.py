@@ -1,4 +1,4 @@
-"""The state of training becomes plain values for a checkpoint, and is taken from these again. Called by `saving.py`."""
+"""Convert the state of training to plain values for a checkpoint, and back. Called by `saving.py`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class SavedPart(Protocol):
-    """A part of training with a state of its own, which is the same on all ranks that share a model's part."""
+    """A part of training with a state of its own, which is the same on all ranks that share a part of the model."""
 
     def state_dict(self) -> dict[str, Any] | None: ...
 
@@ -52,7 +52,7 @@ class TrainingState:
     Args:
         config: as the user wrote it; saved without its secrets.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
-        parts: by key of the model file, what else has a state.
+        parts: other parts that have a state, by key of the model file.
     """
 
     module: torch.nn.Module
@@ -77,11 +77,11 @@ class TrainingState:
     def for_model_file(
         self, *, mp_world_size: int, division: Division | None, only_experts: bool, exclude_frozen: bool
     ) -> dict[str, Any]:
-        """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`.
+        """Return the content of `mp_rank_XX_model_states.pt`, with the keys of `checkpoint.MODEL_STATE_KEYS`.
 
         Args:
-            only_experts: of the weights those of experts that this rank is the first to hold; the first rank saves the
-                others.
+            only_experts: save no weights but those of experts that this rank is the first to hold; the first rank saves
+                the others.
         """
         module, sharding, progress = self.module, self.sharding, self.training.progress
         lr_scheduler = self.training.lr_scheduler
@@ -126,8 +126,8 @@ class TrainingState:
         }
 
     def _whole_optimizer_state(self, names: Mapping[int, str]) -> dict[str, Any] | None:
-        """The optimizer's own state dict. torch's knows parameters by their number, and another run may have another
-        order: so their names are put beside it."""
+        """Return the optimizer's own state dict. Torch's identifies parameters by number, and another run may order
+        them differently, so the parameter names are added."""
         optimizer, basic = self.training.optimizer, self.training.basic_optimizer
         if optimizer is None or basic is None:
             return None
@@ -142,7 +142,7 @@ class TrainingState:
         return {name: saved_part(param) for name, param in untrained.items()}
 
     def _untrained(self, *, exclude_frozen: bool) -> dict[str, torch.nn.Parameter]:
-        """Frozen parameters; in stage 3 also others that the optimizer does not have: no shard of it holds them."""
+        """Return frozen parameters; in stage 3 also others that the optimizer lacks, since no shard holds them."""
         trained = {param for params in self.sharding.units.saved_parameters() for param in params}
         return {
             name: param
@@ -152,10 +152,10 @@ class TrainingState:
         }
 
     def for_shard_file(self, *, is_pending: bool) -> dict[str, Any] | None:
-        """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all.
+        """Return the content of this rank's `*_optim_states.pt`; None if the model file has it all (no sharding).
 
         Args:
-            is_pending: with `PendingTensor`s for what is in host memory.
+            is_pending: use `PendingTensor`s for tensors in host memory.
         """
         if self.sharding.stage == 0 or (not self.has_optimizer and self.sharding.stage < 3):
             return None
@@ -176,11 +176,11 @@ class TrainingState:
         }
 
     def rounding(self) -> dict[str, Any] | None:
-        """Return what this rank has left to send, by rounding; None where nothing is rounded."""
+        """Return the rounding errors that this rank has yet to send; None if nothing is rounded."""
         return self.sharding.options.stage.rounding(self.sharding.units)
 
     def restore_rounding(self, loaded: LoadedCheckpoint | None) -> None:
-        """Take what this rank had left to send, if the save had as many ranks; None: begin without."""
+        """Restore the rounding errors of this rank, if the save had as many ranks; None: begin without errors."""
         saved = None
         if loaded is not None and loaded.model_state.get("dp_world_size") == self.sharding.world_size:
             saved = loaded.rounding
@@ -188,11 +188,11 @@ class TrainingState:
 
     @property
     def loadable_stages(self) -> tuple[int, ...]:
-        """Stages whose shards this run can take: 1 and 2 hold the same."""
+        """Stages whose shards this run can load; stages 1 and 2 hold the same."""
         return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
 
     def trained_names(self) -> list[list[str]]:
-        """The names of what the optimizer trains, by group, in the order of a checkpoint."""
+        """Return the names of the parameters that the optimizer trains, by group, in the order of a checkpoint."""
         by_id = {id(param): name for name, param in self.module.named_parameters()}
         return [[by_id.get(id(param), "") for param in group] for group in self.sharding.units.saved_parameters()]
 
@@ -200,7 +200,7 @@ class TrainingState:
         """Refuse an optimizer state that this run cannot take, before anything is changed.
 
         Args:
-            strict: as `load_module_strict`; of weights that are in the optimizer's shards, as in stage 3.
+            strict: as `load_module_strict`, for weights that are stored in the optimizer's shards, as in stage 3.
 
         Raises:
             CheckpointError: says what was found and how this run differs.
@@ -240,7 +240,7 @@ class TrainingState:
                 check_needed(optimizer, there, [state])
 
     def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
-        """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
+        """Restore master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
         if loaded.by_name is not None:
             named_states.restore(self.sharding, loaded.by_name.states, with_states=with_states)
             self._restore_loss_scaler(loaded.by_name.loss_scaler, with_states=with_states)
@@ -262,8 +262,8 @@ class TrainingState:
             self.training.precision.loss_scaler.load_state_dict(saved)
 
     def check_progress(self, loaded: LoadedCheckpoint, *, with_scheduler: bool) -> None:
-        """Refuse a file without counters, and the state of a learning rate schedule, that `restore_progress` could not
-        take."""
+        """Refuse a file that `restore_progress` could not load: counters are missing, or the state of the learning rate
+        schedule, or of another part, does not fit."""
         state, scheduler = loaded.model_state, self.training.lr_scheduler
         if missing := [name for name in _COUNTERS if name not in state]:
             raise CheckpointError(
@@ -278,7 +278,7 @@ class TrainingState:
                 part.check_state_dict(state[name])
 
     def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
-        """Counters and, with `with_scheduler`, the learning rate schedule."""
+        """Restore counters and, with `with_scheduler`, the learning rate schedule."""
         training = self.training
         for name in _COUNTERS:
             setattr(training.progress, name, int(state[name]))
@@ -296,7 +296,7 @@ class TrainingState:
 
 
 def _states_of(names: Collection[str], optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A state dict of torch's optimizer with the states of some parameters; another form as it is."""
+    """Return a torch optimizer state dict with the states of the named parameters only; another form unchanged."""
     if optimizer is None or PARAM_NAMES not in optimizer:
         return optimizer
     by_group = zip(optimizer["param_groups"], optimizer[PARAM_NAMES], strict=True)

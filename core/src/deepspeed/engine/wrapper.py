@@ -1,8 +1,8 @@
-"""An engine and the user's module reach each other through the parts below.
+"""Parts through which an engine and the user's module reach each other.
 
-`ModuleWrapper`: a module around the user's, whose attributes are also its own. Base of the engines.
-`GenerateOfModule`: `module.generate`, which scripts call on the module, leads to the engine.
-`ending_together`: within it ranks ask each other over the engine's group whether all have their tokens.
+`ModuleWrapper`: a module around the user's module that also has its attributes. Base of the engines.
+`GenerateOfModule`: replaces `module.generate`, so that scripts that call it reach the engine.
+`ending_together`: context in which ranks ask each other over the engine's group whether all have their tokens.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from torch import nn
 from deepspeed.comm import GroupBackend
 from deepspeed.errors import AbsentMemberError
 
-#: of transformers' models: whether a rank has to go on, with `synced_gpus` as long as one of them has
+#: method of transformers' models: whether a rank must go on; with `synced_gpus`, as long as any rank must
 _GOES_ON = "_has_unfinished_sequences"
 
 
 class ModuleWrapper(nn.Module):
-    """Attributes that it does not have are looked up in `module`, so that libraries take it for the model."""
+    """`ModuleWrapper` looks up attributes that it lacks in `module`, so that libraries take it for the model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,15 +42,15 @@ class ModuleWrapper(nn.Module):
 
 
 class GenerateOfModule:
-    """`GenerateOfModule` replaces `module.generate` while an engine has the module: a call leads to the engine.
+    """`GenerateOfModule` replaces `module.generate` while an engine has the module, and calls the engine.
 
-    It keeps no engine alive. When the engine is gone or destroyed, and in a copy of the module, the model's own
-    `generate` is called.
+    It keeps no engine alive. If the engine is gone or destroyed, and in a copy of the module, it calls the model's own
+    `generate`.
 
     Args:
         call: the engine's method that is called with the model's own `generate`, and its arguments as a tuple and a
             dict; None: the object belongs to a copy of the module.
-        former: what the instance had in this place; None: its class has the method.
+        former: the instance's former `generate`; None: only its class has one.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, former: Callable[..., Any] | None) -> None:
@@ -73,7 +73,7 @@ class GenerateOfModule:
         return cast(Callable[..., Any], type(module).generate.__get__(module))
 
     def put_back(self) -> None:
-        """The engine leaves the module; what the instance had before is there again."""
+        """Restore the instance's former `generate`; the engine leaves the module."""
         self._call = None
         module = self._module()
         if module is not None and vars(module).get("generate") is self:
@@ -96,7 +96,7 @@ class GenerateOfModule:
 def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
     """Let `module.generate` call this method of an engine from now on; see `GenerateOfModule`."""
     if isinstance(found := vars(module).get("generate"), GenerateOfModule) and not found.leads:
-        found.put_back()  # that of an engine that was dropped, or of which this module was a copy
+        found.put_back()  # it belongs to an engine that is gone, or to the module of which this is a copy
     leading = GenerateOfModule(module, call, vars(module).get("generate"))
     vars(module)["generate"] = leading
     return leading
@@ -106,7 +106,7 @@ def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModu
 def ending_together(module: nn.Module, backend: GroupBackend) -> Iterator[None]:
     """Let `generate` with `synced_gpus`, called inside, ask over `backend` whether all its ranks have their tokens.
 
-    A rank that fails lets its peers go there; in transformers' own all-reduce they would wait for that rank.
+    If a rank fails, its peers are released there; in transformers' own all-reduce they would wait for that rank.
     """
 
     def goes_on(this_peer_finished: bool, synced_gpus: bool, device: torch.device, **_: Any) -> bool:
