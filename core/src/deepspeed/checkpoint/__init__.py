@@ -1,21 +1,21 @@
-"""Saving training to disk and finding it again, in DeepSpeed's directory layout.
+"""Save training to disk and load it again, in DeepSpeed's directory layout.
 
     <save_dir>/latest                                               the tag of the newest whole checkpoint
-    <save_dir>/zero_to_fp32.py                                      makes plain fp32 weights of it, without this package
+    <save_dir>/zero_to_fp32.py                                      writes plain fp32 weights, without this package
     <save_dir>/<tag>/index.json                                     sizes and checksums of the files beside it
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
     <save_dir>/<tag>/layer_03-model_states.pt                       a layer of a pipeline; see `saved_states.py`
     <save_dir>/<tag>/layer_0_expert_2_mp_rank_00_model_states.pt    an expert
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
-The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,
-`moe`, `pipe`, `plugins` and below, and torch. The names below are loaded when they are first used: the writer process
-needs no torch. Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then
-`layout.py` (names), `store.py` (where bytes go, and how a folder takes the place of its former version), `stores.py`
-(which ones there are), `durable.py` (how a file is written), `background.py` (asynchronous saving), `index.py` (sizes
-and checksums, and their comparison; `tags.py` lists tags with them), `consolidate.py`. What other ranks,
-stages and programs saved: `saved_states.py`, `tensors.py`, `reader.py` (`dcp_file.py`), `deepspeed_files.py`; for
-other programs: `convert.py`, `saved_run.py`, `other_formats.py`.
+This package takes and returns plain dicts: it knows neither the engine nor the config. It may import `zero`, `moe`,
+`pipe`, `plugins` and below, and torch. The names below are loaded when they are first used: the writer process needs no
+torch. Read next: `checkpointer.py`, `save.py` and `reader.py` (the order of a save and of a load), then `layout.py`
+(names), `store.py` (where bytes go, and how a folder replaces its former version), `stores.py` (the built-in stores),
+`durable.py` (how a file is written), `background.py` (asynchronous saving), `index.py` (sizes and checksums, and their
+comparison; `tags.py` lists tags with them), `consolidate.py`. Reading the saves of other ranks, stages and programs:
+`saved_states.py`, `tensors.py`, `reader.py` (`dcp_file.py`), `deepspeed_files.py`; writing for other programs:
+`convert.py`, `saved_run.py`, `other_formats.py`.
 """
 
 from deepspeed._forward import forward

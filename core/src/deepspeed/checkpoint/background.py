@@ -1,10 +1,10 @@
-"""`BackgroundWriter`: this rank's side of asynchronous saving. It copies states to shared memory, and gives orders to
-the writer process (`writer.py`) that puts them on disk.
+"""`BackgroundWriter`: this rank's side of asynchronous saving. It copies states to shared memory, and sends orders to
+the writer process (`writer.py`), which writes the states to disk.
 
-The process is started once, by the first save, without a fork of this one: devices and threads stay here. The shared
-memory (`SharedMemory`) has no name and no file, grows to the largest save, and is used again by the next one.
+The first save starts the process, without forking this one: devices and threads stay here. The shared memory
+(`SharedMemory`) has no name and no file; it grows to the largest save, and the next save uses it again.
 
-`Orders` are this rank's end of the pipes to it.
+`Orders` is this rank's end of the pipes to the process.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ from deepspeed.log import announce, logger
 from deepspeed.zero.pending_tensor import PendingTensor
 
 _FIRST_BYTES = 64 * 2**20
-_MIN_TAKEN_BYTES = 16 * 2**20  # at a time, as far as the mapping goes
+_MIN_TAKEN_BYTES = 16 * 2**20  # allocated at a time, up to the end of the mapping
 
 
 class SharedMemory:
-    """`SharedMemory` is a file for `torch.save` over a mapping, in which a write to pages used before is a plain copy.
+    """`SharedMemory` is a file for `torch.save` over a mapping; writing to pages used before is a plain copy.
 
-    Memory is taken as it is written to, and stays for the next save. Where the system refuses it, `write` raises
+    Memory is allocated when it is written to, and stays for the next save. If the system refuses it, `write` raises
     OSError: a full temporary folder, or strict accounting of memory (vm.overcommit_memory=2). A process that exceeds
-    the memory of its container or machine is killed all the same.
+    the memory limit of its container or machine is killed all the same.
     """
 
     def __init__(self) -> None:
@@ -50,20 +50,20 @@ class SharedMemory:
         self._taken_bytes = 0
         self._descriptor = _anonymous_file()
         self._pending: dict[tuple[int, int], PendingTensor] = {}  # by address and bytes of its placeholder
-        self._places: list[tuple[int, int, PendingTensor]] = []  # first byte and end of those that are still to copy
+        self._places: list[tuple[int, int, PendingTensor]] = []  # first byte, end, and tensor still to copy there
         self._map(_FIRST_BYTES)
 
     def fileno(self) -> int:
         return self._descriptor
 
     def begin(self) -> None:
-        """Write from the first byte on again, over what an earlier save left; forget what it did not copy."""
+        """Write from the first byte again, over an earlier save; drop the tensors that it did not copy."""
         self.position = 0
         self._places.clear()
 
     def write_state(self, state: Any) -> None:
-        """Write what `torch.save` makes of `state`. `copy_pending` copies those of its `PendingTensor`s that are
-        held."""
+        """Write what `torch.save` writes for `state`. Held `PendingTensor`s are left out until `copy_pending` copies
+        them."""
         try:
             write_state(with_placeholders(state, self._placeholder), self)
             assert not self._pending, "torch.save has written other memory than that of its tensors"
@@ -71,7 +71,7 @@ class SharedMemory:
             self._pending.clear()
 
     def copy_pending(self) -> None:
-        """Copy what `write_state` has left."""
+        """Copy the tensors that `write_state` has left out."""
         try:
             for first, end, tensor in self._places:
                 tensor.copy_to(self._mapped[first:end])
@@ -79,7 +79,7 @@ class SharedMemory:
             self._places.clear()
 
     def write(self, data: bytes | memoryview) -> int:
-        source = np.frombuffer(data, np.uint8)  # copied by numpy, other threads go on meanwhile
+        source = np.frombuffer(data, np.uint8)  # numpy copies, so that other threads run meanwhile
         first, end = self.position, self.position + source.nbytes
         if end > self._mapped.nbytes:
             self._map(2 * end)
@@ -96,13 +96,13 @@ class SharedMemory:
         return source.nbytes
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
         os.close(self._descriptor)
 
     def _placeholder(self, pending: PendingTensor) -> Tensor:
-        """A tensor that `torch.save` takes for `pending`; its memory is never touched."""
+        """Return a tensor that stands for `pending` in `torch.save`; its memory is never touched."""
         tensor = torch.empty(pending.shape, dtype=pending.dtype)
         if tensor.numel():
             self._pending[tensor.data_ptr(), tensor.nbytes] = pending
@@ -113,7 +113,7 @@ class SharedMemory:
         self._mapped = np.frombuffer(mmap.mmap(self._descriptor, num_bytes), np.uint8)
 
     def _take(self, end: int) -> None:
-        """Have memory for all bytes up to `end`: a page that cannot be had when it is written to ends the process."""
+        """Allocate memory up to `end`: a write to a page that the system cannot provide would kill the process."""
         end = min(max(end, self._taken_bytes + _MIN_TAKEN_BYTES), self._mapped.nbytes)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, self._taken_bytes, end - self._taken_bytes)
@@ -130,21 +130,21 @@ def _anonymous_file() -> int:
 
 
 class Orders:
-    """Orders are numbered, and an answer has the number of its order: an answer that nobody waits for any more, since
-    Ctrl-C ended the wait, is not taken for that of a later order.
+    """`Orders` numbers its orders, and an answer repeats the number of its order. So an answer that nobody waits for
+    any more, because Ctrl-C ended the wait, is not taken for the answer to a later order.
 
     Args:
-        process: has binary pipes as stdin and stdout.
+        process: the writer process, with binary pipes as stdin and stdout.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         self._number = 0  # of the last order
-        self._read: list[bytes] = []  # what came from the pipe; an empty item: it has ended
+        self._read: list[bytes] = []  # data from the pipe; an empty item: the pipe has ended
 
     def send(self, order: Mapping[str, Any]) -> int:
-        """Give an order; returns its number. Answers to earlier ones are dropped. If the process has ended, `receive`
-        gives None."""
+        """Send an order and return its number. Answers to earlier orders are dropped. If the process has ended,
+        `receive` returns None."""
         assert self._process.stdin is not None
         self._number += 1
         self._read = list(filter(None, [b"".join(self._read).rpartition(b"\n")[2]]))
@@ -154,22 +154,22 @@ class Orders:
         return self._number
 
     def receive(self, number: int) -> dict[str, Any] | None:
-        """The answer to an order; None where the process has ended without one. Waits. May be asked again."""
+        """Wait for the answer to an order and return it; None if the process ended without one. May be called again."""
         while self._answer(number) is None and not self._has_ended():
             self._poll(None)
         if (answer := self._answer(number)) is None:
-            self._process.wait()  # it has closed the pipe, and changes nothing on disk from here on
+            self._process.wait()  # it has closed the pipe, and changes nothing on disk any more
         return answer
 
     def has_answer(self, number: int, within_s: float = 0) -> bool:
-        """Whether `receive` will not wait. Waits for so long itself, for each part of an answer."""
+        """Whether `receive` will not wait. Wait up to `within_s` for each part of an answer."""
         while self._answer(number) is None and not self._has_ended():
             if not self._poll(int(within_s * 1000)):
                 return False
         return True
 
     def error_of_end(self, reason: str = "") -> str:
-        """Return the message about a process that ended without an answer; `reason` says what came of the order."""
+        """Return the message about a process that ended without an answer; `reason` is the outcome of the order."""
         why = reason and f": {reason.rstrip('.')}"
         return (
             f"the writer process of this rank has ended with exit code {self._process.wait()}{why}. What it printed is "
@@ -177,7 +177,7 @@ class Orders:
         )
 
     def _answer(self, number: int) -> dict[str, Any] | None:
-        """The answer, as far as the pipe was read."""
+        """Return the answer, if it was read from the pipe."""
         for line in b"".join(self._read).splitlines(keepends=True):
             if line.endswith(b"\n") and (answer := json.loads(line))["number"] == number:
                 return dict(answer)
@@ -187,7 +187,7 @@ class Orders:
         return bool(self._read) and not self._read[-1]
 
     def _poll(self, timeout_ms: int | None) -> bool:
-        """Wait for the pipe and read some of it; False when nothing came in time."""
+        """Wait for the pipe and read some of it; return False if nothing came in time."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         poll = select.poll()  # not select, which takes no descriptors above 1023
@@ -203,10 +203,10 @@ _START = "import sys; sys.path[:] = sys.argv[1:-2]; from deepspeed.checkpoint.wr
 
 
 class BackgroundWriter:
-    """Made once per engine and rank.
+    """`BackgroundWriter` is created once per engine and rank.
 
     Args:
-        limit_s: how long the writers wait for the writer of another rank of which nothing is heard.
+        limit_s: how long the writers wait for the silent writer of another rank.
     """
 
     def __init__(self, limit_s: float = 300.0) -> None:
@@ -214,14 +214,14 @@ class BackgroundWriter:
         self._process: _Process | None = None
 
     def create(self, folder: Path) -> None:
-        """The committing rank's first step: an empty staging folder, claimed by its writer process."""
+        """Create an empty staging folder that the writer process claims: the committing rank's first step."""
         self._started().ask({"do": "create", "folder": str(folder.absolute())})
 
     def stage(self, folder: Path, name: str, files: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Copy what is to be saved; when it returns, training may go on and change all but held `PendingTensor`s.
+        """Copy the states to save; when it returns, training may go on and change all but held `PendingTensor`s.
 
         Args:
-            name: of this rank's report, see `locks.Report`.
+            name: name of this rank's report, see `locks.Report`.
             files: name -> state.
 
         Returns the order to write them, for `write`.
@@ -246,10 +246,10 @@ class BackgroundWriter:
         began: str,
         save_latest: bool,
     ) -> None:
-        """Begin to copy what is pending and to write what was staged, and return.
+        """Start to copy the pending tensors and to write what was staged, and return.
 
         Args:
-            commit: on the committing rank the arguments of `Writer._commit`.
+            commit: on the committing rank, the arguments of `Writer._commit`; else None.
             folder, name: as for `stage`.
             began, save_latest: as in `locks.Ending`.
         """
@@ -274,7 +274,7 @@ class BackgroundWriter:
             self._process.kill()
 
     def wait_for_copy(self) -> None:
-        """Return when the values of `PendingTensor`s may change. Whether their copy has failed, `finish` says."""
+        """Return when the values of `PendingTensor`s may change. `finish` raises if their copy has failed."""
         if self._process is not None:
             self._process.wait_for_copy()
 
@@ -282,13 +282,13 @@ class BackgroundWriter:
         """Wait for the save in flight, if any.
 
         Raises:
-            CheckpointError: it has failed; `latest` names the former checkpoint.
+            CheckpointError: the save has failed; `latest` names the former checkpoint.
         """
         if self._process is not None:
             self._process.finish()
 
     def raise_failure(self) -> None:
-        """Raise if the save in flight has failed; does not wait."""
+        """Raise if the save in flight has failed; do not wait."""
         if self._process is not None and self._process.has_answer():
             self._process.finish()
 
@@ -296,7 +296,7 @@ class BackgroundWriter:
         """Wait for the save in flight, and end the process.
 
         Raises:
-            CheckpointError: as `finish`.
+            CheckpointError: as for `finish`.
         """
         process, self._process = self._process, None
         if process is None:
@@ -314,18 +314,18 @@ class BackgroundWriter:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """An order to save."""
+    """`_InFlight` is a save that was ordered."""
 
-    number: "Future[int]"  # is known when what was pending is copied and the order is given
+    number: "Future[int]"  # known when the pending tensors are copied and the order is sent
     what: str  # completes "the asynchronous ... has failed"
-    ending: Ending  # says what came of it where the process ends without an answer
+    ending: Ending  # finds the outcome if the process ends without an answer
 
 
 class _Process:
-    """The writer process and the memory that it shares. When this object goes, and at the exit of the program, the save
-    in flight is waited for.
+    """The writer process and the memory that it shares. When this object is collected, and when the program exits, the
+    save in flight is waited for.
 
-    A thread copies what is pending, and gives the order to save; nobody else uses the pipes until it has."""
+    A thread copies the pending tensors and sends the order to save; nobody else uses the pipes until it is done."""
 
     def __init__(self, limit_s: float) -> None:
         self.memory = SharedMemory()
@@ -339,7 +339,7 @@ class _Process:
         )
         self._orders = Orders(self._process)
         self._in_flight: list[_InFlight] = []  # one, or nothing
-        self._copier = ThreadPoolExecutor(1, "ds-copy")  # completes what it has when the program ends
+        self._copier = ThreadPoolExecutor(1, "ds-copy")  # completes its work when the program ends
         parts = (self._process, self._orders, self.memory, self._in_flight, os.getpid())
         self.end: Callable[[], None] = weakref.finalize(self, _end, *parts)
 
@@ -352,7 +352,7 @@ class _Process:
         self._in_flight.clear()
 
     def ask(self, order: Mapping[str, Any]) -> None:
-        """Give an order and wait for the answer; `CheckpointError` if it could not be carried out."""
+        """Send an order and wait for the answer; raise `CheckpointError` if the order failed."""
         assert not self._in_flight, "an order before the save in flight was waited for"
         answer = self._orders.receive(self._orders.send(order))
         if answer is None:
@@ -361,7 +361,7 @@ class _Process:
             raise CheckpointError(answer["error"])
 
     def begin(self, order: Mapping[str, Any], what: str, ending: Ending) -> None:
-        """Give an order, after what is pending is copied. `finish` reads the answer."""
+        """Send an order after the pending tensors are copied. `finish` reads the answer."""
         number = self._copier.submit(_copy_and_send, self.memory, self._orders, order)
         self._in_flight.append(_InFlight(number, what, ending))
 
@@ -387,7 +387,7 @@ class _Process:
 
 
 def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any]) -> int:
-    """Copy what is pending, send `order`, and return its number, in a thread. A copy that fails cancels the save."""
+    """Copy the pending tensors, send `order`, and return its number, in a thread. A failed copy cancels the save."""
     try:
         memory.copy_pending()
     except BaseException:
@@ -397,7 +397,7 @@ def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any
 
 
 def _has_answer(save: _InFlight, orders: Orders, within_s: float = 0) -> bool:
-    """Whether `_failure_of` will not wait. Waits for so long itself, for each of its two steps."""
+    """Whether `_failure_of` will not wait. Wait up to `within_s` for each of its two steps."""
     if not wait([save.number], within_s).done:
         return False
     if save.number.exception() is not None:
@@ -452,7 +452,7 @@ def _end(
 
 
 def _copy(files: Mapping[str, Any], memory: SharedMemory) -> list[dict[str, Any]]:
-    """Write each state into `memory`, over what an earlier save left; gives name, offset and bytes of each."""
+    """Write each state into `memory`, over an earlier save; return name, offset and bytes of each."""
     staged = []
     memory.begin()
     for name, state in files.items():

@@ -1,8 +1,8 @@
 """`Checkpointer`: saves and loads this rank's part of a checkpoint.
 
-The steps that ranks take together are in `save.py`; what one rank reads is in `reader.py`. When one rank cannot write,
-all raise with its reason, nothing is committed and `latest` stays where it was. `Ranks` gather what failed after each
-step, so that no rank waits in a collective for one that has already failed."""
+The steps that ranks take together are in `save.py`; the reads of one rank are in `reader.py`. If one rank cannot write,
+all raise with its reason, nothing is committed and `latest` does not change. `Ranks` gathers failures after each step,
+so that no rank waits in a collective for one that has already failed."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,13 +43,13 @@ Gather = Callable[[str | None], list[str | None]]
 
 
 def alone(value: str | None) -> list[str | None]:
-    """The gather of one rank."""
+    """Gather the value of the only rank."""
     return [value]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that share a checkpoint."""
+    """`Ranks` is this rank among those that share a checkpoint."""
 
     position: Position
     commits: bool
@@ -60,18 +60,18 @@ class Ranks:
     def together(
         self, step: Callable[[], T], what: str, *, among: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> T:
-        """Run `step` on every rank; raise on every rank when it failed on one.
+        """Run `step` on every rank; raise on every rank if it failed on one.
 
         An interrupt (Ctrl-C, SystemExit) is a failure, too. It is raised in a step, or after it; see `comm/failure.py`.
 
-        The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
+        The failing rank raises its own error, the others a `CheckpointError` with that error's text: whichever
         traceback is the last on the screen says what is wrong.
 
         Args:
             what: completes "cannot ...".
-            among: around a step that is a collective (`Sharding.among_peers`): lets peers that wait in it know that
-                this rank fails. They raise `PeerFailed`, which is a consequence, not a cause. It sees the error on all
-                ranks, also where the collective had ended.
+            among: context around a step that is a collective (`Sharding.among_peers`). If this rank fails, peers that
+                wait in the collective raise `PeerFailed`, which is a consequence, not a cause. The context sees the
+                error on all ranks, even if the collective had ended.
         """
         with held():
             result, consequence = None, None
@@ -95,26 +95,26 @@ class Ranks:
 
 
 def _reason(error: BaseException) -> str:
-    """An error in one line for the other ranks. Ours are sentences; others say little without their type."""
+    """Return an error as one line for the other ranks. Ours are sentences; others say little without their type."""
     if isinstance(error, DeepSpeedError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-#: by directory (`_identity`), who has begun the last asynchronous save into it
+#: by directory (`_identity`), the object that began the last asynchronous save into it
 _last_in_background: "WeakValueDictionary[str, Checkpointer]" = WeakValueDictionary()
 
 
 class Checkpointer:
-    """Saves and loads this rank's part of a checkpoint. Made once by the engine; every rank has one.
+    """`Checkpointer` saves and loads this rank's part of a checkpoint. Every rank's engine creates one.
 
     Args:
         gather: a collective over all ranks that share a checkpoint: takes this rank's text or None, returns every
             rank's, in rank order. It is the only communication here. Default: one rank.
         store: where bytes go; default `TorchStore`.
-        prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
-        division: how the run divides its model over the model parallel ranks; None where it does not know, and only
-            as many such ranks load what it saves.
+        prefix: prefix of the shard files: `"bf16_"` if the model trains in bf16, else empty.
+        division: how the run divides its model over the model parallel ranks; None if the run does not know: then its
+            saves load only on as many such ranks.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
         module_files: which weights of the module have files of their own; None: none.
         layers, held_layers: as in `Position`.
@@ -124,7 +124,7 @@ class Checkpointer:
         keep_last: after a save, remove the older tags of the directory so that this many stay; see `store.plan_prune`.
             None removes nothing.
         background: makes saves asynchronous: `save` returns when this rank's states are copied, and a process writes
-            them. Takes the place of `store` for saving.
+            them. It replaces `store` for saving.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Checkpointer:
 
     @property
     def writes_model(self) -> bool:
-        """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3, and the
-        first of those with the same experts."""
+        """Whether `save` takes a `model_state` from this rank: on the first data parallel rank, on all in stage 3, and
+        on the first of the ranks with the same experts."""
         return self.position.dp_rank == 0 or self._partitioned_model or self.writes_experts
 
     def save(
@@ -204,21 +204,21 @@ class Checkpointer:
 
         Args:
             model_state: content of the model file, keys of `layout.MODEL_STATE_KEYS`; None unless `writes_model`.
-            shard_state: content of this rank's `*_optim_states.pt`; None when there is none (stage 0).
-                With `background`, tensors that the caller leaves as they are until `wait_for_copy` returns may be
-                `PendingTensor`s: they are copied by a thread, after this has returned.
-            rounding: what this rank has left to send; None where nothing is rounded.
-            client_state: the user's dict, which lies beside the own keys in the model file.
+            shard_state: content of this rank's `*_optim_states.pt`; None if there is none (stage 0).
+                With `background`, tensors may be `PendingTensor`s if the caller does not change them until
+                `wait_for_copy` returns: a thread copies them after this method has returned.
+            rounding: rounding errors that this rank has yet to send; None if nothing is rounded.
+            client_state: the user's dict, which is stored beside the checkpoint's own keys in the model file.
             save_latest: let `latest` name this tag.
 
         Order: checks; an empty staging folder; every rank writes and fsyncs its files; one rank checks that all of
         them are there, puts the folder in its place and last of all updates `latest`. A tag that exists is replaced,
         and stays whole until then. After a failure the staging folder is removed.
-        Errors: on every rank. The failing rank raises `ConfigError` for what cannot be saved, `CheckpointError` for the
-        disk; the others a `CheckpointError` that names it and its reason.
+        Errors: on every rank. The failing rank raises `ConfigError` for values that cannot be saved, `CheckpointError`
+        for the disk; the others a `CheckpointError` that names the rank and its reason.
 
-        With `background`, an earlier save is waited for first, and may raise; so is one of another engine into the same
-        directory, or `latest` would name whichever ends last. What fails after this returns is raised
+        With `background`, an earlier save is waited for first, and may raise. So is a save of another engine into the
+        same directory, or `latest` would name whichever ends last. A failure after this method has returned is raised
         by `wait_for_save`, `raise_failure` or `close`, with the tag.
         """
         self.wait_for_save()
@@ -252,7 +252,7 @@ class Checkpointer:
                 f"checkpoint.async_save: found true for a save to {folder}, and asynchronous saves go to a folder "
                 "only. Set async_save to false, or save to a folder and copy it."
             )
-        self._may_be_saving = True  # before: an interrupt may come after the order to write
+        self._may_be_saving = True  # set first: an interrupt may come after the order to write
         _last_in_background[directory] = self
         save_in_background(save, self._ranks, self._background)
         return folder
@@ -267,26 +267,26 @@ class Checkpointer:
         """Wait until the save in flight is complete on all ranks; every rank calls it. Nothing if there is none.
 
         Raises:
-            CheckpointError: on every rank: it has failed, and some rank has not raised this before. A rank that did,
-                in `raise_failure`, raises it again with the others.
+            CheckpointError: on every rank: the save has failed, and some rank has not raised this before. A rank that
+                has raised it in `raise_failure` raises it again with the others.
         """
         if self._background is not None and self._may_be_saving:
             self.together(self._background.finish, "complete the asynchronous save")
             self._may_be_saving = False
 
     def wait_for_copy(self) -> None:
-        """Return when the `PendingTensor`s of the save in flight are copied. This rank's own: not a collective. Raises
-        nothing: a copy that has failed is a failed save."""
+        """Return when the `PendingTensor`s of this rank's save in flight are copied; not a collective. Raise nothing: a
+        failed copy is a failed save."""
         if self._background is not None:
             self._background.wait_for_copy()
 
     def raise_failure(self) -> None:
-        """Raise what the save in flight has met, if it has failed; neither waits nor communicates."""
+        """Raise the error of the save in flight, if it has failed; neither wait nor communicate."""
         if self._background is not None:
             self._background.raise_failure()
 
     def close(self) -> None:
-        """Wait for the save in flight of this rank, and end its writer process. Raises as `raise_failure`."""
+        """Wait for the save in flight of this rank, and end its writer process. Raises as `raise_failure` does."""
         self._may_be_saving = False
         if self._background is not None:
             self._background.close()
@@ -302,20 +302,20 @@ class Checkpointer:
         names: Sequence[Sequence[str]] | None = None,
         map_location: Any = "cpu",
     ) -> LoadedCheckpoint | None:
-        """Read one checkpoint; every rank calls it. None, with a warning, when no tag is given and none is in `latest`.
+        """Read one checkpoint; every rank calls it. Return None, with a warning, without a tag and without `latest`.
 
         Args:
-            tag: default: what `<load_dir>/latest` names.
-            load_shard: read the optimizer's state too. The weights of stage 3 are there, so its shards are always read.
+            tag: default: the tag that `<load_dir>/latest` names.
+            load_shard: read the optimizer's state too. The shards of stage 3 have the weights, so they are always read.
             needs_states: the optimizer's state must be there.
-            zero_stages: stages whose shards the caller can take as they are, for example `(1, 2)`; None takes any. What
-                another stage, or another number of data-parallel ranks, saved is in `LoadedCheckpoint.parts`.
-            names: of the parameters in the caller's shards, by group, in their order. Shards of others, or in another
-                order, are in `LoadedCheckpoint.parts`, too; None takes any.
+            zero_stages: stages whose shards the caller can load as they are, for example `(1, 2)`; None: any. Shards of
+                another stage, or of another number of data-parallel ranks, are in `LoadedCheckpoint.parts`.
+            names: names of the parameters in the caller's shards, by group, in their order. Shards with other names, or
+                in another order, are in `LoadedCheckpoint.parts`, too; None: any.
             map_location: as for `torch.load`.
 
-        Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
-        job; nothing of the caller was changed then.
+        Raises `CheckpointError` on every rank if a rank finds a file missing, damaged, refused or of a job of another
+        shape; then nothing of the caller was changed.
         """
         self.wait_for_save()
         with store_failures(load_dir):
@@ -359,7 +359,7 @@ class Checkpointer:
             raise
 
     def _offer(self, error: BaseException, directory: Path, damaged: str) -> str:
-        """Say which other tag is whole, after a load failed on every rank; empty if no rank found damage.
+        """Name another tag that is whole, after a load failed on every rank; return "" if no rank found damage.
 
         A collective of all ranks.
         """
@@ -370,7 +370,7 @@ class Checkpointer:
         return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
-        """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
+        """Return the tag to load, the same on all ranks: `tag`, or the one in `latest`; None without `latest`."""
 
         def find() -> tuple[str | None, str | None]:
             directory = location(load_dir)
@@ -403,10 +403,10 @@ class Checkpointer:
     def together(
         self, step: Callable[[], T], what: str, *, among: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> T:
-        """Run `step` on every rank; raise on every rank when it failed on one. See `Ranks.together`."""
+        """Run `step` on every rank; raise on every rank if it failed on one. See `Ranks.together`."""
         return self._ranks.together(step, what, among=among)
 
 
 def _identity(directory: Path) -> str:
-    """The same for each way to write a directory: relative, absolute, with links. A URL is as it was written."""
+    """Return the same text for each way to write a directory: relative, absolute, with links. URLs stay as they are."""
     return str(directory) if is_remote(directory) else os.path.realpath(directory)

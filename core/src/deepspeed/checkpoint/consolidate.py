@@ -1,12 +1,12 @@
-"""Plain fp32 weights out of a ZeRO checkpoint: the `zero_to_fp32.py` beside every checkpoint.
+"""Convert a ZeRO checkpoint to plain fp32 weights: this is the `zero_to_fp32.py` beside every checkpoint.
 
     python zero_to_fp32.py <checkpoint_dir> <output_dir> [--safe_serialization] [--max_shard_size 5GB] [-t TAG] [-e]
 
 It stands alone: it needs torch and the standard library. First the sizes and checksums of the files are compared with
-`index.json` beside them, where there is one. Files are read with `weights_only=True`, so no code in them is
-run, and mapped rather than read. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
+`index.json` beside them, if there is one. Files are read with `weights_only=True`, so no code in them is run, and
+memory-mapped. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
 
-Three files of `deepspeed.checkpoint` are put together to it when a checkpoint is written (`store.py`): this one,
+A save joins three files of `deepspeed.checkpoint` into this program (`store.py`): this one,
 `consolidate_files.py` and `consolidate_join.py`.
 """
 
@@ -52,7 +52,7 @@ __all__ = [
     "tag_folder",
 ]
 
-_LOADED_BYTES = 256 * 2**20  # of weights at a time, into a model
+_LOADED_BYTES = 256 * 2**20  # of weights that are loaded into a model at a time
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -62,7 +62,7 @@ _SAFETENSORS_NAMES = {
 
 
 def _in_memory(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Each weight in memory; names that share a weight go on sharing it."""
+    """Return each weight in memory; names of one weight still share it."""
     tensors: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
         if id(weight) not in tensors:
@@ -81,18 +81,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """The whole model's fp32 `state_dict` from a checkpoint of any number of ranks, on the CPU.
+    """Return the whole model's fp32 `state_dict` from a checkpoint of any number of ranks, on the CPU.
 
-    Called offline, by users and by Lightning, after or beside a training.
+    Users and Lightning call it offline, after or beside a training.
 
     Args:
         checkpoint_dir: the directory that holds `latest` and the tags' folders.
-        tag: default: what `latest` names.
+        tag: default: the tag that `latest` names.
         exclude_frozen_parameters: leave out parameters that were not trained.
-        lazy_mode: give `LazyTensor`s, which stay in the files until their `contiguous()` is called.
-        verify: compare checksums of the files first, which reads them once more; else sizes only.
+        lazy_mode: return `LazyTensor`s, which stay in the files until their `contiguous()` is called.
+        verify: first compare the checksums of the files, which reads them once more; False: compare only sizes.
 
-    Floating-point values are fp32: the optimizer's masters where there are any. Raises `CheckpointError`.
+    Floating-point values are fp32: the optimizer's master weights if there are any. Raises `CheckpointError`.
     """
     folder = tag_folder(checkpoint_dir, tag)
     check_files(folder, verify)
@@ -105,10 +105,10 @@ def load_state_dict_from_zero_checkpoint(
 ) -> torch.nn.Module:
     """Move `model` to the CPU, load the checkpoint's fp32 weights into it and return it. For use after a training.
 
-    Beside the model, memory holds weights of 256 MiB, or one weight where that is larger. `verify` is that of
+    Beside the model, memory holds 256 MiB of weights, or one weight if that is larger. `verify` is as for
     `get_fp32_state_dict_from_zero_checkpoint`.
 
-    Names that only one side has are reported as a warning; `CheckpointError` when there is no common name at all.
+    Names that only one side has are logged as a warning; raises `CheckpointError` if there is no common name.
     """
     folder = tag_folder(checkpoint_dir, tag)
     check_files(folder, verify)
@@ -141,7 +141,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     `<output_dir>/pytorch_model.bin` or `model.safetensors`; above `max_shard_size` ("5GB", "500MB", bytes, None for no
     limit) several files and an index, as Hugging Face names them. Tied weights are one tensor in a `.bin` file and are
-    written under each name in `.safetensors`, which knows no sharing. `verify` is that of
+    written under each name in `.safetensors`, which cannot share tensors. `verify` is as for
     `get_fp32_state_dict_from_zero_checkpoint`.
     """
     write = _write_safetensors if safe_serialization else _write_bin
@@ -189,7 +189,7 @@ def _write_bin(weights: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _write_safetensors(weights: Mapping[str, Any], file: BinaryIO) -> None:
-    """The format of the package safetensors: the length of a header, the header as JSON, the bytes of each tensor."""
+    """Write the format of the package safetensors: the length of a header, the header as JSON, each tensor's bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, weight in weights.items():
@@ -210,10 +210,10 @@ def _write_safetensors(weights: Mapping[str, Any], file: BinaryIO) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` when the body is over; a failure leaves what was there.
+    """Yield a file that replaces `path` when the body is over; a failure leaves `path` as it was.
 
     Raises:
-        CheckpointError: the disk refuses, which `torch.save` gives as a RuntimeError.
+        CheckpointError: the disk refuses; `torch.save` reports that as a RuntimeError.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -227,7 +227,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         if refusal is None or isinstance(error, CheckpointError):
             raise
         room = ""
-        with suppress(OSError):  # of a folder that is gone
+        with suppress(OSError):  # the folder may be gone
             room = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there)"
         raise CheckpointError(
             f"cannot write {path}: {refusal.strerror or refusal}{room}. The checkpoint is untouched; make room in that "
@@ -238,7 +238,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _split(weights: Mapping[str, Any], limit_bytes: int | None, shares: bool) -> list[list[str]]:
-    """Names by output file: in order, a new file whenever the next weight would not fit. Tied weights stay together."""
+    """Divide the names among output files, in order, as many as fit into each file. Tied weights stay together."""
     together: dict[int, list[str]] = {}
     for name, weight in weights.items():
         together.setdefault(id(weight), []).append(name)
@@ -269,7 +269,7 @@ def _parse_size_bytes(size: str | int | None) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = (match[2].upper() or "B") if match else ""
     num_bytes = float(match[1]) * _UNITS[unit] if match and unit in _UNITS else -1
-    if num_bytes != 0 and num_bytes < 1:  # which is no limit, and must not become one
+    if num_bytes != 0 and num_bytes < 1:  # a fraction would round to 0, which means no limit
         raise ValueError(
             f"max_shard_size: found {size!r}; write for example '5GB', '500MB', '2GiB', or a number of bytes."
         )

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: found, compared with `index.json`, read. The first part of `zero_to_fp32.py`."""
+"""Find the files of a checkpoint, compare them with `index.json`, and read them. First part of `zero_to_fp32.py`."""
 
 import json
 import logging
@@ -31,10 +31,10 @@ log = logging.getLogger("zero_to_fp32")
 
 
 class Attributes:
-    """An object of DeepSpeed in a file, as its attributes only."""
+    """`Attributes` is an object of a DeepSpeed class in a file, reduced to its attributes."""
 
 
-#: The classes in DeepSpeed's own files, and what is made of them when such a file is loaded.
+#: The classes in DeepSpeed's own files, and the class that replaces each of them when such a file is loaded.
 DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -43,14 +43,14 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 ADVICE = "Copy the file again from where it came, or take another tag."
-#: keys of a model file whose weights, or whose optimizer's state, are in files beside it; see `saved_states.py`
+#: keys of a model file whose weights, or whose optimizer state, are in files beside it; see `saved_states.py`
 MODULE_FILES, MODULE_REST, OPTIMIZER_FILE = "ds_module_files", "ds_module_rest", "ds_optimizer_file"
 #: key of the rank that wrote a file of experts
 DATA_RANK = "ds_data_rank"
 
 
 class LazyTensor:
-    """A weight whose pieces still lie in checkpoint files. `contiguous()` brings it into memory, again at each call."""
+    """A weight whose pieces are still in checkpoint files. Each call of `contiguous()` reads it into memory."""
 
     def __init__(
         self, pieces: Sequence[torch.Tensor], shape: Iterable[int], dtype: torch.dtype = torch.float32
@@ -74,7 +74,7 @@ class LazyTensor:
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The first rank's model file in a tag's folder; stage 3 has one per rank. Looked up by Lightning."""
+    """Return the first rank's model file in a tag's folder; stage 3 has one per rank. Lightning calls it."""
     prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
     path = Path(checkpoint_dir) / f"{prefix}mp_rank_00_model_states.pt"
     if not path.is_file():
@@ -85,7 +85,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """The optimizer shards in a tag's folder, in rank order. Looked up by Lightning."""
+    """Return the optimizer shards in a tag's folder, in rank order. Lightning calls it."""
     found = Path(checkpoint_dir).glob("*_optim_states.pt")
     files = sorted((path for path in found if not path.name.startswith("expp_rank_")), key=_rank_order)
     if not files:
@@ -125,7 +125,7 @@ def _by_number(tag: str) -> list[tuple[int, str]]:
 
 
 def _latest_names(root: Path) -> list[str]:
-    """The tag that `latest` names: exactly, or without the white space that an editor may have put around it."""
+    """Return the name in `latest`: as written, and without the white space that an editor may have added."""
     latest = root / "latest"
     if not latest.is_file():
         if not root.is_dir():
@@ -161,14 +161,14 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def merged(
     state: dict[str, Any], load: Callable[[str], Any], join: Callable[[Sequence[torch.Tensor]], Any]
 ) -> dict[str, Any]:
-    """The content of a model file with what is in files beside it, under the names of the module.
+    """Return the content of a model file joined with the files beside it, under the names of the module.
 
     Args:
-        load: gives the content of a file of this name.
+        load: returns the content of the file of this name.
         join: makes one weight of its rows, which are in several files.
 
     Raises:
-        CheckpointError: a file has not what the model file says.
+        CheckpointError: a file lacks something that the model file refers to.
     """
     if state.keys().isdisjoint((MODULE_FILES, OPTIMIZER_FILE)):
         return state
@@ -211,13 +211,13 @@ def naming_files(
     prefixes: Mapping[int, str] | None = None,
     held: Collection[int] = (),
 ) -> dict[str, Any]:
-    """The content of the model file `path`; of one that DeepSpeed wrote, with the names of the files beside it.
+    """Return the content of the model file `path`; if DeepSpeed wrote it, with the names of the files beside it.
 
     Args:
         load: as for `merged`.
-        prefixes: of the names of layers of a pipeline in the module, by their numbers; default: these, or for a module
-            that stages share its name, where the files say it.
-        held: the layers that this run has, of a rank as the one that wrote the file, where layers are cut into slices.
+        prefixes: name prefixes of a pipeline's layers in the module, by layer number; default: the number, or, for a
+            module that stages share, its name if the files say it.
+        held: layers of this rank, in the place of the rank that wrote the file; used if layers are cut into slices.
     """
     rank = re.search(r"mp_rank_(\d+)", path.name)
     if MODULE_FILES in state or rank is None or "zero_pp_rank" in path.name or path.name.startswith("exp"):
@@ -262,7 +262,7 @@ def _prefix_of(number: int, keys: Collection[str], named: Collection[str]) -> st
 
 
 def _metadata_of(content: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """The versions of modules in a file, by the paths of these in the whole module."""
+    """Return the versions of the modules in a file, by the path of the module in the whole model."""
     key, name = next(iter(names.items()), ("", []))
     if not isinstance(name, str):
         return {}
@@ -277,7 +277,7 @@ def _metadata_of(content: Mapping[str, Any], names: Mapping[str, Any]) -> dict[s
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """The content of a model file with what is in files beside it."""
+    """Return the content of a model file joined with the files beside it."""
 
     def join(rows: Sequence[torch.Tensor]) -> LazyTensor:
         return LazyTensor(rows, (len(rows), *rows[0].shape), rows[0].dtype)
@@ -290,11 +290,11 @@ def read_model(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, content: bool = True, advance: Callable[[int], object] | None = None) -> None:
-    """Compare the files in a tag's folder with the `index.json` beside them; without one, nothing is known of them.
+    """Compare the files in a tag's folder with the `index.json` beside them; without one, nothing is checked.
 
     Args:
-        content: read each file and compare its checksums; else sizes only.
-        advance: is called with the number of bytes of each part that was read, to show progress.
+        content: read each file and compare its checksums; False: compare only sizes.
+        advance: called with the number of bytes of each part that was read, to show progress.
 
     Raises `CheckpointError`, which names the file that is missing or damaged.
     """
@@ -378,15 +378,15 @@ def _shards_of_one(folder: Path, files: list[Path]) -> list[dict[str, Any]]:
         if "zero_stage" not in shard:
             raise CheckpointError(f"{path} was not saved under ZeRO: it has no optimizer_state_dict with a zero_stage.")
         counts = shard.get("partition_count", len(shards))
-        count = max(counts, default=1) if isinstance(counts, (list, tuple)) else counts  # fewer ranks have an expert
+        count = max(counts, default=1) if isinstance(counts, (list, tuple)) else counts  # experts have fewer ranks
         if count not in (1, len(shards)):  # 1: a group that every rank holds whole
             raise CheckpointError(f"{path} is one of {count} shards, but {folder} holds {len(shards)}.")
     return shards
 
 
 def read_models(folder: Path, stage: int, mp_rank: int, num_shards: int) -> dict[int, dict[str, Any]]:
-    """The model files of a model-parallel rank, by data-parallel rank: of each under stage 3, else of the first one and
-    of those that save experts."""
+    """Return the model files of a model-parallel rank, by data-parallel rank: all of them in stage 3, else the first
+    one and those that save experts."""
     first = Path(get_model_state_file(folder, stage))
     name = first.name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}")
     names = (

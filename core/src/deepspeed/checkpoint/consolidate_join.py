@@ -1,17 +1,17 @@
-"""Weights out of what the files hold: shards of data-parallel ranks, and parts of model-parallel ones. The second part
-of `zero_to_fp32.py`.
+"""Join weights from the files: shards of data-parallel ranks, and parts of model-parallel ranks. The second part of
+`zero_to_fp32.py`.
 
-[Note: what the shards hold] Every parameter group's trainable parameters, in the order of `param_shapes`, lie end to
-end in one fp32 buffer.
+[Note: what the shards hold] The trainable parameters of each parameter group are stored end to end in one fp32 buffer,
+in the order of `param_shapes`.
 Stages 1 and 2: rank r holds the r-th part of each group's buffer (`single_partition_of_fp32_groups`), which is padded
 at its end. Joined in rank order, the parts are the buffer.
 Stage 3: each parameter of n elements is cut into W = world size parts of ceil(n / W), the last one padded; rank r holds
 the r-th part of every parameter, end to end (`fp32_flat_groups`).
-Stage 0: the masters, when there are any, lie whole in the model file; else its weights are the best there is.
+Stage 0: the master weights, if any, are whole in the model file; else the model file's weights are used.
 
 [Note: divided models] Each model-parallel rank (pipeline stage, tensor-parallel rank) has such files of its own, and so
-have the ranks that hold other experts. Their model files say under `ds_model_parallel` which part of a parameter they
-have: ranges along one dimension, and its name in the undivided model, where that is another.
+have the ranks with other experts. Their model files record under `ds_model_parallel` which part of a parameter they
+have: ranges along one dimension, and the name in the undivided model if it differs.
 """
 
 import math
@@ -34,7 +34,7 @@ from deepspeed.checkpoint.consolidate_files import (
 
 
 class _Cursor:
-    """Walks over buffers that lie end to end and takes the next elements as views."""
+    """`_Cursor` walks over buffers end to end, and takes the next elements as views."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._buffers = [buffer.reshape(-1) for buffer in buffers]
@@ -57,17 +57,17 @@ class _Cursor:
         return pieces
 
     def rest(self) -> int:
-        """Elements that were not taken."""
+        """Return the number of elements that were not taken."""
         return sum(buffer.numel() for buffer in self._buffers[self._index :]) - self._offset
 
 
 def _join_contiguous(
     shards: Sequence[Mapping[str, Any]], param_shapes: Sequence[Mapping[str, Any]], holders: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Weights of stages 0, 1 and 2; see [Note: what the shards hold]. The parts may be of unequal length.
+    """Return the weights of stages 0, 1 and 2; see [Note: what the shards hold]. Parts may differ in length.
 
     Args:
-        holders: of each group the ranks whose shards divide it.
+        holders: for each group, the ranks whose shards divide it.
     """
     groups = [shard["single_partition_of_fp32_groups"] for shard in shards]
     if any(len(group) != len(param_shapes) for group in groups):
@@ -92,7 +92,7 @@ def _join_contiguous(
 
 
 def _partition_count(shard: Mapping[str, Any], group: int, default: int) -> int:
-    """Return into how many parts a group is divided: one per rank, or 1 where every rank holds the whole group."""
+    """Return the number of parts of a group: one per rank, or 1 if every rank holds the whole group."""
     counts = shard.get("partition_count", default)
     return int(counts[group]) if isinstance(counts, (list, tuple)) and group < len(counts) else default
 
@@ -105,11 +105,11 @@ def _padding(shard: Mapping[str, Any], group: int) -> int:
 def _join_per_parameter(
     shards: Sequence[Mapping[str, Any]], param_shapes: Sequence[Mapping[str, Any]], holders: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Weights of stage 3; see [Note: what the shards hold]. Arguments as of `_join_contiguous`."""
+    """Return the weights of stage 3; see [Note: what the shards hold]. The arguments are as for `_join_contiguous`."""
     cursors = [_Cursor(shard["fp32_flat_groups"]) for shard in shards]
     weights = {}
     for index, shapes in enumerate(param_shapes):
-        if any(len(ranks) < len(shards) for ranks in holders):  # then each group is a buffer
+        if any(len(ranks) < len(shards) for ranks in holders):  # then each group has a buffer of its own
             cursors = [_Cursor(shard["fp32_flat_groups"][index : index + 1]) for shard in shards]
         for name, shape in shapes.items():
             part_numel = math.ceil(math.prod(shape) / len(holders[index]))
@@ -118,16 +118,16 @@ def _join_per_parameter(
 
 
 def _from_parts(parts: Iterable[Sequence[torch.Tensor]], shape: Sequence[int]) -> LazyTensor:
-    """One parameter out of every rank's part of it, without the padding after its last element."""
+    """Join one parameter from every rank's part, without the padding after its last element."""
     cursor = _Cursor(piece for part in parts for piece in part)
     return LazyTensor(cursor.take(math.prod(shape)), shape)
 
 
 def _frozen(own: Mapping[str, Any], of_name: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, LazyTensor]:
-    """Frozen parameters, which no optimizer shard holds: whole in the model file, or in parts under stage 3.
+    """Return the frozen parameters, which no optimizer shard holds: whole in the model file, or in parts in stage 3.
 
     Args:
-        of_name: the content of the model files that have parts of each.
+        of_name: for each parameter, the contents of the model files that have parts of it.
     """
     shapes = own.get("frozen_param_shapes") or {}
     parts = own.get("frozen_param_fragments") or {}
@@ -139,20 +139,20 @@ def _frozen(own: Mapping[str, Any], of_name: Mapping[str, Sequence[Mapping[str, 
 
 
 def _from_module(value: torch.Tensor | LazyTensor) -> LazyTensor:
-    """A tensor of the model file; floating-point ones become fp32, counters and masks keep their type."""
+    """Return a tensor of the model file: floating-point ones in fp32, counters and masks in their own dtype."""
     pieces = value.pieces if isinstance(value, LazyTensor) else [value]
     return LazyTensor(pieces, value.shape, torch.float32 if value.dtype.is_floating_point else value.dtype)
 
 
 class _Held(NamedTuple):
-    """A `_Held` has one rank's values of a weight, and says which part of the whole weight they are."""
+    """`_Held` has one rank's values of a weight, and says which part of the whole weight they are."""
 
     weight: LazyTensor
     part: Mapping[str, Any] | None  # of the whole; None: all of it
 
 
 class JoinedTensor(LazyTensor):
-    """A weight of which several ranks have parts. One part beside the whole is in memory at a time."""
+    """A weight whose parts are on several ranks. Memory holds one part at a time beside the whole."""
 
     def __init__(self, held: Sequence[_Held], name: str) -> None:
         shapes = {tuple(each.part["shape"]) for each in held if each.part is not None}
@@ -196,18 +196,18 @@ def _weights_of_rank(
     *,
     exclude_frozen: bool,
 ) -> dict[str, Any]:
-    """The weights of one model-parallel rank, by its own names; of `dp_rank` > 0 the experts that it saves.
+    """Return the weights of one model-parallel rank, by its own names; for `dp_rank` > 0 the experts that it saves.
 
     Args:
         models: content of its model files, by data-parallel rank.
-        shards: of its data-parallel ranks.
+        shards: shards of its data-parallel ranks.
     """
     model = models[dp_rank]
     experts = (model.get("ds_model_parallel") or {}).get("experts") or {}
     holders = {name: its for its, names in experts.values() for name in names}
     module, param_shapes = model["module"], model.get("param_shapes") or []
     stage = int(shards[0]["zero_stage"]) if shards else 0
-    ranks = holders  # whose shards divide an expert
+    ranks = holders  # the ranks whose shards divide an expert
     if shards and not param_shapes:
         raise CheckpointError("a model file has no param_shapes, so the shards beside it cannot be cut into weights.")
     if not shards and "single_partition_of_fp32_groups" in (model.get("optimizer") or {}):
@@ -220,7 +220,7 @@ def _weights_of_rank(
     if not exclude_frozen:
         frozen_ranks = {name: holders.get(name, sorted(models)) if stage == 3 else [dp_rank] for name in frozen}
         weights.update(_frozen(model, {name: [models[rank] for rank in its] for name, its in frozen_ranks.items()}))
-    # Stage 3 leaves empty tensors in `module`; buffers alone are whole there.
+    # Stage 3 leaves empty tensors in `module`; only buffers are whole there.
     wanted = set(model.get("buffer_names") or []) if stage == 3 else set(module) - set(frozen)
     aliases = dict(model.get("shared_params") or {})
     for name, tensor in module.items():
@@ -237,7 +237,7 @@ def _weights_of_rank(
 
 
 def _refuse_unknown_division(folder: Path, model: Mapping[str, Any]) -> int:
-    """The number of model-parallel ranks."""
+    """Return the number of model-parallel ranks; refuse a model that is divided in an unknown way."""
     num_ranks = int(model.get("mp_world_size") or 1)
     if num_ranks > 1 and not model.get("ds_model_parallel"):
         raise CheckpointError(
@@ -249,7 +249,7 @@ def _refuse_unknown_division(folder: Path, model: Mapping[str, Any]) -> int:
 
 
 def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, Any]:
-    """`LazyTensor`s of the undivided model's names. Raises `CheckpointError`."""
+    """Return `LazyTensor`s under the names of the undivided model. Raises `CheckpointError`."""
     shards = read_shards(folder)
     if not shards and (folder / "zero").is_dir():
         raise CheckpointError(
@@ -264,7 +264,7 @@ def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, 
             f"{', '.join(map(str, shards))}, and {num_ranks} saved it."
         )
     held: dict[str, list[_Held]] = {}
-    names_of: dict[int, str] = {}  # names that share a weight go on sharing it
+    names_of: dict[int, str] = {}  # names of one weight still share it
     aliases: dict[str, str] = {}
     for mp_rank in range(num_ranks):
         own_shards = shards.get(mp_rank, [])

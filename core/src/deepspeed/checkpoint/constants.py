@@ -1,7 +1,7 @@
-"""Names of files and keys in DeepSpeed's checkpoints, as scripts such as Megatron-DeepSpeed import them.
+"""Names of files and keys in DeepSpeed's checkpoints, which scripts such as Megatron-DeepSpeed import.
 
-Those of `universal_checkpoint_info` describe a model's parameters to DeepSpeed's converter; a client state may have
-them. Our checkpoints say themselves how their tensors were divided; of others `deepspeed_files.py` reads them.
+The keys of `universal_checkpoint_info` describe a model's parameters to DeepSpeed's converter; a client state may have
+them. Our checkpoints record how their tensors are divided; for other checkpoints `deepspeed_files.py` reads these keys.
 """
 
 from deepspeed._absent import complete

@@ -1,6 +1,6 @@
-"""Checkpoints in other programs' formats: what `ds_ckpt convert` does. One process, in bounded memory.
+"""Convert checkpoints to other programs' formats, for `ds_ckpt convert`. One process, in bounded memory.
 
-`FORMATS` is there without torch, for the command's help.
+`FORMATS` can be read without torch, for the command's help.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,19 +23,19 @@ def convert(
     verify: bool = True,
     advance: Callable[[int], object] | None = None,
 ) -> None:
-    """Write the checkpoint `tag` of `directory` into the folder `output`, which is made.
+    """Write the checkpoint `tag` of `directory` into the new or empty folder `output`.
 
     Args:
         to: one of `FORMATS`. "safetensors" and "torch" hold fp32 weights and buffers; "dcp" and "torchtitan" also the
             optimizer's states, as `torch.distributed.checkpoint` files; "universal" is DeepSpeed's format of that name,
             under the tag `<tag>_universal`.
-        tag: default: what `latest` names.
-        max_shard_size: of a file of weights, for example "500MB"; "0" for one file.
-        verify: compare the checksums of all files with those in `index.json` before anything is written; else sizes.
-        advance: is called with the number of bytes of each part that was verified, to show progress.
+        tag: default: the tag that `latest` names.
+        max_shard_size: largest file of weights, for example "500MB"; "0" for one file.
+        verify: first compare the checksums of all files with those in `index.json`; False: compare only sizes.
+        advance: called with the number of bytes of each part that was verified, to show progress.
 
     Raises:
-        ConfigError: `to` is no such format.
+        ConfigError: `to` is none of `FORMATS`.
         DamagedCheckpoint: a file is missing or is not what was saved.
         CheckpointError: the checkpoint cannot be read, `output` holds something, or one of them is a URL.
     """
@@ -93,7 +93,7 @@ def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size
 
 
 class Format(NamedTuple):
-    """One of another program."""
+    """`Format` is a format of another program."""
 
     meaning: str
     write: Callable[[Path, Path, str | None, str], None]

@@ -1,13 +1,13 @@
-"""The files of `torch.distributed.checkpoint` (DCP): what is in a folder, read by range and without running code.
+"""Read the files of `torch.distributed.checkpoint` (DCP), by range and without running code.
 
-A folder has `.metadata`, a pickle of `torch.distributed.checkpoint.metadata.Metadata`, and `*.distcp` files, in which
-each piece of a tensor, and each other value, is what `torch.save` wrote, end to end. A piece is a box of the tensor:
-its offsets and sizes by dimension. Both kinds of pickles are read without running code (values with
+A folder has `.metadata`, a pickle of `torch.distributed.checkpoint.metadata.Metadata`, and `*.distcp` files. In these,
+each piece of a tensor, and each other value, is stored end to end as `torch.save` wrote it. A piece is a box of the
+tensor: its offsets and sizes by dimension. Both kinds of pickles are read without running code (values with
 `weights_only=True`).
 
-`.metadata` may come from anywhere. So the classes that it may name are stood in for by classes made for one load: a
-pickle can set attributes of any class or function that it gets, and here nothing of that outlives the load. What comes
-out is checked, and given as `Metadata`.
+`.metadata` may come from anywhere, and a pickle can set attributes of any class or function that it gets. So the
+classes that it may name are replaced by classes that are created for one load, and nothing that the pickle sets
+outlives the load. The result is checked, and returned as `Metadata`.
 """
 
 import io
@@ -39,7 +39,7 @@ _CLASSES = frozenset(
         *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
         *(("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")),
         *(("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-        ("builtins", "getattr"),  # of enums, by Python 3.11.0 to 3.11.3; the class that stands in for it gets nothing
+        ("builtins", "getattr"),  # for enums, by Python 3.11.0 to 3.11.3; the class that replaces it gets nothing
     }
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ class Box(NamedTuple):
     sizes: torch.Size
 
     def rows(self, first: int, stop: int) -> tuple[int, int]:
-        """Its rows of first .. stop - 1 of the tensor, counted in the piece."""
+        """Return the rows of this piece that are rows first .. stop - 1 of the tensor, counted in the piece."""
         return max(first - self.offsets[0], 0), min(stop - self.offsets[0], self.sizes[0])
 
     def overlaps(self, other: "Box") -> bool:
@@ -66,19 +66,19 @@ class Box(NamedTuple):
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two pieces of one tensor that have an element in common, if there are such."""
+    """Return two pieces of one tensor that share an element; None if there are none."""
     ordered = sorted((box for box in boxes if box.sizes.numel()), key=lambda box: box.offsets)
     for index, box in enumerate(ordered):
         for other in ordered[index + 1 :]:
             if other.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # so do those after it
+                break  # later boxes begin after this one too
             if box.overlaps(other):
                 return box, other
     return None
 
 
 class TensorMeta(NamedTuple):
-    """A tensor, and the pieces of which it consists."""
+    """A tensor and its pieces."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -86,9 +86,9 @@ class TensorMeta(NamedTuple):
 
 
 class SavedBytes(NamedTuple):
-    """A `SavedBytes` says in which file, and where in it, the bytes of a piece of a tensor or of another value lie.
+    """`SavedBytes` is the place of the bytes of a piece of a tensor or of another value: file, offset and length.
 
-    The bytes were written by `torch.save`.
+    `torch.save` wrote the bytes.
     """
 
     file: str
@@ -100,7 +100,7 @@ class SavedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Metadata:
-    """`Metadata` says what entries a checkpoint has and where their bytes lie, as its `.metadata` file records them."""
+    """`Metadata` lists the entries of a checkpoint and the places of their bytes, as its `.metadata` file does."""
 
     paths: Mapping[str, tuple[str | int, ...]]
     """The keys of the nested state dict that was saved, by the name of each entry."""
@@ -113,7 +113,7 @@ class Metadata:
         """Read the file `path`.
 
         Raises:
-            CheckpointError: it cannot be read, is damaged, or asks for more than data.
+            CheckpointError: the file cannot be read, is damaged, or asks for more than data.
         """
         try:
             with open(path, "rb") as file:
@@ -139,10 +139,10 @@ class _AsksForCodeError(Exception):
 
 
 class _Record:
-    """An object in the pickle, with its attributes."""
+    """An object in the pickle, reduced to its attributes."""
 
     def __init__(self, *args: Any) -> None:
-        """Paths and enums are made of arguments, at which nobody looks."""
+        """Ignore the arguments of paths and enums."""
 
 
 class _Properties(_Record):
@@ -160,7 +160,7 @@ class _DataOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = vars(torch).get(name) if module == "torch" else None  # getattr would import submodules
         if isinstance(known, torch.dtype) or known is torch.Size:
-            return known  # which have no attributes that could be set
+            return known  # these have no attributes that a pickle could set
         if (module, name) not in _CLASSES:
             raise _AsksForCodeError(f"it asks for {module}.{name}")
         base = {"OrderedDict": dict, "TensorProperties": _Properties}.get(name, _Record)
@@ -259,7 +259,7 @@ class DcpFolder:
             ) from error
 
     def piece(self, name: str, offset: torch.Size | None) -> memoryview:
-        """The bytes that torch.save wrote of a piece of a tensor, or of a value."""
+        """Return the bytes that torch.save wrote for a piece of a tensor, or for a value."""
         place = self._metadata.places.get((name, offset))
         if place is None:
             raise CheckpointError(f"{self.folder / METADATA_FILE} does not say where {name} is: it is damaged")
@@ -294,7 +294,7 @@ class DcpFolder:
 
 
 def _classes_in(view: memoryview) -> str:
-    """Name what the pickle in a file of torch.save asks for that is not loaded; empty for a damaged file."""
+    """Name what the pickle in a file of torch.save asks for and may not load; return "" for a damaged file."""
     try:
         return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(view)))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError):
@@ -339,7 +339,7 @@ class DcpTensor(StoredTensor):
         return rows.view(-1)[start - first * row_numel :][:numel]
 
     def _piece(self, box: Box) -> Tensor:
-        """The piece, mapped: its pages are read when they are touched."""
+        """Return the piece as a mapped tensor: its pages are read when they are touched."""
         data = self._folder.piece(self._name, box.offsets)
         try:
             with FakeTensorMode():

@@ -1,13 +1,13 @@
-"""This module turns files of DeepSpeed 0.19, its checkpoints and its universal format, into the form of this package.
+"""Convert files of DeepSpeed 0.19, its checkpoints and its universal format, to the form of this package.
 
-`reader.py` and `saved_run.py` call it with what they have read.
+`reader.py` and `saved_run.py` call these functions with the contents that they have read.
 
-A file of DeepSpeed has objects of its own: the loss scaler and the stage, and the addresses of parameters in a shard.
-They are loaded as plain records of their attributes; no other class of DeepSpeed is admitted.
+A file of DeepSpeed has objects of its own classes: the loss scaler, the stage, and the addresses of parameters in a
+shard. They are loaded as plain records of their attributes; no other class of DeepSpeed is admitted.
 
-`named_by_stage` names the optimizer's states of pipeline stages that DeepSpeed saved without ZeRO. torch's state dict
-has their parameters by numbers: of a stage the shared modules first, then the layers in order. Which layers a stage
-has, is in no file. It follows from how many parameters each stage has, and is taken where their shapes fit too.
+`named_by_stage` names the optimizer states of pipeline stages that DeepSpeed saved without ZeRO. torch's state dict
+numbers a stage's parameters: the shared modules' first, then the layers' in order. No file says which layers a stage
+has. The number of parameters per stage leaves candidates, and the one whose shapes fit is taken.
 
 A universal checkpoint, as DeepSpeed's `ds_to_universal` writes it:
 
@@ -16,19 +16,19 @@ A universal checkpoint, as DeepSpeed's `ds_to_universal` writes it:
 <tag>/zero/<name>/step.pt                 in stages 1 and 2; in stage 3 the count is in the next file
 <tag>/zero/optimizer_state.pt             the groups of the optimizer
 
-`universal_checkpoint_info` of a client state, as Megatron-DeepSpeed has it, says by patterns of names how parameters
-are divided over tensor-parallel ranks. `with_division` makes a record of ours of it (`model_ranks.Division`), for each
-model file that has none. Patterns match from the beginning of a name, as `re.match` does:
+`universal_checkpoint_info` in a client state (Megatron-DeepSpeed writes it) says by name patterns how parameters are
+divided over tensor-parallel ranks. `with_division` converts it to a record of ours (`model_ranks.Division`) for each
+model file without one. Patterns match from the beginning of a name, as `re.match` does:
 
     tp_replicated_parameter_patterns           whole on each rank
     parameter_to_average_patterns              the mean of the ranks' values
     parameter_with_row_parallelism_patterns    divided along dimension 1
     parameter_with_2_sub_params_cat_dim_0      two parameters along dimension 0, each divided
-    parameter_with_sub_params                  of `{"patterns", "shape", "partition_dim"}`: several, as `shape` says
-    vocabulary_parameter_patterns              divided along dimension 0, as all that match nothing
+    parameter_with_sub_params                  `{"patterns", "shape", "partition_dim"}`: several parameters, see `shape`
+    vocabulary_parameter_patterns              divided along dimension 0, like parameters that match nothing
 
-Parameters that match the last one are written without the rows from `original_vocab_size` on; a load fills these rows
-with zeros.
+Parameters that match the last pattern are written without the rows from `original_vocab_size` on; a load fills these
+rows with zeros.
 """
 
 import math
@@ -67,16 +67,16 @@ def is_deepspeeds(shard: Mapping[str, Any]) -> bool:
 
 
 def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The `optimizer_state_dict` in the content of a shard's file `path`, with our keys and plain values.
+    """Return the `optimizer_state_dict` in the content of the shard file `path`, with our keys and plain values.
 
     Raises:
-        CheckpointError: it is an elastic checkpoint, which has no whole states of groups.
+        CheckpointError: the file is of an elastic checkpoint, which has no whole states of groups.
     """
     shard: dict[str, Any] = state["optimizer_state_dict"]
     if not is_deepspeeds(shard):
         return shard
     own = {**shard, "loss_scaler": loss_scale_in(shard), "zero_stage": int(shard["zero_stage"])}
-    if "optimizer_state_dict" in own:  # so it is called in stage 3
+    if "optimizer_state_dict" in own:  # its name in stage 3
         own["base_optimizer_state"] = own.pop("optimizer_state_dict")
     found = own.get("base_optimizer_state")
     if not isinstance(found, dict):
@@ -88,13 +88,13 @@ def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def loss_scale_in(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the loss scaler in what DeepSpeed wrote, or what was written for it; None where it has none."""
+    """Return the state of the loss scaler in a file that DeepSpeed wrote or can load; None if there is none."""
     found = state.get("loss_scale_state", state.get("loss_scaler"))
     return dict(vars(found) if isinstance(found, Attributes) else found) if found is not None else None
 
 
 def constant_scaler() -> LossScaler:
-    """Return the loss scaler that DeepSpeed has without fp16, a constant scale of 1, and wants in files of stage 3."""
+    """Return DeepSpeed's loss scaler without fp16, a constant scale of 1, which DeepSpeed needs in files of stage 3."""
     scaler = LossScaler.__new__(LossScaler)
     vars(scaler).update(cur_scale=1.0, dynamic=False)
     return scaler
@@ -105,7 +105,7 @@ _Model = dict[str, Any]
 
 
 def named_by_stage(ranks: Sequence[dict[int, _Model]], layers: Mapping[int, str] | None) -> list[dict[int, _Model]]:
-    """The contents of model files, by data-parallel rank, of each model-parallel rank; with names if they have none.
+    """Return the contents of the model files, by data-parallel rank, of each model-parallel rank; add missing names.
 
     Args:
         layers: as in `load.Position`.
@@ -128,7 +128,7 @@ def named_by_stage(ranks: Sequence[dict[int, _Model]], layers: Mapping[int, str]
 
 
 def _layers_of(model: _Model, models: Sequence[_Model], layers: Mapping[int, str] | None) -> list[list[str]]:
-    """The names of the parameters of each layer that has some."""
+    """Return the names of the parameters of each layer that has any."""
     buffers = {name for each in models for name in each.get("buffer_names") or ()}
     found = {}
     for file, names in model.get(MODULE_FILES, {}).items():
@@ -142,7 +142,7 @@ def _layers_of(model: _Model, models: Sequence[_Model], layers: Mapping[int, str
 
 
 def _cut(layers: Sequence[list[str]], wanted: Sequence[int]) -> Iterator[list[list[str]]]:
-    """Every division of layers into stages with so many parameters: the names of each stage, in its order."""
+    """Yield every division of the layers into stages of `wanted` parameters each: the names of each stage, in order."""
     if not wanted:
         if not layers:
             yield []
@@ -157,7 +157,7 @@ def _cut(layers: Sequence[list[str]], wanted: Sequence[int]) -> Iterator[list[li
 
 
 def _fit(names: Sequence[Sequence[str]], models: Sequence[_Model]) -> bool:
-    """Whether the states of each stage have the shapes of the parameters."""
+    """Whether the optimizer states of each stage have the shapes of its parameters."""
     for its, model in zip(names, models, strict=True):
         (group,) = model["optimizer"]["param_groups"]
         for number, name in zip(group["params"], its, strict=True):
@@ -171,11 +171,11 @@ _SLICE = re.compile(r"layer_\d+(-[\w-]+)?-model_states\.pt")
 
 
 def with_division(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The content of the model file `path`, with a record of how its parameters are divided where its client state says
-    it, and nothing else does.
+    """Return the content of the model file `path`. If its client state says how parameters are divided, and nothing
+    else does, add a record of that.
 
     Raises:
-        CheckpointError: a pattern does not fit a parameter; names both.
+        CheckpointError: a pattern does not fit a parameter; the message names both.
     """
     num_ranks, info = state.get("mp_world_size") or 1, state.get(UNIVERSAL_CHECKPOINT_INFO)
     if not isinstance(info, Mapping) or not isinstance(num_ranks, int) or num_ranks < 2 or state.get(DIVISION):
@@ -206,7 +206,7 @@ def with_division(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def vocabulary_rows(client_state: Mapping[str, Any], name: str) -> int | None:
-    """The rows of a parameter divided by vocabulary that are not padding; None: it is no such one."""
+    """Return the number of rows without padding of a parameter divided by vocabulary; None for other parameters."""
     info = client_state.get(UNIVERSAL_CHECKPOINT_INFO)
     if not isinstance(info, Mapping) or not _matches(name, info.get(VOCABULARY_PARAMETER_PATTERNS)):
         return None
@@ -239,7 +239,7 @@ def _of_sub_params(name: str, shape: torch.Size, said: Mapping[str, Any], rank: 
     whole, dim = list(said["shape"]), int(said["partition_dim"])
     sizes = list(whole[dim]) if isinstance(whole[dim], Sequence) else [whole[dim]]
     rest = [sum(each) if isinstance(each, Sequence) else each for each in whole]
-    if len(rest) != len(shape):  # leading dimensions that are one in the parameter
+    if len(rest) != len(shape):  # the parameter merges the leading dimensions into one
         sizes, dim, rest = sizes * math.prod(rest[:dim]), 0, [math.prod(rest[: dim + 1]), *rest[dim + 1 :]]
     own = [each // size if place == dim else each for place, each in enumerate(rest)]
     if own != list(shape):
@@ -251,7 +251,7 @@ def _of_sub_params(name: str, shape: torch.Size, said: Mapping[str, Any], rank: 
 
 
 def _fused(name: str, shape: torch.Size, dim: int, sizes: Sequence[int], rank: int, size: int) -> ModelPart:
-    """The part of a rank that has one of `size` equal runs of each of several parameters along `dim`."""
+    """Return the part of a rank that has one of `size` equal runs of each of several parameters along `dim`."""
     if any(each % size for each in sizes) or sum(sizes) != shape[dim] * size:
         raise CheckpointError(
             f"{name} of shape {tuple(shape)} on each of {size} tensor-parallel ranks is not made of parameters of "
@@ -271,7 +271,7 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """An item of the info; a `SubparamShape` as the dict of its fields."""
+    """Return an item of the info; a `SubparamShape` becomes the dict of its fields."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return dict(vars(value)) if isinstance(value, Attributes) else value
@@ -282,10 +282,10 @@ _Load = Callable[[Path], Any]
 
 
 def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _Load) -> dict[str, Any]:
-    """`model_state` with the weights and the optimizer's state in `folder`, as torch's state dict with names.
+    """Return `model_state` with the weights and the optimizer state of `folder`, as torch's state dict with names.
 
     Args:
-        load: gives what a file holds; tensors may be mapped.
+        load: returns the content of a file; tensors may be mapped.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -316,7 +316,7 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
     _refuse_missing(zero, names, shapes, [states[number] for number in range(len(numbers))])
     for its in names:
         of_group = [numbers[name] for name in its]
-        if any("step" in states[number] for number in of_group):  # else this optimizer counts none
+        if any("step" in states[number] for number in of_group):  # else this optimizer has no step count
             states |= {number: {} for number in of_group if "step" not in states[number]}
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[name] for name in its]}
@@ -331,9 +331,9 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
 def _refuse_missing(
     zero: Path, names: Sequence[Sequence[str]], shapes: Mapping[str, torch.Size], states: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise CheckpointError where a parameter that was updated lacks a state that one of its group and number of
-    dimensions has: optimizers with factored moments keep others for a matrix than for a vector. A step count is not
-    there for a parameter that was never updated."""
+    """Raise CheckpointError if an updated parameter lacks a state that another one of its group and number of
+    dimensions has: optimizers with factored moments keep other states for a matrix than for a vector. A parameter that
+    was never updated has no step count."""
     of_kind: dict[tuple[int, int], set[str]] = {}
     kinds = [(index, len(shapes[name]), name) for index, its in enumerate(names) for name in its]
     for (index, num_dims, _), state in zip(kinds, states, strict=True):
@@ -347,10 +347,10 @@ def _refuse_missing(
 
 
 def _value(content: Any, shape: torch.Size, path: Path) -> Any:
-    """The tensor in a file, which stage 3 writes flat; of one divided by vocabulary without the rows of its padding.
+    """Return the tensor in a file. Stage 3 writes it flat; a tensor divided by vocabulary has no padding rows there.
 
     Raises:
-        CheckpointError: it has as many elements as the parameter in another shape.
+        CheckpointError: the tensor has as many elements as the parameter, in another shape.
     """
     value = content["param"] if isinstance(content, dict) else content
     if isinstance(content, dict) and content.get(VOCAB_TENSOR) and shape[1:] == value.shape[1:]:

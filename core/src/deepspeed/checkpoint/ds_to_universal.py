@@ -2,9 +2,9 @@
 
     ... --input_folder DIR/global_step3 --output_folder DIR/global_step3_universal
 
-Both are folders of tags. `latest_universal` beside the second then names it. Parts of tensor-parallel ranks, stages of
-a pipeline and experts are joined. Checkpoints load here at any number of ranks and any stage without it; it is for
-DeepSpeed. `ds_ckpt convert DIR OUT --to universal` does the same.
+Both are folders of tags. Afterwards `latest_universal` beside the second one names it. Parts of tensor-parallel ranks,
+stages of a pipeline and experts are joined. The command is for DeepSpeed: here, checkpoints load at any number of ranks
+and any stage without it. `ds_ckpt convert DIR OUT --to universal` does the same.
 """
 
 import argparse
@@ -24,10 +24,10 @@ __all__ = ["ds_to_universal", "main"]
 
 
 def ds_to_universal(input_folder: str | Path, output_folder: str | Path, *, num_workers: int = 2) -> None:
-    """Write the checkpoint in the tag's folder `input_folder` in the universal format into `output_folder`.
+    """Write the checkpoint in the tag's folder `input_folder` to `output_folder`, in the universal format.
 
     Args:
-        num_workers: how many parameters are written at a time; memory holds one value of each.
+        num_workers: number of parameters that are written at a time; memory holds one value of each.
 
     Raises:
         DamagedCheckpoint: a file is missing or is not what was saved.
@@ -43,7 +43,7 @@ def ds_to_universal(input_folder: str | Path, output_folder: str | Path, *, num_
 
 
 def _refuse_root(source: Path) -> None:
-    """The folder of all tags has no files of weights itself."""
+    """Refuse the folder of all tags, which has no files of weights itself."""
     tags = layout.tags_in(source)
     if not tags or source.name in layout.tags_in(source.parent):
         return
@@ -56,10 +56,10 @@ def _refuse_root(source: Path) -> None:
 
 
 def main(arguments: Sequence[str] | argparse.Namespace | None = None) -> int:
-    """The command. Returns the exit code.
+    """Run the command, and return the exit code.
 
     Args:
-        arguments: words, or what a parser made of them; default: those of the command line.
+        arguments: words, or parsed arguments; default: the words of the command line.
     """
     options = arguments if isinstance(arguments, argparse.Namespace) else _parser().parse_args(arguments)
     try:

@@ -1,9 +1,9 @@
-"""Files that are either whole or not there: temporary name, fsync, rename, fsync of the folder.
+"""Write files that are either whole or not there: temporary name, fsync, rename, fsync of the folder.
 
-`SequentialFile` is a new file, written in order, past the page cache where its file system allows that (O_DIRECT). A
-file that goes through the page cache is copied there, and written back by the kernel: that takes several times the
-processor time of all the rest of a save, also from training. Here a thread gives blocks to the disk, while the next one
-is filled and its checksum computed.
+`SequentialFile` is a new file that is written in order, past the page cache if its file system allows that (O_DIRECT).
+Through the page cache a file is copied, and written back by the kernel: that takes several times the processor time of
+all the rest of a save, also from training. Here a thread writes blocks to the disk, while the next one is filled and
+its checksum computed.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from deepspeed.checkpoint.layout import is_remote, reason_of
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 
-_BLOCK_BYTES = 4 * 2**20  # of one write; with more in flight the disk does not find it in the processor's cache
+_BLOCK_BYTES = 4 * 2**20  # of one write; more bytes in flight would leave the processor's cache before the write
 _NUM_BLOCKS = 2  # one is filled, one is written
-_FLUSH_BYTES = 64 * 2**20  # between two calls of fdatasync where the page cache is used, so that the disk has work
+_FLUSH_BYTES = 64 * 2**20  # between two calls of fdatasync if the page cache is used, to keep the disk busy
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
@@ -34,18 +34,18 @@ class SequentialFile:
     """A `SequentialFile` is a file for `torch.save`, and a context manager; `sync` is the last call inside.
 
     Args:
-        path: is created, or emptied.
+        path: file to create, or to empty.
 
     Raises:
-        OSError: here, or in any later call, for what the thread has met.
+        OSError: here, or in any later call, if the thread cannot write.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor, self._is_direct = _open(path)
-        self._thread = ThreadPoolExecutor(1, "ds-write")  # is started by the first full block
+        self._thread = ThreadPoolExecutor(1, "ds-write")  # started by the first full block
         self._written: deque[tuple[Future[None], memoryview]] = deque()
         self._lasting: list[Future[None]] = []
-        self._offset = 0  # of the block that is filled
+        self._offset = 0  # of the current block
         self._block, self._filled = _new_block(), 0
 
     def write(self, data: bytes | memoryview) -> int:
@@ -72,10 +72,10 @@ class SequentialFile:
         self.write(data[self._offset :])
 
     def flush(self) -> None:
-        """Blocks go to the disk when they are full."""
+        """Do nothing: blocks are written when they are full."""
 
     def sync(self) -> int:
-        """Wait until the file is durable; returns its bytes."""
+        """Wait until the file is durable; return its number of bytes."""
         for each in (*self._lasting, *(write for write, _ in self._written)):
             each.result()
         if self._is_direct:
@@ -104,17 +104,17 @@ class SequentialFile:
             written.result()
 
     def _put(self, block: memoryview, offset: int) -> None:
-        """Write a block at `offset` of the file, in the thread."""
+        """Write a block at `offset` of the file; runs in the thread."""
         try:
             _write_all(self._descriptor, block, offset)
         except OSError as error:
             if not (self._is_direct and error.errno == errno.EINVAL):
                 raise
-            self._use_page_cache()  # the file system takes the flag, and does not do it
+            self._use_page_cache()  # the file system accepts the flag, and refuses the write
             _write_all(self._descriptor, block, offset)
         end = offset + len(block)
         if not self._is_direct and offset // _FLUSH_BYTES != end // _FLUSH_BYTES:
-            _fdatasync(self._descriptor)  # what it reports, the last fsync would not report again
+            _fdatasync(self._descriptor)  # raises errors that the last fsync would not report again
 
     def _use_page_cache(self) -> None:
         self._is_direct = False
@@ -122,7 +122,7 @@ class SequentialFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it is past the page cache."""
+    """Return a descriptor, and whether it bypasses the page cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     if _DIRECT:
         try:
@@ -144,18 +144,18 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None = None) -> int:
-    """Write `path` through `write(file)` so that a crash leaves either its former content or the whole new one.
+    """Write `path` with `write(file)`, so that a crash leaves either its former content or the whole new one.
 
     Args:
-        write: gets what `torch.save` needs of a file: `write` and `flush`.
-        temporary: where it is written first, on the same file system, and by no other process at the same time;
-            default: `.<name>.tmp` beside it. The name does not vary, so that a later save overwrites what a killed
-            process left.
+        write: gets the part of a file that `torch.save` needs: `write` and `flush`.
+        temporary: file that is written first, on the same file system, and by no other process at the same time;
+            default: `.<name>.tmp` beside `path`. The name does not vary, so that a later save overwrites the file of a
+            killed process.
 
     Returns the number of bytes.
 
     The *name* is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
-    `CheckpointError` when the disk refuses; nothing is then left behind.
+    Raises `CheckpointError` if the disk refuses; nothing is then left behind.
     """
     if is_remote(path):
         return _write_object(path, write)
@@ -173,8 +173,8 @@ def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None =
 
 
 def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
-    """Write an object in an object store, and return the number of bytes. The object takes its place when its file is
-    closed, so an object that an error or an interrupt cuts short is discarded instead."""
+    """Write an object in an object store, and return the number of bytes. The object replaces its former version when
+    its file is closed, so an object that an error or an interrupt cuts short is discarded instead."""
     try:
         file = path.open("wb")
         try:
@@ -192,7 +192,7 @@ def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
 
 
 def _discard(file: Any) -> None:
-    """Give up the upload of a file of fsspec, which else is completed when the file is collected."""
+    """Cancel the upload of a file of fsspec, which would otherwise be completed when the file is collected."""
     try:
         file.discard()
     except Exception as error:  # noqa: BLE001 - any of the protocol's package; the one that led here is raised
@@ -212,7 +212,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, where they are missing, and make their names durable. Raises OSError."""
+    """Create a folder and its missing parents, and make their names durable. Raises OSError."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -227,7 +227,7 @@ _ADVICE = {
 
 
 def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError:
-    """The error to raise when the disk refused to `action` ("write", "replace") `path`."""
+    """Return the error to raise if the disk refused to `action` ("write", "replace") `path`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -241,7 +241,7 @@ def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError
 
 
 def _free_space(path: Path) -> str:
-    """Say in a clause for an error message how much room is left where `path` should lie; empty if that is unknown."""
+    """Return a clause for error messages on the free space where `path` should lie; empty if that is unknown."""
     for folder in path.parents:
         with contextlib.suppress(OSError):
             return f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"

@@ -1,4 +1,4 @@
-"""`index.json` in a tag's folder: which files the checkpoint has, their sizes and checksums, and what was saved.
+"""`index.json` in a tag's folder: the files of the checkpoint, their sizes and checksums, and facts of the save.
 
     {
      "format": 1,
@@ -10,11 +10,11 @@
      "checksum": "crc32:4e5f6a7b"
     }
 
-`crc32` has one checksum per block of `block_bytes`, the last block being shorter. So a reader of a part of a file
-verifies the blocks that it reads, and a message says where the damage is. Checksums are computed while a file is
-written (`ChecksumWriter`), and compared when it is read (`check_content`; `check_size` compares the sizes alone). The
-`tensors` of a file are key, dtype, shape and first byte of each, and the stride where elements do not lie in row-major
-order. `tensors` says where the values of each parameter are (`tensor_index.py`). Both are null or absent where the
+`crc32` has one checksum per block of `block_bytes`; the last block is shorter. So a reader of part of a file verifies
+only the blocks that it reads, and a message says where the damage is. Checksums are computed while a file is written
+(`ChecksumWriter`), and compared when it is read (`check_content`; `check_size` compares only sizes). The `tensors` of a
+file are key, dtype, shape and first byte of each tensor, and its stride if the elements are not in row-major order. The
+top-level `tensors` says where the values of each parameter are (`tensor_index.py`). Both are null or absent if the
 store does not know them. The last line is the checksum of the bytes before it. Other keys may be added under the same
 `format`; a reader ignores keys that it does not know.
 """
@@ -40,13 +40,13 @@ from deepspeed.errors import CheckpointError, counted
 
 BLOCK_BYTES = 64 * 2**20
 _PART_BYTES = 2**20  # fits into a core's cache
-_NUM_READERS = 2  # one waits for the disk or copies, the other sums
+_NUM_READERS = 2  # one waits for the disk or copies, while the other sums
 
 
 class ChecksumWriter:
-    """A file for `torch.save` that sums what is written, a part at a time: the system copies it out of the cache then.
+    """`ChecksumWriter` is a file for `torch.save` that sums each part just before the write, when it is in the cache.
 
-    A second thread that sums meanwhile is slower, since it reads the memory once more.
+    A second thread for the sums would be slower, since it reads the memory once more.
 
     Args:
         file: open for writing, and empty; it stays open.
@@ -68,12 +68,12 @@ class ChecksumWriter:
         self._file.flush()
 
     def checksums(self) -> list[str]:
-        """Return the checksums of what was written, as `BlockSums.as_text` gives them."""
+        """Return the checksums of the written bytes, as `BlockSums.as_text` returns them."""
         return self._sums.as_text()
 
 
 class BlockSums:
-    """The checksums of what is added."""
+    """`BlockSums` computes the checksums of the bytes that are added."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -81,7 +81,7 @@ class BlockSums:
         self._num_bytes = 0  # in the current block
 
     def add(self, data: bytes | memoryview) -> None:
-        """Continue with more bytes."""
+        """Add more bytes."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self._num_bytes]
@@ -93,7 +93,7 @@ class BlockSums:
                 self._current, self._num_bytes = 0, 0
 
     def as_text(self) -> list[str]:
-        """The checksum of each block so far, as 8 hexadecimal digits."""
+        """Return the checksum of each block so far, as 8 hexadecimal digits."""
         return [_as_text(each) for each in (*self._done, *([self._current] if self._num_bytes else []))]
 
 
@@ -102,10 +102,10 @@ def _as_text(value: int) -> str:
 
 
 def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> list[str]:
-    """The checksums of the blocks of a file, as `ChecksumWriter.checksums` gave them. Raises OSError.
+    """Return the checksums of the blocks of a file, as `ChecksumWriter.checksums` does. Raises OSError.
 
     Args:
-        advance: is called with the number of bytes of each part that was read, to show progress.
+        advance: called with the number of bytes of each part that was read, to show progress.
     """
     if is_remote(path):
         return _sums_in_order(path, advance)
@@ -121,7 +121,7 @@ def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> 
 
 
 def _sum_of_block(descriptor: int, first: int) -> int:
-    """Return the CRC-32 of the block at `first`. Runs in a thread: the disk reads ahead for one while another sums."""
+    """Return the CRC-32 of the block at `first`. Runs in a thread: the disk reads ahead for it while another sums."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, first, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
     buffer, value, position = memoryview(bytearray(_PART_BYTES)), 0, first
@@ -144,8 +144,8 @@ def _sums_in_order(path: Path, advance: Callable[[int], object] | None) -> list[
 
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
-_SEAL_BYTES = 12  # of what follows `_SEAL`
-_TENSORS_OF_FILE = re.compile(rb',"tensors":\[.*\]\}(,?)$', re.MULTILINE)  # a file has a line
+_SEAL_BYTES = 12  # of the text after `_SEAL`
+_TENSORS_OF_FILE = re.compile(rb',"tensors":\[.*\]\}(,?)$', re.MULTILINE)  # each file has a line
 _TENSORS = b',\n "tensors": {'
 _KINDS = {
     **{stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"},
@@ -174,7 +174,7 @@ class FileEntry:
     """The reason, at a save, why `tensors` of a file of torch.save are unexpectedly not known; else None."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the index says of the file."""
+        """Return the entry of the file in the index."""
         about: dict[str, Any] = {"name": self.name, "bytes": self.num_bytes, "crc32": self.checksums}
         if self.tensors is not None:
             about["tensors"] = [
@@ -188,7 +188,7 @@ class FileEntry:
 
     @classmethod
     def parse(cls, known: Mapping[str, Any]) -> "FileEntry":
-        """Parse what `as_json` or `as_message` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        """Parse the result of `as_json` or `as_message`. Raises ValueError, TypeError or KeyError for anything else."""
         name, num_bytes, sums, listed = known["name"], known["bytes"], known["crc32"], known.get("tensors")
         _require(isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0"), "name", name)
         _require(num_bytes is None or _is_count(num_bytes), f"bytes of {name}", num_bytes)
@@ -216,11 +216,11 @@ class Index:
     """The table of where each parameter's values lie, which `tensor_index.TensorTable` reads; None without one."""
 
     def entry(self, name: str) -> FileEntry | None:
-        """The file of this name, or None."""
+        """Return the file of this name, or None."""
         return next((entry for entry in self.files if entry.name == name), None)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         content = {"format": _FORMAT, "saved": dict(self.saved), "block_bytes": BLOCK_BYTES}
         parts = [json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")]
         parts.append(f'"files": {_lines(entry.as_json() for entry in self.files)}')
@@ -234,10 +234,10 @@ class Index:
         """Parse the content of the file `path`.
 
         Args:
-            with_tensors: else `tensors`, of the index and of each file, are None: they are most of a large index.
+            with_tensors: False: `tensors` of the index and of each file are None; they are most of a large index.
 
         Raises:
-            DamagedCheckpoint: it is not what was saved.
+            DamagedCheckpoint: the content is not what was saved.
             CheckpointError: a later version wrote it.
         """
         text = content.rpartition(_SEAL)[0]
@@ -265,12 +265,12 @@ class Index:
 
 
 def read_index(folder: Path, *, with_tensors: bool = True) -> Index | None:
-    """The index of the tag in `folder`; None for a checkpoint that has none, as DeepSpeed's and older ones of ours.
+    """Return the index of the tag in `folder`; None if there is none, as in DeepSpeed's and older ones of ours.
 
     Args:
         with_tensors: as for `Index.from_bytes`.
 
-    Raises `CheckpointError` as `Index.from_bytes` does, or where the file cannot be read.
+    Raises `CheckpointError` as `Index.from_bytes` does, or if the file cannot be read.
     """
     path = folder / layout.INDEX_FILE
     check_regular(path)
@@ -283,7 +283,7 @@ def read_index(folder: Path, *, with_tensors: bool = True) -> Index | None:
 
 
 def seal_of(folder: Path) -> str | None:
-    """The checksum in the last line of the index in `folder`, by which two saves differ; None where there is none."""
+    """Return the checksum in the last line of the index in `folder`, which differs between saves; or None."""
     path = folder / layout.INDEX_FILE
     check_regular(path)
     try:
@@ -302,9 +302,9 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `DamagedCheckpoint` where `path` is neither a file nor a link to one. A FIFO would wait for its writer.
+    """Raise `DamagedCheckpoint` if `path` is neither a file nor a link to one. A FIFO would wait for its writer.
 
-    Called before a file of a checkpoint is opened, which says what else is wrong with it.
+    Called before a file of a checkpoint is opened; opening the file reports all other faults.
     """
     if is_remote(path):
         return
@@ -329,7 +329,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _checked(saved: Any) -> dict[str, Any]:
-    """`Index.saved`."""
+    """Return `Index.saved`, checked."""
     _require(isinstance(saved, dict), "saved", saved)
     if saved.get("at") is not None:
         datetime.fromisoformat(saved["at"]).astimezone()  # tags are sorted by it
@@ -339,7 +339,7 @@ def _checked(saved: Any) -> dict[str, Any]:
 
 
 def _table(tensors: Any) -> dict[str, Any] | None:
-    """`Index.tensors`."""
+    """Return `Index.tensors`, checked."""
     if tensors is None:
         return None
     lists = [tensors["groups"], tensors["entries"]]
@@ -354,13 +354,13 @@ def _record(dtype: str, shape: Sequence[int], offset: int, stride: Sequence[int]
 
 
 def _without_tensors(text: bytes) -> bytes:
-    """An index before its seal, as `to_bytes` wrote it, without the lists of tensors. A string holds no newline and no
-    bare quotation mark, so what is cut out is none of a string."""
+    """Return an index before its seal, as `to_bytes` wrote it, without the lists of tensors. A JSON string holds no
+    newline and no bare quotation mark, so nothing inside a string is cut out."""
     return _TENSORS_OF_FILE.sub(rb"}\1", text.partition(_TENSORS)[0]) + b"\n}"
 
 
 def _lines(items: Iterable[Any]) -> str:
-    """A JSON list with one line per item."""
+    """Return a JSON list with one line per item."""
     lines = ",\n  ".join(json.dumps(item, ensure_ascii=False, separators=(",", ":")) for item in items)
     return f"[\n  {lines}\n ]" if lines else "[]"
 
@@ -373,7 +373,7 @@ _ADVICE = "Copy the file again from where it came, or load another tag."
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Raise `DamagedCheckpoint` if the file is missing or has not as many bytes as were saved."""
+    """Raise `DamagedCheckpoint` if the file is missing or does not have the number of bytes that was saved."""
     check_regular(path)
     try:
         num_bytes = path.stat().st_size
@@ -393,10 +393,10 @@ def check_size(path: Path, entry: FileEntry) -> None:
 
 
 def check_content(path: Path, entry: FileEntry, index: Index, advance: Callable[[int], object] | None = None) -> None:
-    """Read the file and raise `DamagedCheckpoint` if a block of it has not the checksum with which it was saved.
+    """Read the file, and raise `DamagedCheckpoint` if a block does not have the checksum that was saved.
 
     Args:
-        index: where `entry` is from: a file with the content of another one is said to be that.
+        index: the index of `entry`: if the file has the content of another one, the message says so.
         advance: as for `checksums_of`.
     """
     check_size(path, entry)
@@ -410,7 +410,7 @@ def check_content(path: Path, entry: FileEntry, index: Index, advance: Callable[
 
 
 def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]) -> None:
-    """Raise `DamagedCheckpoint` if `found`, of the file `path`, are not the checksums with which it was saved."""
+    """Raise `DamagedCheckpoint` if `found`, the checksums of the file `path`, are not those that were saved."""
     assert entry.checksums is not None
     if found == list(entry.checksums):
         return
@@ -420,7 +420,7 @@ def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]
             f"{path} has the content that was saved as {others[0]}: the files were renamed or swapped. Give each its "
             "name back, or load another tag."
         )
-    if len(found) != len(entry.checksums):  # where the store did not know the number of bytes
+    if len(found) != len(entry.checksums):  # if the store did not know the number of bytes
         raise DamagedCheckpoint(
             f"{path} is damaged: it has {counted(len(found), 'block')} of {BLOCK_BYTES} bytes, and was saved with "
             f"{len(entry.checksums)}. {_ADVICE}"

@@ -1,8 +1,8 @@
-"""The names of a checkpoint's files and of its top-level keys, as DeepSpeed has them. Files are only listed here.
-A directory of checkpoints is a folder or a URL of an object store, as one kind of path (`location`). Imports no torch.
+"""Names of a checkpoint's files and of its top-level keys, as in DeepSpeed. Files are only listed here.
+A directory of checkpoints is a folder or a URL of an object store; `location` makes a path of either. Imports no torch.
 
-A folder under construction and a folder on its way out have names that begin with a dot, so that `global_step*`, by
-which libraries look for checkpoints, does not find them.
+Folders that are being written or removed have names that begin with a dot, so that libraries that look for
+`global_step*` do not find them.
 """
 
 import os
@@ -66,79 +66,79 @@ _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>
 
 
 def model_file(mp_rank: int, dp_rank: int | None = None) -> str:
-    """Name of a model file; with `dp_rank`, of the one that each data parallel rank writes under ZeRO stage 3."""
+    """Return the name of a model file; with `dp_rank`, of the file of that data parallel rank under ZeRO stage 3."""
     plain = f"mp_rank_{mp_rank:02d}_model_states.pt"
     return plain if dp_rank is None else f"zero_pp_rank_{dp_rank}_{plain}"
 
 
 def layer_file(layer: int, place: str = "") -> str:
-    """Name of the file of a layer of a pipeline; `place` is that of the rank along other axes, such as "model_01"."""
+    """Return the name of a pipeline layer's file; `place` is the rank along other axes, such as "model_01"."""
     return f"layer_{layer:02d}{place and '-'}{place}-model_states.pt"
 
 
 def moe_file(moe_layer: int, expert: int, mp_rank: int) -> str:
-    """Name of the file of one expert, by its number among all of its layer."""
+    """Return the name of the file of one expert; `expert` is its number among all of its layer."""
     return f"layer_{moe_layer}_expert_{expert}_{model_file(mp_rank)}"
 
 
 def expp_file(expp_rank: int, mp_rank: int) -> str:
-    """Name of the file with the optimizer's state of those that hold some of the experts."""
+    """Return the name of the file with the optimizer's state of the ranks that hold some of the experts."""
     return f"expp_rank_{expp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def expert_file(mp_rank: int, dp_rank: int) -> str:
-    """Name, in earlier versions, of the model file of experts that the first data parallel rank does not have."""
+    """Return the earlier versions' name of the model file of experts that the first data parallel rank lacks."""
     return f"expert_rank_{dp_rank}_{model_file(mp_rank)}"
 
 
 def expert_models_in(folder: Path) -> set[int]:
-    """The data parallel ranks with such a file in `folder`."""
+    """Return the data parallel ranks with an `expert_file` in `folder`."""
     return {int(match["dp"]) for path in folder.iterdir() if (match := _EXPERTS.fullmatch(path.name))}
 
 
 def expp_files_in(folder: Path, mp_rank: int) -> list[Path]:
-    """The files that `expp_file` names, of one model-parallel rank."""
+    """Return the files of one model-parallel rank that `expp_file` names."""
     found = (path for path in folder.iterdir() if (match := _EXPP.fullmatch(path.name)) and int(match["mp"]) == mp_rank)
     return sorted(found)
 
 
 def is_expp_file(name: str) -> bool:
-    """Whether it is a name that `expp_file` gives."""
+    """Whether `name` is one that `expp_file` returns."""
     return _EXPP.fullmatch(name) is not None
 
 
 def is_module_file(name: str) -> bool:
-    """Whether it is the name of a file with some of the module's weights, of a layer or an expert."""
+    """Whether `name` is that of a file with some of the module's weights, of a layer or an expert."""
     return _MODULE.fullmatch(name) is not None
 
 
 def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
-    """Name of one rank's optimizer shard; `prefix` is `"bf16_"` when the model trains in bf16."""
+    """Return the name of one rank's optimizer shard; `prefix` is `"bf16_"` if the model trains in bf16."""
     return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def rounding_file(dp_rank: int, mp_rank: int) -> str:
-    """Name of the file of what one rank has left to send, by rounding (`comm.compressed`)."""
+    """Return the name of the file with the rounding errors that one rank has yet to send (`comm.compressed`)."""
     return f"rounding_rank_{dp_rank}_mp_rank_{mp_rank:02d}_states.pt"
 
 
 def is_rounding_file(name: str) -> bool:
-    """Whether it is a name that `rounding_file` gives."""
+    """Whether `name` is one that `rounding_file` returns."""
     return name.startswith("rounding_rank_")
 
 
 def is_partitioned(model_file: str) -> bool:
-    """Whether it is the name of a model file of ZeRO stage 3."""
+    """Whether `model_file` is the name of a model file of ZeRO stage 3."""
     return _PARTITIONED.fullmatch(model_file) is not None
 
 
 def partitioned_models_in(folder: Path) -> set[int]:
-    """The data parallel ranks whose model files of ZeRO stage 3 are in `folder`."""
+    """Return the data parallel ranks whose model files of ZeRO stage 3 are in `folder`."""
     return {int(match["dp"]) for path in folder.iterdir() if (match := _PARTITIONED.fullmatch(path.name))}
 
 
 def is_model_file(name: str) -> bool:
-    """Whether it is the name of a model file of any stage."""
+    """Whether `name` is that of a model file of any stage."""
     return name.endswith("_model_states.pt") and not is_module_file(name)
 
 
@@ -148,7 +148,7 @@ def has_weights(name: str) -> bool:
 
 
 def ranks_of(name: str) -> tuple[int, int]:
-    """The data parallel and the model parallel rank in the name of a checkpoint's file; 0 where it has none."""
+    """Return the data parallel and the model parallel rank in the name of a checkpoint's file; 0 if it has none."""
     match = _RANKS.match(name)
     return (int(match["dp"] or 0), int(match["mp"])) if match else (0, 0)
 
@@ -159,7 +159,7 @@ def is_universal(folder: Path) -> bool:
 
 
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
-    """The optimizer shards in `folder`, by (data parallel rank, model parallel rank), in the order of these numbers."""
+    """Return the optimizer shards in `folder`, by and in the order of (data parallel rank, model parallel rank)."""
     found = {}
     for path in folder.iterdir():
         if match := _SHARD.fullmatch(path.name):
@@ -173,7 +173,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a file of this name in a tag's folder belongs to the checkpoint, and not to somebody else."""
+    """Whether a file of this name in a tag's folder belongs to the checkpoint, and to nobody else."""
     return is_checkpoint_file(name) or name == INDEX_FILE
 
 
@@ -193,7 +193,7 @@ def pruned_folder(folder: Path) -> Path:
 
 
 def lock_file(folder: Path) -> Path:
-    """Return the file by whose lock the process that is saving `folder` keeps others from it."""
+    """Return the file whose lock keeps other processes out while one saves `folder`."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -203,7 +203,7 @@ def writers_folder(folder: Path) -> Path:
 
 
 def draft_file(folder: Path) -> Path:
-    """Return the path at which a save of `folder` writes a file that all tags share, before the file takes its place.
+    """Return the path at which a save of `folder` writes a file that all tags share, before it replaces that file.
 
     There is one per tag, since jobs that share a directory save under different tags at the same time.
     """
@@ -211,28 +211,28 @@ def draft_file(folder: Path) -> Path:
 
 
 def unfinished_in(save_dir: Path) -> list[Path]:
-    """The folders whose save is going on, or was killed and left something behind."""
+    """Return the folders whose save is running, or was killed and left something behind."""
     names = {match["name"] for path in save_dir.iterdir() if (match := _UNFINISHED.fullmatch(path.name))}
     return [save_dir / name for name in sorted(names)]
 
 
 def tag_of(folder: Path) -> str:
-    """The tag whose whole version lies in `folder`, as `whole_folder` gave it."""
+    """Return the tag whose whole version is in `folder`, which `whole_folder` returned."""
     match = _UNFINISHED.fullmatch(folder.name)
     return match["name"] if match else folder.name
 
 
 def whole_folder(folder: Path) -> Path | None:
-    """Return the folder in which the whole version of `folder` lies now; None when there is none.
+    """Return the folder in which the whole version of `folder` is now; None if there is none.
 
-    That folder is `folder` itself but for the moment between the two renames of `TorchStore.commit`: a save that was
-    killed there leaves the former version, whole, under the name that `former_folder` gives.
+    It is `folder` itself except between the two renames of `TorchStore.commit`: a save that was killed there leaves the
+    whole former version under the name that `former_folder` returns.
     """
     return next((path for path in (folder, former_folder(folder)) if path.is_dir()), None)
 
 
 def tags_in(save_dir: Path, is_file: Callable[[str], bool] = is_checkpoint_file) -> list[str]:
-    """The tags that can be loaded from `save_dir`: names of folders with a file whose name satisfies `is_file`."""
+    """Return the tags that can be loaded from `save_dir`: folders with a file whose name satisfies `is_file`."""
     if not save_dir.is_dir():
         return []
     places = {path for path in save_dir.iterdir() if not path.name.startswith(".")}
@@ -246,13 +246,13 @@ def tags_in(save_dir: Path, is_file: Callable[[str], bool] = is_checkpoint_file)
 
 
 def _numbers_by_value(name: str) -> list[tuple[int, str]]:
-    """A sort key by which global_step9 comes before global_step10."""
+    """Return a sort key by which global_step9 comes before global_step10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def location(directory: "str | Path") -> Path:
-    """`directory` as a path: of `pathlib`, or for a URL such as `s3://bucket/run` one of `universal_pathlib`, which has
-    the methods of `pathlib` over fsspec.
+    """Return `directory` as a path: of `pathlib`, or for a URL such as `s3://bucket/run` of `universal_pathlib`, which
+    has the methods of `pathlib` over fsspec.
 
     Raises:
         ConfigError: a package that the URL needs is not installed, or fsspec does not know the protocol; or
@@ -279,13 +279,13 @@ def location(directory: "str | Path") -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether `location` made it of a URL: no renames and no locks are there, and a write of an object is atomic."""
+    """Whether `location` made the path of a URL: such a store has no renames and no locks, and writes are atomic."""
     return not isinstance(path, Path)
 
 
 @contextmanager
 def store_failures(directory: object) -> Iterator[None]:
-    """Name the store where the client of an object store fails: each has errors of its own, and few say what to do.
+    """Name the store in errors of an object store's client: clients have errors of their own that say little.
 
     Raises:
         CheckpointError: in place of such an error, where `directory` is a URL.
@@ -305,13 +305,13 @@ def store_failures(directory: object) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Say in one line what failed: stores raise `OSError`s without a number, and time-outs without a text."""
+    """Return in one line what failed: stores raise `OSError`s without a number, and time-outs without a text."""
     text = getattr(error, "strerror", None) or str(error).strip()
     return text if isinstance(error, OSError) and text else f"{type(error).__name__}{text and f': {text}'}"
 
 
 def local_folder(path: "str | Path", what: str) -> Path:
-    """`path` for what works in folders only; `what` completes "cannot ...".
+    """Return the folder `path`, for functions that work in folders only; `what` completes "cannot ...".
 
     Raises:
         CheckpointError: it is a URL.

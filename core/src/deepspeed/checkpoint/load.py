@@ -1,7 +1,7 @@
-"""Finding a checkpoint and checking that it fits this job, before anything is changed.
+"""Find a checkpoint, and check that it fits this job, before anything is changed.
 
-The values of a checkpoint must have certain types, so that what was read is refused before it is used:
-`check_optimizer_types` looks at the optimizer's side, `check_types` at a model file.
+The values of a checkpoint must have certain types, and others are refused before they are used:
+`check_optimizer_types` checks the optimizer's side, `check_types` a model file.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 @contextmanager
 def as_damage(path: str | Path) -> Iterator[None]:
-    """Raise `CheckpointError` for Python's errors inside, where code makes sense of files that were read.
+    """Raise `CheckpointError` in place of Python's errors, in code that interprets files that were read.
 
-    The code changes nothing, so such errors say that the files hold something else.
+    The code changes nothing, so such errors mean that the files hold something else.
 
     Raises:
         CheckpointError: in place of such errors.
@@ -45,10 +45,10 @@ def as_damage(path: str | Path) -> Iterator[None]:
 
 
 def check_optimizer_types(state: Any, path: str | Path) -> None:
-    """Called with what a file has of an optimizer: torch's state dict, or ours of flat groups.
+    """Check the types in an optimizer's state from a file: torch's state dict, or ours of flat groups.
 
     Raises:
-        CheckpointError: something is of another type; names the file and the key.
+        CheckpointError: a value has another type; the message names the file and the key.
     """
     _expect(isinstance(state, Mapping), path, "the optimizer's state", state, "a dict")
     if "param_groups" in state or "state" in state:
@@ -105,10 +105,10 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "
 
 
 def check_types(state: Any, path: str | Path) -> None:
-    """Called with what the model file `path` holds.
+    """Check the types in the content of the model file `path`.
 
     Raises:
-        CheckpointError: it holds something else than a model file does; names the file and the key.
+        CheckpointError: it holds something else than a model file does; the message names the file and the key.
     """
     if not isinstance(state, Mapping) or "module" not in state:
         raise CheckpointError(f"{path} is no model file of a checkpoint: found {_shown(state)} without a key 'module'.")
@@ -160,7 +160,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _or_nothing(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that accepts what `fits` accepts, and None and an empty list, by which some versions mean none."""
+    """Return a check that accepts what `fits` accepts, and None and an empty list: some versions write these."""
     return lambda value: value is None or (isinstance(value, list) and not value) or fits(value)
 
 
@@ -174,7 +174,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
-        "module": (_by_name(_is_any), "a dict by name"),  # extra states are anything
+        "module": (_by_name(_is_any), "a dict by name"),  # extra states may be anything
         "ds_module_files": (_by_name(_by_name(_is_name_or_row)), "a dict of names by file"),
         "ds_module_rest": (_or_nothing(_by_name(_is_any)), "a dict by name"),
         "ds_optimizer_file": (_is_name, "the name of a file"),
@@ -191,12 +191,12 @@ _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
 
 
 _SHOWN = 8  # names in one message
-_MAPPED = frozenset({"module", "optimizer", "frozen_param_fragments"})  # read by range, or copied where they are used
+_MAPPED = frozenset({"module", "optimizer", "frozen_param_fragments"})  # read by range, or copied when they are used
 
 
 @dataclass(frozen=True)
 class SavedParts:
-    """The files of all data-parallel ranks of a save, of this rank's model-parallel place; mapped, not read."""
+    """The mapped files of all data-parallel ranks of a save, at this rank's model-parallel place."""
 
     model_states: list[dict[str, Any]]
     """The model state of each rank of stage 3; other stages have one for all ranks."""
@@ -206,7 +206,7 @@ class SavedParts:
 
 @dataclass(frozen=True)
 class StatesByName:
-    """The states that a load takes by the names of the parameters."""
+    """The states that a load finds by the names of the parameters."""
 
     states: SavedStates
     loss_scaler: Any
@@ -215,7 +215,7 @@ class StatesByName:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A `LoadedCheckpoint` holds what `Checkpointer.load` found."""
+    """`LoadedCheckpoint` is the result of `Checkpointer.load`."""
 
     path: str
     """The model file that this rank read."""
@@ -243,13 +243,13 @@ class LoadedCheckpoint:
 
     @property
     def has_masters(self) -> bool:
-        """Whether master weights are to be restored apart from the module's."""
+        """Whether master weights must be restored apart from the module's weights."""
         return self.by_name is not None or self.shard_state is not None
 
 
 @dataclass(frozen=True)
 class Position:
-    """A `Position` says which part of a checkpoint is this rank's."""
+    """`Position` says which part of a checkpoint belongs to this rank."""
 
     dp_rank: int
     dp_world_size: int
@@ -273,13 +273,13 @@ class Position:
 
     @property
     def divides_model(self) -> bool:
-        """Whether the ranks of this run have different parts of the model, which are known."""
+        """Whether the ranks of this run have different parts of the model that are known."""
         own = self.division
         return own is not None and (max(own.axes.values()) > 1 or bool(own.experts))
 
 
 def find_folder(load_dir: Path, tag: str) -> Path:
-    """The folder in which the whole checkpoint `tag` lies."""
+    """Return the folder of the whole checkpoint `tag`."""
     folder = layout.whole_folder(load_dir / tag)
     if folder is None:
         found = layout.tags_in(load_dir)
@@ -308,7 +308,7 @@ def tag_folder_hint(load_dir: Path) -> str:
 
 
 def find_models(folder: Path, mp_rank: int) -> list[Path]:
-    """The model files of `folder`: of all ranks for stage 3, else one, which may not be there."""
+    """Return the model files of `folder`: those of all ranks for stage 3, else one, which may be missing."""
     if ranks := layout.partitioned_models_in(folder):
         _check_are_all(folder, "model files", len(set(ranks)), max(ranks) + 1)
         return [folder / layout.model_file(mp_rank, rank) for rank in range(max(ranks) + 1)]
@@ -316,10 +316,10 @@ def find_models(folder: Path, mp_rank: int) -> list[Path]:
 
 
 def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) -> bool:
-    """Whether the run that wrote a model file divided its model otherwise than this one.
+    """Whether the run that wrote a model file divided its model differently from this run.
 
     Raises:
-        CheckpointError: it did, and one of the two does not know which part of a parameter a rank has.
+        CheckpointError: it did, and one of the two runs does not know which part of a parameter a rank has.
     """
     saved, own = Division.of_file(state, str(path)), position.division
     saved_size = int(state.get("mp_world_size", position.mp_world_size))
@@ -337,7 +337,7 @@ def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) 
 
 
 def check_division_is_known(folder: Path, position: Position) -> None:
-    """Refuse a checkpoint of whole parameters in a job whose ranks have parts of the model that are not known."""
+    """Refuse a checkpoint of whole parameters if the ranks of this job have unknown parts of the model."""
     if position.mp_world_size > 1 and position.division is None:
         raise CheckpointError(
             f"{folder} holds whole parameters, and this job has {position.mp_world_size} model parallel ranks and did "
@@ -347,19 +347,19 @@ def check_division_is_known(folder: Path, position: Position) -> None:
 
 
 def find_shards(folder: Path, mp_rank: int, model_state: dict[str, Any], num_models: int) -> list[Path]:
-    """The shards in `folder` of a model-parallel rank, of all data-parallel ranks of the save, after checking that none
-    is missing. Empty where the model file has the optimizer's state, or nothing has it.
+    """Return a model-parallel rank's shards in `folder`, one per data-parallel rank of the save, after checking that
+    none is missing. Empty if the model file has the optimizer's state, or no file has it.
 
     Args:
-        model_state: of this rank.
-        num_models: of stage 3, whose ranks have a model file each; else 1.
+        model_state: the model state of this rank.
+        num_models: number of model files: one per rank in stage 3, else 1.
     """
     found = layout.shards_in(folder)
     mp_world_size = int(model_state.get("mp_world_size", mp_rank + 1))
     num_ranks = max(model_state.get("dp_world_size", 1), num_models, 1 + max((dp for dp, _ in found), default=0))
     if not found and (num_models == 1 or model_state.get("optimizer")):
         return []
-    places = ((dp, mp) for dp in range(num_ranks) for mp in range(mp_world_size))  # a damaged number may be any
+    places = ((dp, mp) for dp in range(num_ranks) for mp in range(mp_world_size))  # damaged files may say any number
     if missing := list(islice((place for place in places if place not in found), _SHOWN)):
         prefix = "bf16_" if any(path.name.startswith("bf16_") for path in found.values()) else ""
         there = sum(dp < num_ranks and mp < mp_world_size for dp, mp in found)
@@ -381,7 +381,7 @@ def check_has_states(folder: Path, shards: list[Path], model_state: dict[str, An
 
 
 def check_shard(state: Any, path: Path) -> int:
-    """Refuse a shard that is none; returns the ZeRO stage of the save."""
+    """Refuse a file that is no shard; return the ZeRO stage of the save."""
     shard = state.get("optimizer_state_dict") if isinstance(state, dict) else None
     if not isinstance(shard, dict) or "zero_stage" not in shard:
         raise CheckpointError(
@@ -392,17 +392,17 @@ def check_shard(state: Any, path: Path) -> int:
 
 
 def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint's own keys and the user's. All but weights and states leaves the mapped file here."""
+    """Return the checkpoint's own keys and the user's. All values but weights and states are copied from the file."""
     kept = {key: value if key in _MAPPED else map_tensors(value, Tensor.clone) for key, value in state.items()}
     own = {key: value for key, value in kept.items() if key in layout.MODEL_STATE_KEYS}
     known = layout.MODEL_STATE_KEYS | layout.DEEPSPEED_KEYS
     if state.get(MODULE_FILES):
-        known |= {"num_experts"}  # a user's own where the module has no experts
+        known |= {"num_experts"}  # it is a user's own key if the module has no experts
     return own, {key: value for key, value in kept.items() if key not in known}
 
 
 def check_model_ranks(folder: Path, num_ranks: int) -> None:
-    """Refuse a number of model-parallel ranks that the files of a save cannot be of, before counting to it."""
+    """Refuse a number of model-parallel ranks that is larger than the number of files, before counting to it."""
     _check_are_all(folder, "files of model-parallel ranks", min(num_ranks, sum(1 for _ in folder.iterdir())), num_ranks)
 
 
@@ -415,6 +415,6 @@ def _check_are_all(folder: Path, what: str, num_found: int, num_wanted: int) -> 
 
 
 def _names(places: list[tuple[int, int]], num_places: int, prefix: str) -> str:
-    """The shards' names, the first few of many."""
+    """Return the names of the shards, or the first few of many."""
     more = f" and {num_places - len(places)} more" if num_places > len(places) else ""
     return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places) + more

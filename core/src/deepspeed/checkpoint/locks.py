@@ -1,16 +1,16 @@
-"""Locked files by which the processes that save into one directory know of each other. Imports no torch.
+"""Locked files through which the processes that save into one directory know of each other. Imports no torch.
 
-`Claim`: this process is saving one tag now. Jobs that share a directory leave each other's saves alone by it. A claim
-is a file `.<tag>.lock` beside the tag's folder, locked with `flock` and naming its holder. The system drops the lock
-when the holder dies, however it dies. What is not known to be dead counts as alive for a day: a lock of another
-machine, or of a file system without locks.
+`Claim`: this process is saving one tag now. Through claims, jobs that share a directory leave each other's saves alone.
+A claim is a file `.<tag>.lock` beside the tag's folder, locked with `flock`, that names its holder. The system drops
+the lock when the holder dies, however it dies. A holder whose death cannot be seen (a lock of another machine, or of a
+file system without locks) counts as alive for a day.
 
-`Report`: how the writer processes of an asynchronous save learn from each other that their files are written.
-`Ending`: how they, and a rank whose writer was killed, learn what came of the save. Training may be in a collective of
-its own meanwhile, or may have ended, so they agree through files. Each writer has one in the folder `.<tag>.writers`,
-locked while the process lives, and writes its result into it, after a line that names its machine. A free lock shows
-that a process of this machine has ended; of another machine's locks some file systems know nothing, so a process there
-has ended when nothing was heard of it for long.
+`Report`: the writer processes of an asynchronous save report to each other when their files are written. `Ending`: they
+and a rank whose writer was killed find the outcome of the save. Training may be in a collective of its own meanwhile,
+or may have ended, so they agree through files. Each writer has a file in the folder `.<tag>.writers`, locked while its
+process lives: one line that names its machine, and then its result. A free lock shows that a process of this machine
+has ended. Some file systems do not share locks between machines, so a process of another machine counts as ended when
+it has been silent for long.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.errors import CheckpointError
 
-_IDLE_S = 24 * 3600.0  # a save that has not touched a file for so long has ended
+_IDLE_S = 24 * 3600.0  # a save that has touched no file for so long has ended
 _TIDIES = ", removing what an earlier save left"  # in the lock file of a job that does so
 _BRIEF_S = 0.02  # between two looks at a lock file
-_MAX_LOOKS = 250  # at one that is held for a moment
+_MAX_LOOKS = 250  # at a lock file that is locked for a moment
 
 
 class Claim:
-    """Held from `TorchStore.create` to the end of the save; `take` and `abandoned` make them."""
+    """`Claim` is held from `TorchStore.create` to the end of the save; `take` and `abandoned` create claims."""
 
     def __init__(self, path: Path, descriptor: int, has_lock: bool) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Claim:
 
         Raises:
             CheckpointError: a living process is saving this folder; the message names it.
-            OSError: the lock file cannot be made.
+            OSError: the lock file cannot be created.
         """
         path = layout.lock_file(folder)
         num_looks = 0
@@ -85,11 +85,11 @@ class Claim:
         if removes_file and _is_open_file(self._descriptor, self.path):
             self.path.unlink(missing_ok=True)
         if self._has_lock:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a fork has the descriptor too
         os.close(self._descriptor)
 
     def is_of_this_machine(self) -> bool:
-        """Whether the last holder ran here, so that a free lock proves that its save has ended."""
+        """Whether the last holder ran on this machine, so that a free lock proves that its save has ended."""
         return self._has_lock and os.pread(self._descriptor, 200, 0).split(b"\n")[0] == machine().encode()
 
     def _sign(self, purpose: str = "") -> None:
@@ -107,7 +107,7 @@ class Claim:
 
 @contextmanager
 def abandoned(folder: Path) -> Iterator[bool]:
-    """Whether the save that left something of `folder` behind has ended; if so, it stays claimed inside the context."""
+    """Yield whether the save that left files of `folder` behind has ended; if so, it is claimed inside the context."""
     idle_s = _idle_s(folder)
     claim = _open(layout.lock_file(folder))
     if claim is None:
@@ -123,7 +123,7 @@ def abandoned(folder: Path) -> Iterator[bool]:
 
 
 def _open(path: Path) -> Claim | None:
-    """The lock file at `path`, made if need be, and locked; None when a living process has it."""
+    """Open and lock the file at `path`, which is created if need be; return None if a living process has it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -139,8 +139,8 @@ def _open(path: Path) -> Claim | None:
 
 
 def _is_brief(path: Path) -> bool:
-    """Whether `path` is locked by a job that only removes what an earlier save left, if anything. Waits a little: such
-    a job has not written yet who it is, or is about to be done."""
+    """Whether the job that locks `path`, if any, only removes what an earlier save left. Wait a little: such a job may
+    not have written its name yet, or is about to be done."""
     before = _text(path)
     time.sleep(_BRIEF_S)
     return _text(path) != before or not before or f"{_TIDIES}\n" in before
@@ -166,14 +166,14 @@ def _holder(path: Path) -> str:
 
 
 def machine() -> str:
-    """One running system: containers on it share its locks, its next boot does not."""
+    """Return the id of one running system: containers on it share its locks; its next boot has another id."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.uname().nodename
 
 
 def _idle_s(folder: Path) -> float:
-    """Seconds since anything of an unfinished save was touched; what another job is just renaming does not count."""
+    """Return the seconds since a file of an unfinished save was touched; files that are being renamed do not count."""
     staging = layout.staging_folder(folder)
     paths = [staging, layout.former_folder(folder), layout.lock_file(folder), layout.draft_file(folder)]
     paths += [layout.pruned_folder(folder), layout.writers_folder(folder)]
@@ -191,7 +191,7 @@ _LONGEST_PAUSE_S = 0.05  # between two looks at a report
 
 
 def create_reports(folder: Path) -> None:
-    """Make the folder of the reports of a save of `folder`, which this process has claimed and tidied."""
+    """Create the folder of the reports of a save of `folder`, which this process has claimed and tidied."""
     place = layout.writers_folder(folder)
     try:
         place.mkdir()
@@ -203,7 +203,7 @@ def create_reports(folder: Path) -> None:
 
 
 def remove_reports(place: Path) -> None:
-    """Delete a folder of reports, unless a living process has one in it."""
+    """Delete a folder of reports, unless a living process has a report in it."""
     with suppress(FileNotFoundError):
         reports = list(place.iterdir())
         if not any(map(_is_held, reports)):
@@ -213,15 +213,15 @@ def remove_reports(place: Path) -> None:
 
 
 class Report:
-    """This process's report on a save.
+    """`Report` is this process's report on a save.
 
     Args:
-        folder: of the tag.
-        name: of the report: `COMMITTER`, or the number of the rank.
-        limit_s: a writer of which nothing is heard for so long is taken for dead: its machine may be.
+        folder: the folder of the tag.
+        name: name of the report: `COMMITTER`, or the number of the rank.
+        limit_s: a writer that has been silent for so long counts as dead: its machine may be dead.
 
     Raises:
-        CheckpointError: the folder of the reports is not there.
+        CheckpointError: the folder of the reports does not exist.
     """
 
     def __init__(self, folder: Path, name: str, limit_s: float) -> None:
@@ -240,25 +240,25 @@ class Report:
             ) from None
 
     def _create(self) -> int:
-        """The report gets its name when it is locked and names its machine, so that none is seen without."""
+        """Create the report under a draft name; it is renamed once it is locked and names its machine."""
         draft = self._path.with_name(f".{self._path.stem}.{os.getpid()}")
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # a file system without locks: then only the limit tells
+        with suppress(OSError):  # a file system without locks: then only the limit counts
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(descriptor, self._head, 0)
         os.rename(draft, self._path)
         return descriptor
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Let the other writers know the result of this one. The first one stays."""
+        """Show the result of this writer to the other writers. The first result stays."""
         if os.fstat(self._descriptor).st_size == len(self._head):
             self._has_failed = "error" in result
             os.pwrite(self._descriptor, json.dumps(result).encode(), len(self._head))
-            os.fsync(self._descriptor)  # other clients of NFS see it then
+            os.fsync(self._descriptor)  # then other clients of NFS see it
 
     @contextmanager
     def kept_fresh(self) -> Iterator[None]:
-        """Keep the report's time fresh inside, which shows that this process lives, also where locks are not shared."""
+        """Touch the report inside the context, which shows that this process lives even if locks are not shared."""
         ends = Event()
 
         def touch() -> None:
@@ -275,10 +275,10 @@ class Report:
             thread.join()
 
     def wait_for(self, name: str) -> dict[str, Any]:
-        """The result of the writer `name`. It is an `{"error": ...}` too where that process has ended without one."""
+        """Wait for the result of the writer `name`: an `{"error": ...}` too if its process has ended without one."""
         path = self._folder / f"{name}.json"
         for _ in _looks(self._limit_s, lambda: _touched_ns(path)):
-            is_dead = _is_dead(path)  # before its content is read: it may have just written it
+            is_dead = _is_dead(path)  # before the content is read: the process may have just written it
             if (result := _result(path)) is not None:
                 return result
             if is_dead:
@@ -288,8 +288,8 @@ class Report:
         return {"error": f"nothing was heard of its writer process for {self._limit_s:g} s"}
 
     def leave(self) -> None:
-        """Remove the report. The committer waits until the others have removed theirs: they have read it by then. A
-        report of a failure stays for the committer, which may look later, and removes the folder."""
+        """Remove the report. The committer first waits until the others, who have read its report by then, have removed
+        theirs. A report of a failure stays for the committer, which may look later, and which removes the folder."""
         is_committer = self._path.stem == COMMITTER
         for _ in _looks(self._limit_s) if is_committer else ():
             if all(map(_is_over, set(self._folder.glob("*.json")) - {self._path} - self._lost)):
@@ -305,13 +305,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Ending:
-    """`Ending` finds what came of an asynchronous save, for a rank that does not commit it or whose writer was killed.
+    """`Ending` finds the outcome of an asynchronous save for a rank that does not commit it or whose writer was killed.
 
-    The result of the committing writer says what came of it. Where the committing writer has died without a result, or
-    has removed its result, the checkpoint in its place says it: its index has the moment of the save.
+    The result of the committing writer decides. If the committing writer has died without a result, or has removed its
+    result, the checkpoint in its place decides: its index has the moment of the save.
 
-    A result is `{}` where the save is complete, or has an `"error"`; `"is_known": False` is in it too where the save
-    may be complete all the same.
+    A result is `{}` if the save is complete, or has an `"error"`; it also has `"is_known": False` if the save may be
+    complete all the same.
     """
 
     folder: str
@@ -325,19 +325,19 @@ class Ending:
     """The time after which a silent writer is taken for dead, as for `Report`."""
 
     def as_message(self) -> dict[str, Any]:
-        """The arguments of `Ending`, as JSON has them."""
+        """Return the arguments of `Ending` as JSON values."""
         return asdict(self)
 
     def wait_for_committer(self) -> dict[str, Any]:
-        """Wait for the result and return it; for a living writer whose files are written and whose report says so."""
+        """Wait for the result and return it; called by a living writer that has written its files and its report."""
         return self._wait(self._look_at_committer)
 
     def wait_without_writer(self) -> dict[str, Any]:
-        """Wait for the result and return it; for a rank whose writer process has ended without an answer."""
+        """Wait for the result and return it; called for a rank whose writer process has ended without an answer."""
         return self._wait(self.look_without_writer)
 
     def look_without_writer(self) -> dict[str, Any] | None:
-        """Return the result as `wait_without_writer` does, but None while the result is not known."""
+        """Return the result as `wait_without_writer` does, or None while the result is not known."""
         own = _result(self._report(self.name))
         if own is not None and "error" in own:
             return own
@@ -349,7 +349,7 @@ class Ending:
 
     def _look_at_committer(self) -> dict[str, Any] | None:
         path = self._report(COMMITTER)
-        is_dead = _is_dead(path)  # before its content is read: it may have just written it
+        is_dead = _is_dead(path)  # before the content is read: the process may have just written it
         result = _result(path)
         if result is not None and "error" in result:
             return {"error": f"the committing rank: {result['error']}"}
@@ -368,12 +368,12 @@ class Ending:
         return self._found(unheard, may_come=True)
 
     def _found(self, otherwise: str, *, was_committed: bool = False, may_come: bool = False) -> dict[str, Any]:
-        """The result as far as the checkpoint in its place shows it.
+        """Return the result that the checkpoint in its place shows.
 
         Args:
-            otherwise: why the save has failed, where the checkpoint is not there.
-            was_committed: the committing writer has said so.
-            may_come: it may commit later.
+            otherwise: why the save has failed, if the checkpoint is not there.
+            was_committed: the committing writer has reported the commit.
+            may_come: the commit may still come.
         """
         folder = Path(self.folder)
         try:
@@ -401,7 +401,7 @@ class Ending:
 
 
 def _looks(limit_s: float, sign: Any = lambda: None) -> Iterator[None]:
-    """Yields, with growing pauses, until `sign()` has not changed for `limit_s`."""
+    """Yield, with growing pauses, until `sign()` has not changed for `limit_s`."""
     last, since_s, pause_s = sign(), time.monotonic(), 0.001
     while time.monotonic() - since_s < limit_s:
         yield
@@ -412,7 +412,7 @@ def _looks(limit_s: float, sign: Any = lambda: None) -> Iterator[None]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a living process has the report; True where that cannot be known."""
+    """Whether a living process holds the report; True if that cannot be known."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -427,14 +427,14 @@ def _is_held(path: Path) -> bool:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether the report is of a process of this machine that has ended."""
+    """Whether the report belongs to a process of this machine that has ended."""
     with suppress(FileNotFoundError):
         return path.read_bytes().partition(b"\n")[0] == machine().encode() and not _is_held(path)
     return False
 
 
 def _is_over(path: Path) -> bool:
-    """Whether the process of a report reads no other ones any more."""
+    """Whether the process of a report does not read other reports any more."""
     result = _result(path)
     has_failed = result is not None and "error" in result
     return (has_failed and not _is_held(path)) or _is_dead(path)

@@ -1,7 +1,7 @@
-"""A checkpoint of a divided model, read by a run that divides the model otherwise: another tp, pp or ep.
+"""Read a checkpoint of a divided model in a run that divides the model differently: another tp, pp or ep.
 
-Each model-parallel rank of the save has files of its own, and in them the part that it held of each parameter
-(`parallel.model_part`). A rank of the run that loads reads by range, of all these files, what makes up its own parts.
+Each model-parallel rank of the save has files of its own, with the part of each parameter that it held
+(`parallel.model_part`). A rank of the loading run reads its own parts from all these files, by range.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,11 +26,11 @@ DIVISION = "ds_model_parallel"
 
 @dataclass(frozen=True)
 class SavedExperts:
-    """Experts of one rank.
+    """`SavedExperts` are the experts of one rank.
 
     Args:
-        holders: the data-parallel ranks that have them, in their order.
-        names: of their parameters and buffers, on these ranks.
+        holders: the data-parallel ranks that have these experts, in order.
+        names: names of their parameters and buffers on these ranks.
     """
 
     holders: tuple[int, ...]
@@ -39,13 +39,13 @@ class SavedExperts:
 
 @dataclass(frozen=True)
 class Division:
-    """A `Division` says how a run divides its model over ranks.
+    """`Division` records how a run divides its model over ranks.
 
     Args:
-        axes: ranks along "pp" and "tp".
-        parts: what this model-parallel rank holds of parameters that it does not have whole, by name.
-        experts: what this data-parallel rank holds of experts that are divided over ranks, by `param.group_name`.
-        averaged: names of parameters that tensor-parallel ranks have whole, with values of which the mean counts.
+        axes: numbers of ranks along "pp" and "tp".
+        parts: this model-parallel rank's parts of the parameters that it does not have whole, by name.
+        experts: this data-parallel rank's experts that are divided over ranks, by `param.group_name`.
+        averaged: names of parameters that each tensor-parallel rank has whole, and whose mean over the ranks counts.
     """
 
     axes: Mapping[str, int]
@@ -54,7 +54,7 @@ class Division:
     averaged: tuple[str, ...] = ()
 
     def is_first_holder(self, dp_rank: int) -> bool:
-        """Whether the rank saves experts: of those that have the same ones it is the first."""
+        """Whether the rank saves experts: it is the first of the ranks that have the same ones."""
         return any(each.holders[0] == dp_rank for each in self.experts.values())
 
     def to_state(self) -> dict[str, Any]:
@@ -93,14 +93,14 @@ class Division:
 
 
 class SavedModelRank:
-    """The files of one model-parallel rank; of experts that are divided over ranks, of those that hold the same ones.
+    """The files of one model-parallel rank; for experts divided over ranks, the files of those that hold the same ones.
 
     Args:
         model_states: content of its model files, by data-parallel rank: of each in stage 3, else of the first one and
             of those that save experts.
         shard_states: `optimizer_state_dict` of each data-parallel rank.
-        division: what the file of `dp_rank` says.
-        dp_rank: 0 for what all have and its own experts, or another rank that saves experts, for these.
+        division: the division that the file of `dp_rank` records.
+        dp_rank: 0 for the weights that all ranks have and its own experts; another rank that saves experts, for these.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SavedModelRank:
         return part if part is not None and part.shape else ModelPart.all_elements(self.shapes[name])
 
     def check_shape(self, name: str) -> None:
-        """Raises CheckpointError where the value of a weight has another shape than its part of the model."""
+        """Raise CheckpointError if the value of a weight does not have the shape of its part of the model."""
         part, found = self.parts.get(name), self.shapes[name]
         if part is not None and found != part.own_shape:
             raise CheckpointError(
@@ -155,12 +155,12 @@ class SavedModelRank:
             )
 
     def trained(self, name: str) -> tuple[SavedStates, str] | None:
-        """The states of a weight, and its name among them; None: no optimizer had it."""
+        """Return the states of a weight, and its name among them; None if no optimizer had the weight."""
         found = self._names[name]
         return (self.states, found) if self.states is not None and found in self.states.trained else None
 
     def is_alias(self, name: str) -> bool:
-        """Whether it is another name of a shared parameter."""
+        """Whether `name` is another name of a shared parameter."""
         return self._names[name] != name
 
     def whole_name(self, name: str) -> str:
@@ -172,7 +172,7 @@ class SavedModelRank:
         return self._weights[name].dtype
 
     def weight(self, name: str, start: int, numel: int) -> Tensor:
-        """[numel] elements of the module's value from `start` on. Of a parameter that was sharded, from the shards."""
+        """Return [numel] elements of the module's value from `start` on; of a sharded parameter, from the shards."""
         value = self._weights[name]
         if value.numel() == self.shapes[name].numel():
             return elements_of(value, start, numel)
@@ -184,12 +184,12 @@ class SavedModelRank:
 
 
 def _holders_of(group: Mapping[str, Any], held: Mapping[str, SavedExperts], num_ranks: int) -> Sequence[int]:
-    """The data-parallel ranks whose files divide a group of parameters, which are of the same experts, or of none."""
+    """Return the data-parallel ranks whose files divide a group; its parameters are of the same experts, or of none."""
     return next((held[name].holders for name in group if name in held), range(num_ranks))
 
 
 def _joined(parts: Sequence[Tensor], start: int, numel: int) -> Tensor:
-    """[numel] elements from `start` on of the concatenation of `parts`."""
+    """Return [numel] elements from `start` on of the concatenation of `parts`."""
     pieces, at = [], 0
     for part in parts:
         first, stop = max(start - at, 0), min(start + numel - at, part.numel())
@@ -203,8 +203,8 @@ class Source:
     """A `Source` joins the whole value of a parameter, or of a state of a parameter, from the parts of several ranks.
 
     Args:
-        held: of each rank its part and what reads it, [numel] elements from an element of the part on.
-        what: how messages call it.
+        held: for each rank its part, and a function that reads [numel] elements of the part from an element on.
+        what: name of the value in messages.
 
     Raises:
         CheckpointError: the parts do not make up the whole, or are of different wholes.
@@ -230,7 +230,7 @@ class Source:
             )
 
     def read(self, part: ModelPart, start: int, numel: int) -> Tensor:
-        """[numel] elements of `part` from `start` on, in its row-major order. Reads whole rows of the files."""
+        """Return [numel] elements of `part` from `start` on, in row-major order. Whole rows of the files are read."""
         own = part.own_shape
         row = own.numel() // own[0] if own.numel() else 1
         first, stop = start // row, -(-(start + numel) // row)
@@ -238,7 +238,7 @@ class Source:
         return flat[start - first * row : start - first * row + numel]
 
     def _rows_of(self, part: ModelPart, first: int, stop: int) -> Tensor:
-        """Rows [first, stop) of a part."""
+        """Return the rows [first, stop) of a part."""
         if part.dim > 0:
             rows = self._rows(first, stop)
             pieces = [rows.narrow(part.dim, start, end - start) for start, end in part.ranges]
@@ -252,7 +252,7 @@ class Source:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _rows(self, first: int, stop: int) -> Tensor:
-        """Rows [first, stop) of the whole, along its first dimension."""
+        """Return the rows [first, stop) of the whole, along its first dimension."""
         result: Tensor | None = None
         for part, read in self._held:
             for low, high, values in self._held_rows(part, read, first, stop):
@@ -266,7 +266,7 @@ class Source:
         return result
 
     def _held_rows(self, part: ModelPart, read: Read, first: int, stop: int) -> Iterable[tuple[int, int, Tensor]]:
-        """Yield (low, high, values) for each run of rows in [first, stop) that a rank has: its part of these rows."""
+        """Yield (low, high, values) for each run of rows in [first, stop) that a rank has part of: its values there."""
         own = part.own_shape
         if own.numel() == 0:
             return
@@ -283,7 +283,7 @@ class Source:
 
 
 class _Mean(Source):
-    """`_Mean` reads the mean, in fp32, of a parameter that several ranks have whole with values of their own."""
+    """`_Mean` reads the mean, in fp32, of a parameter that several ranks have whole, with different values."""
 
     def __init__(self, held: Sequence[tuple[ModelPart, Read]], what: str) -> None:
         super().__init__(held, what)
@@ -304,7 +304,7 @@ def _put_columns(part: ModelPart, values: Tensor, result: Tensor) -> None:
 
 
 class _OwnTensor(StoredTensor):
-    """The part that this run holds of a parameter that others divided otherwise."""
+    """The part that this run holds of a parameter that the save divided differently."""
 
     def __init__(self, source: Source, part: ModelPart, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
@@ -315,15 +315,15 @@ class _OwnTensor(StoredTensor):
 
 
 class AcrossRanks(SavedStates):
-    """The states, and the weights, that a run which divides its model otherwise loads, by its own names.
+    """The weights and states for a run that divides its model differently from the save, by the run's own names.
 
     Args:
-        ranks: that saved.
-        own: see `Division`; of the run that loads.
-        elsewhere: names in the undivided model of the weights, buffers included, that other ranks of this run have.
+        ranks: the ranks that saved.
+        own: parts of the run that loads, see `Division`.
+        elsewhere: names, in the undivided model, of the weights and buffers that other ranks of this run have.
 
     Raises:
-        CheckpointError: a weight is not of the shape of its part.
+        CheckpointError: a weight does not have the shape of its part.
     """
 
     def __init__(
@@ -364,11 +364,11 @@ class AcrossRanks(SavedStates):
 
     @property
     def has_states(self) -> bool:
-        """Whether a file has the optimizer's side."""
+        """Whether any file has optimizer states."""
         return bool(self._states)
 
     def weights(self) -> dict[str, StoredTensor]:
-        """The module's values, by the names here."""
+        """Return the module's values, by the names of this run."""
         return {
             name: _OwnTensor(self._weight(name), self._own_part(name), self.shapes[name], its[0][0].dtype(its[0][1]))
             for name, its in self._held.items()
@@ -407,7 +407,7 @@ class AcrossRanks(SavedStates):
     def _own_part(self, name: str) -> ModelPart:
         """Return the part of the saved parameter that this run holds; all of it if this run has no part of its shape.
 
-        Whoever compares the shapes refuses a model of another shape.
+        A model of another shape is refused where the shapes are compared.
         """
         rank, local = self._held[name][0]
         shape, part = rank.part(local).shape, self._own.get(name)
@@ -433,7 +433,7 @@ class AcrossRanks(SavedStates):
 
 
 def of_whole_weights(model_states: Mapping[int, Mapping[str, Any]]) -> SavedModelRank:
-    """A checkpoint that has each weight whole, and the optimizer's state in the model file, as that of one rank.
+    """Return a checkpoint with whole weights, and the optimizer's state in the model file, as the files of one rank.
 
     Args:
         model_states: content of its model files, by data-parallel rank.

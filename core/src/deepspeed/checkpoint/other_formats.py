@@ -1,20 +1,20 @@
-"""A checkpoint written for other programs.
+"""Write a checkpoint for other programs.
 
 `write_dcp` writes `torch.distributed.checkpoint` files, in the form that FSDP2 and torchtitan load; `write_universal`
-writes DeepSpeed's universal format, which it loads at any number of ranks.
+writes DeepSpeed's universal format, which DeepSpeed loads at any number of ranks.
 
-The state dict in the former is that of `torch.distributed.checkpoint.state_dict`, full and unsharded; a load there
-shards it. Tensors are read when they are written; memory holds those of two files of 256 MiB, or two tensors.
+The state dict of `write_dcp` is that of `torch.distributed.checkpoint.state_dict`, full and unsharded; a load shards
+it. A tensor is read when it is written; memory holds the tensors of two files of 256 MiB, or two tensors.
 
 The universal format has a file per parameter and state:
 
 <folder>/*_model_states.pt                     as in the checkpoint, without states of the optimizer
 <folder>/zero/<name>/fp32.pt, exp_avg.pt, ...  each value of a parameter: `{"param": tensor, "cat_dim": 0}`, in stage 3
                                                the tensor itself, in one dimension
-<folder>/zero/<name>/step.pt                   how often it was updated; absent if it never was
+<folder>/zero/<name>/step.pt                   how often the parameter was updated; absent if it never was
 <folder>/zero/optimizer_state.pt               the groups of the optimizer, and the loss scale
 
-Called by `convert.py` and `ds_to_universal.py`. `deepspeed_files.py` reads it.
+Called by `convert.py` and `ds_to_universal.py`. `deepspeed_files.py` reads the universal format.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from deepspeed.checkpoint.deepspeed_files import constant_scaler, vocabulary_row
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
 
-_FILE_BYTES = 256 * 2**20  # of tensors, unless one has more
+_FILE_BYTES = 256 * 2**20  # of tensors per file, unless one tensor has more
 
 
 def write_dcp(run: SavedRun, output: Path, form: str = "pytorch") -> None:
@@ -65,7 +65,7 @@ def write_dcp(run: SavedRun, output: Path, form: str = "pytorch") -> None:
 
 
 def _states(run: SavedRun, planner: "_Planner") -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state of each parameter, by its name."""
+    """Return the optimizer's state of each parameter, by its name."""
     if run.states is None:
         return {}
     states: dict[str, dict[str, Tensor]] = {}
@@ -80,7 +80,7 @@ def _states(run: SavedRun, planner: "_Planner") -> dict[str, dict[str, Tensor]]:
 
 
 def _with_defaults(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with every option that torch's AdamW has: a load wants them all."""
+    """Return a group with every option that torch's AdamW has: a load needs them all."""
     if not {"betas", "eps"} <= set(group):
         return dict(group)
     return {**torch.optim.AdamW([torch.empty(0)]).defaults, **group}
@@ -96,7 +96,7 @@ def _flattened(states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, A
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with tensors without memory, and makes each when its turn to be written comes."""
+    """`_Planner` plans with tensors without memory, and creates each tensor when it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write(state: Mapping[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:
-    """Save as `torch.distributed.checkpoint.save` does, in one process, with a plan, and so a file, per few tensors.
+    """Save like `torch.distributed.checkpoint.save`, in one process, with a plan, and so a file, per few tensors.
 
     The writer keeps the tensors of a plan until the plan is written.
     """
@@ -133,7 +133,7 @@ def _write(state: Mapping[str, Any], planner: DefaultSavePlanner, writer: FileSy
 
 
 def _by_file(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """The items of each file: as many as have `_FILE_BYTES`, but at least one."""
+    """Divide the items among files: each file gets up to `_FILE_BYTES`, but at least one item."""
     files: list[list[WriteItem]] = [[]]
     room = _FILE_BYTES
     for item in items:
@@ -146,15 +146,15 @@ def _by_file(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     return files
 
 
-#: of a shard; the same on all ranks
+#: keys of a shard whose values are the same on all ranks
 _COMMON = frozenset({"clip_grad", "overflow", "dynamic_loss_scale", "partition_count", "group_paddings"})
 
 
 def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> None:
-    """Write `run` into the folder `output`, which is not there or empty; a failure leaves nothing there.
+    """Write `run` into the new or empty folder `output`; a failure leaves nothing there.
 
     Args:
-        num_workers: how many parameters are written at a time; memory holds one value of each.
+        num_workers: number of parameters that are written at a time; memory holds one value of each.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, `output` holds something, or the disk refuses a file.
@@ -195,7 +195,7 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
 
 
 def write_latest_universal(folder: Path) -> None:
-    """Put `latest_universal`, by which DeepSpeed finds the tag, beside the tag's folder."""
+    """Write `latest_universal`, by which DeepSpeed finds the tag, beside the tag's folder."""
     with new_file(folder.with_name("latest_universal")) as file:
         file.write(folder.name.encode())
 
@@ -230,7 +230,7 @@ def _save(content: Any, path: Path) -> None:
 
 
 def _optimizer_state(run: SavedRun) -> dict[str, Any]:
-    """Return what a shard has besides tensors. `params` of a group are positions in the list `param_shapes`."""
+    """Return the values of a shard that are no tensors. `params` of a group are positions in `param_shapes`."""
     assert run.states is not None
     buffers = run.model_state["param_shapes"]
     number_of = {name: number for number, buffer in enumerate(buffers) for name in buffer}
@@ -240,7 +240,7 @@ def _optimizer_state(run: SavedRun) -> dict[str, Any]:
     saved = run.common_state
     common = {key: value for key, value in saved.items() if key in _COMMON}
     common |= {"zero_stage": run.zero_stage, "param_groups": groups}
-    common["ds_version"] = run.model_state.get("ds_version", __version__)  # DeepSpeed wants one
+    common["ds_version"] = run.model_state.get("ds_version", __version__)  # DeepSpeed needs one
     if "loss_scaler" in saved:
         common["loss_scale_state"] = saved["loss_scaler"]
     if run.zero_stage == 3:

@@ -1,13 +1,13 @@
-"""`Reader`: reads what one rank needs of a tag, after verifying it. Changes nothing of the caller's.
+"""`Reader` reads the part of a tag that one rank needs, after verifying it. It changes nothing of the caller's.
 
-A checkpoint of `torch.distributed.checkpoint`, as FSDP2 and torchtitan save it, gets the form of one of ours. Read are
-the state dicts that `torch.distributed.checkpoint.state_dict` gives, wherever they are in the saved dict:
+A checkpoint of `torch.distributed.checkpoint`, as FSDP2 and torchtitan save it, is converted to the form of ours. The
+reader takes the state dicts of `torch.distributed.checkpoint.state_dict`, wherever they are in the saved dict:
 
     <model>.<fqn>                              weights and buffers, by fully qualified name
     <optim>.state.<fqn>.exp_avg                states of the optimizer, by the name of the parameter
     <optim>.param_groups.<index>.lr, .params   its groups; or, flattened, <optim>.param_groups.<fqn>.lr
 
-All else is client state, where it is plain data and, as every rank gets it, not large.
+All other values are client state, if they are plain data and, since every rank gets them, not large.
 """
 
 import dataclasses
@@ -71,14 +71,14 @@ class Reader:
     map_location: Any
 
     def read(self, directory: Path, tag: str) -> LoadedCheckpoint:
-        """Return what `Checkpointer.load` returns. Raises `CheckpointError`, on this rank only."""
+        """Return the result of `Checkpointer.load`. Raises `CheckpointError`, on this rank only."""
         folder = find_folder(directory, tag)
         with as_damage(folder):
             found = self._read(folder, tag)
             return dataclasses.replace(found, rounding=self._rounding(folder)) if self.needs_states else found
 
     def _rounding(self, folder: Path) -> Mapping[str, Any] | None:
-        """Return what the rank of this number had left to send."""
+        """Return the rounding errors that the rank of this number had yet to send."""
         path = folder / layout.rounding_file(self.position.dp_rank, self.position.mp_rank)
         if not path.exists():
             return None
@@ -134,7 +134,7 @@ class Reader:
         return LoadedCheckpoint(str(path), tag, own, None, client, parts)
 
     def _model_ranks(self, folder: Path, num_ranks: int, verify: Verify) -> list[SavedModelRank]:
-        """The files of all model-parallel ranks of the save, and of all that saved experts."""
+        """Return the files of all model-parallel ranks of the save, and of all ranks that saved experts."""
         check_model_ranks(folder, num_ranks)
         files = [self._files_of(folder, mp_rank) for mp_rank in range(num_ranks)]
         beside = sorted(path for path in folder.iterdir() if layout.is_module_file(path.name))
@@ -161,7 +161,7 @@ class Reader:
         return ranks
 
     def _files_of(self, folder: Path, mp_rank: int) -> tuple[dict[int, Path], list[Path]]:
-        """The model files of a model-parallel rank, by data-parallel rank, and its shards."""
+        """Return the model files of a model-parallel rank, by data-parallel rank, and its shards."""
         models = dict(enumerate(find_models(folder, mp_rank)))
         is_partitioned, num_models = layout.is_partitioned(models[0].name), len(models)
         for rank in sorted(layout.expert_models_in(folder)):
@@ -177,7 +177,7 @@ class Reader:
         return models, find_shards(folder, mp_rank, first, num_models)
 
     def _named_shards(self, folder: Path, own: dict[str, Any], shards: list[Path]) -> list[Path]:
-        """`shards`, if the files say of which parameters they are: DeepSpeed's of experts do not."""
+        """Return `shards` if the files name their parameters, else none: DeepSpeed's files of experts do not."""
         has_experts = any("_expert_" in name for name in own.get(MODULE_FILES, ()))
         if not has_experts or own.get("param_shapes") is not None or own.get("optimizer"):
             return shards
@@ -189,7 +189,7 @@ class Reader:
         return []
 
     def _can_take(self, shard: dict[str, Any] | None) -> bool:
-        """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""
+        """Whether the caller can load a shard of a save by as many ranks; None: the model file has everything."""
         saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
         return not is_deepspeeds(saved) and (self.zero_stages is None or int(saved["zero_stage"]) in self.zero_stages)
 
@@ -224,7 +224,7 @@ class Reader:
         return lambda path: verify(path) if path in share else None
 
     def _verifier(self, folder: Path) -> Verify:
-        """Return what to call with the path of each file that this rank is about to load; it verifies a file once.
+        """Return a function that verifies a file once; call it with each file that this rank is about to load.
 
         With `checks_sizes`, the sizes of the files of a load are compared here, before any is read.
         """
@@ -240,10 +240,10 @@ class Reader:
 
 
 _GROUPS, _STATES = "param_groups.", "state."
-#: how a step is computed and not what it is: those of the run that loads stay
+#: options of how a step is computed, not of its result: the loading run keeps its own
 _OF_THE_RUN = frozenset({"foreach", "fused", "capturable", "differentiable", "params"})
 
-#: what the tensors of client state may have together: many more are another model, which each rank would hold whole
+#: limit for all tensors of client state: many more are another model, which each rank would hold whole
 _CLIENT_BYTES = 64 * 2**20
 
 _OF_ANOTHER_FORM = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
@@ -293,7 +293,7 @@ def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
 
 
 def _place(source: DcpFolder, name: str) -> str:
-    """The keys of the dicts that an entry was in, each with a dot after it."""
+    """Return the keys of the dicts that an entry was in, each with a dot after it."""
     return "".join(f"{key}." for key in source.paths[name][:-1])
 
 
@@ -314,7 +314,7 @@ def _optimizer_prefix(source: DcpFolder) -> str | None:
 
 
 def _states(source: DcpFolder, prefix: str) -> dict[str, dict[str, DcpTensor]]:
-    """The states of each parameter, by its name."""
+    """Return the states of each parameter, by its name."""
     states: dict[str, dict[str, DcpTensor]] = {}
     for key, tensor in source.tensors.items():
         if key.startswith(prefix + _STATES):
@@ -372,12 +372,12 @@ def _optimizer_state(source: DcpFolder, prefix: str, states: Mapping[str, Mappin
 
 
 def _option(source: DcpFolder, key: str) -> Any:
-    """An option of a group; of some runs it is a tensor, as `lr` of a capturable optimizer."""
+    """Return an option of a group; some runs save it as a tensor, such as `lr` of a capturable optimizer."""
     return source.tensors[key].whole().item() if key in source.tensors else source.value(key)
 
 
 def _merged(by_name: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Groups of a flattened state dict, which has the options of each parameter: those of equal options are one."""
+    """Return the groups of a flattened state dict, which has options per parameter: equal options form a group."""
     groups: list[dict[str, Any]] = []
     names: list[list[str]] = []
     for name, options in by_name.items():
@@ -389,7 +389,7 @@ def _merged(by_name: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _client_state(source: DcpFolder, prefix: str | None, weights: set[str]) -> dict[str, Any]:
-    """The other values, nested as they were saved."""
+    """Return the other values, nested as they were saved."""
     client: dict[Any, Any] = {}
     others = {
         key: path for key, path in source.paths.items() if key not in weights and not _is_of_optimizer(key, prefix)
@@ -422,7 +422,7 @@ def _client_state(source: DcpFolder, prefix: str | None, weights: set[str]) -> d
 
 
 def _large(source: DcpFolder, names: Iterable[str]) -> set[str]:
-    """The tensors in those dicts that, from the smallest on, no longer fit into `_CLIENT_BYTES`."""
+    """Return the tensors in the dicts that, counted from the smallest one, no longer fit into `_CLIENT_BYTES`."""
     by_place: dict[str, list[str]] = {}
     for name in names:
         by_place.setdefault(_place(source, name), []).append(name)

@@ -1,13 +1,13 @@
-"""A save: what goes into it, and its steps, which all ranks take together.
+"""A save: its contents, and its steps, which all ranks take together.
 
-They take them here (`save_here`), or up to the copy, with writer processes for the rest (`save_in_background`).
+`save_here` takes all steps; `save_in_background` takes the steps up to the copy, and writer processes do the rest.
 
-What may be saved is only what `torch.load(weights_only=True)` will give back (`make_loadable`). Checkpoints are loaded
+Only values that `torch.load(weights_only=True)` gives back can be saved (`make_loadable`). Checkpoints are loaded
 without running code from them, so an object that only a full pickle can carry could be saved but never loaded again.
 It is refused at the first save, not at the resume a week later.
 
 Allowed: tensors, numbers, strings, bytes, None, torch dtypes, devices and sizes; in dicts, OrderedDicts, Counters,
-lists, tuples and sets; and whatever the user admitted through `torch.serialization.add_safe_globals`. Turned into an
+lists, tuples and sets; and types that the user admitted through `torch.serialization.add_safe_globals`. Converted to an
 equal plain value: numpy scalars, defaultdicts, and tensors that carry Python attributes. Refused: everything else.
 """
 
@@ -51,10 +51,10 @@ _SHOWN = 5  # offending places in one message
 
 
 def make_loadable(state: Any, name: str) -> Any:
-    """`state` with only values that load again; the very same object when nothing had to change.
+    """Return `state` with only values that load again; the same object if nothing had to change.
 
-    Called before a file is written. `name` is how messages call the whole ("client_state"). `ConfigError` names each
-    place that cannot be saved, with its type and what to store in its place.
+    Called before a file is written. `name` is the name of the whole in messages ("client_state"). Raises `ConfigError`,
+    which names each place that cannot be saved, its type, and what to store in its place.
     """
     walk = _Walk()
     result = walk.visit(state, name)
@@ -70,7 +70,7 @@ def make_loadable(state: Any, name: str) -> Any:
 
 
 class _Walk:
-    """One pass over a state; collects what must be refused."""
+    """`_Walk` is one pass over a state; it collects what must be refused."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
@@ -133,9 +133,9 @@ def _loads_again(value: Any) -> bool:
 
 
 def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a model file: the checkpoint's own keys and, beside them, the user's. Called before a save.
+    """Return the content of a model file: the checkpoint's own keys and the user's. Called before a save.
 
-    `ConfigError` when a user's key is one of the checkpoint's own, or holds what could not be loaded again.
+    Raises `ConfigError` if a user's key is one of the checkpoint's own, or has a value that could not be loaded again.
     """
     foreign = set(model_state) - layout.MODEL_STATE_KEYS
     assert not foreign, f"keys that a load would take for client state: {sorted(foreign)}"
@@ -158,7 +158,7 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
 def describe_save(
     tag: str, model_state: Mapping[str, Any] | None, shard_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what the index says of a save, as far as a rank with these states knows it; see `Index.saved`."""
+    """Return the facts of a save for the index, as far as a rank with these states knows them; see `Index.saved`."""
     shard = (shard_state or {}).get("optimizer_state_dict", {})
     return {
         "tag": tag,
@@ -172,7 +172,7 @@ def describe_save(
 def save_state_dict_file(state: Mapping[str, Any], path: str | Path) -> None:
     """Write one plain file such as `pytorch_model.bin` with `torch.save`, atomically. For `save_16bit_model`.
 
-    The folder is made when it is missing. `CheckpointError` when the disk refuses; a former file is then untouched.
+    A missing folder is created. Raises `CheckpointError` if the disk refuses; a former file is then untouched.
     """
     target = location(path)
     content = compact(make_loadable(state, "the state dict"))
@@ -237,10 +237,10 @@ def _write(save: Save, ranks: "Ranks", store: Store) -> None:
 
 
 def _entry(store: Store, folder: Path, name: str, num_bytes: int | None) -> FileEntry:
-    """Return what the index says of a file that this rank wrote."""
+    """Return the index entry of a file that this rank wrote."""
     path = layout.staging_folder(folder) / name
     checksums = store.checksums(folder, name) if isinstance(store, IndexedStore) else None
-    if not (isinstance(store, FolderStore) and path.is_file()):  # a remote one would be read from where it went
+    if not (isinstance(store, FolderStore) and path.is_file()):  # a remote file would have to be read back
         return FileEntry(name, num_bytes, checksums)
     with path.open("rb") as file:
         return file_entry(name, num_bytes, checksums, file)

@@ -1,8 +1,8 @@
-"""A checkpoint outside of training: its weights and the optimizer's states by name, which stay in the files.
+"""A checkpoint outside of training: its weights and the optimizer's states by name; the values stay in the files.
 
-`convert.py` and `ds_to_universal.py` read it for what they write. One process reads the files of all ranks. `JoinedRun`
-is that of a divided model as of one rank: it puts tensor-parallel parts, pipeline stages and experts together, one
-value at a time, when it is asked for.
+`convert.py` and `ds_to_universal.py` read it. One process reads the files of all ranks. `JoinedRun` presents a divided
+model like that of one rank: it joins tensor-parallel parts, pipeline stages and experts, one value at a time, on
+request.
 """
 
 import re
@@ -44,7 +44,7 @@ class SavedRun:
     """A `SavedRun` has the weights and the optimizer's states of one tag by name; they stay in the files.
 
     Args:
-        directory: the one that was given to `save_checkpoint`.
+        directory: the directory that `save_checkpoint` was given.
         tag: default: the tag that `latest` names.
 
     Raises:
@@ -80,7 +80,7 @@ class SavedRun:
         return read_file(self.folder / name)
 
     def model_contents(self, scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The names and the contents of the model files of an equal run, without states of the optimizer.
+        """Yield the names and the contents of the model files of an equal run, without optimizer states.
 
         Args:
             scratch: a folder for files that are needed until the contents are written.
@@ -93,7 +93,7 @@ class SavedRun:
             yield path.name, {**model_state, "optimizer": None}
 
     def optimizer_state(self, name: str, state: str) -> Tensor:
-        """A state with one number per element of a parameter, of its shape; zeros if it was never updated."""
+        """Return a state with one number per element of a parameter, in its shape; zeros if it was never updated."""
         assert self.states is not None
         shape = self.states.shapes[name]
         was_updated = self._counts.get(name, frozenset()) <= self.states.scalars(name).keys()
@@ -112,12 +112,12 @@ class SavedRun:
         return counts
 
     def state_names(self, name: str) -> list[str]:
-        """The names of the states with one number per element that parameters of the group of a parameter have."""
+        """Return the names of the states with one number per element that the parameter's group has."""
         return self._state_names[name]
 
     @cached_property
     def _state_names(self) -> dict[str, list[str]]:
-        """They are by group: Muon keeps other states for its matrices than for the rest."""
+        """The state names are by group: Muon keeps other states for its matrices than for the rest."""
         assert self.states is not None
         found: dict[str, list[str]] = {}
         for names in self.states.names:
@@ -127,16 +127,16 @@ class SavedRun:
         return found
 
     def step(self, name: str) -> float:
-        """Return how often a parameter was updated; 0 where the save has no count of it."""
+        """Return how often a parameter was updated; 0 if the save has no count of it."""
         assert self.states is not None
         count = self.states.scalars(name).get("step", 0)
         return float(count)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of each group, with the names of its parameters as `params`.
+        """Return the options of each group, with the names of its parameters as `params`.
 
         Raises:
-            CheckpointError: files of an earlier version divide a group, and do not say which one.
+            CheckpointError: files of an earlier version divide a group, and do not say which group.
         """
         if self.states is None:
             return []
@@ -159,7 +159,7 @@ _ONE_RANK = Position(0, 1, 0, 1, Division({"pp": 1, "tp": 1}, {}))
 
 
 def open_run(directory: Path, tag: str | None = None) -> SavedRun:
-    """The checkpoint `tag` of `directory`, whose values are whole however the run divided its model.
+    """Return the checkpoint `tag` of `directory`, with whole values however the run divided its model.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the files do not say how the model was divided.
@@ -181,7 +181,7 @@ def open_run(directory: Path, tag: str | None = None) -> SavedRun:
 
 
 class _SavedWeight:
-    """A weight in fp32, from the optimizer's side where it has it; what is no floating-point number as it is."""
+    """A weight in fp32, from the master weights if there are any; integers and booleans keep their dtype."""
 
     def __init__(self, name: str, stored: StoredTensor, states: AcrossRanks) -> None:
         self.shape = stored.shape
@@ -189,7 +189,7 @@ class _SavedWeight:
         self._name, self._stored, self._states = name, stored, states
 
     def contiguous(self) -> Tensor:
-        """It in memory, read at each call."""
+        """Read the weight into memory, again at each call."""
         if not self.dtype.is_floating_point:
             return self._stored.whole()
         return self._states.master(self._name, 0, self.shape.numel()).view(self.shape)
@@ -265,7 +265,7 @@ class JoinedRun(SavedRun):
                 )
 
     def _names(self, key: str) -> list[str]:
-        """The names, in the undivided model, of what the model files have under a key."""
+        """Return the names, in the undivided model, of the entries of `key` in the model files."""
         names = (rank.whole_name(name) for rank in self._ranks for name in rank.model_state.get(key) or ())
         return list(dict.fromkeys(names))
 
@@ -295,7 +295,7 @@ class JoinedRun(SavedRun):
             yield layout.model_file(0, rank), {**state, "frozen_param_fragments": fragments}
 
     def _module(self, scratch: Path) -> dict[str, Any]:
-        """The module's values, which lie in files of `scratch`; those of parameters are empty at stage 3."""
+        """Return the module's values, mapped from files in `scratch`; parameters are empty at stage 3."""
         module: dict[str, Any] = OrderedDict()
         buffers = set(self.model_state["buffer_names"])
         for number, (name, stored) in enumerate(self._stored.items()):
@@ -316,7 +316,7 @@ class JoinedRun(SavedRun):
         return module
 
     def _layers(self) -> dict[str, dict[str, str]]:
-        """Return the names in the module of the weights in each file of a pipeline layer, by file and key."""
+        """Return the module's names of the weights in each file of a pipeline layer, by file and key."""
         files: dict[str, dict[str, str]] = {}
         for rank in self._ranks:
             for file, names in rank.model_state.get(MODULE_FILES, {}).items():
@@ -327,7 +327,7 @@ class JoinedRun(SavedRun):
 
 
 def _mapped(value: Tensor, path: Path) -> Tensor:
-    """`value`, mapped from a file that is made, so that it needs no memory of its own."""
+    """Return `value`, mapped from a file that is created, so that it needs no memory of its own."""
     torch.save(value, path)
     mapped: Tensor = torch.load(path, weights_only=True, mmap=True)
     return mapped

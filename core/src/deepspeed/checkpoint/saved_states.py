@@ -1,25 +1,25 @@
 """`DividedStates` and `TorchStates` read the optimizer's side of a checkpoint by parameter and by range.
 
-Files divide the parameters among the ranks that saved them. A rank reads of all files what its shards need
-(`zero/named_states.py`), so that none holds whole states:
+Files divide the parameters among the ranks that saved them. A loading rank reads only what its shards need, from all
+files (`zero/named_states.py`), so that no rank holds whole states:
 
-    stages 1 and 2   the parameters of a group end to end, cut where the sizes of the parts say
+    stages 1 and 2   the parameters of a group end to end, cut at the sizes of the parts
     stage 3          each parameter in W parts of ceil(n / W)
     stage 0          whole; without master weights as torch's own state dict, beside the module's weights
 
 A save writes some weights of a module to files of their own, as DeepSpeed does: layers of a pipeline, and experts.
 
     layer_03-model_states.pt                      layer 3 of a pipeline, with the names that its module has
-    layer_03-model_01-model_states.pt             the part of it that the second tensor-parallel rank has
+    layer_03-model_01-model_states.pt             the second tensor-parallel rank's part of layer 3
     layer_0_expert_2_mp_rank_00_model_states.pt   expert 2 of the first mixture, with names of the whole model
-    expp_rank_1_mp_rank_00_optim_states.pt        of the second of those ranks that hold experts: the optimizer's state
+    expp_rank_1_mp_rank_00_optim_states.pt        optimizer state of the second of the ranks that hold experts
 
-The model file beside them has the names of the first three under `ds_module_files`, by file the names in the module of
-what is under each key, and that of the last under `ds_optimizer_file`, where it has the optimizer's state of the model
-file. `module` of a pipeline is None then; what is in no file, such as the copy of a shared module that another stage
-saves, is under `ds_module_rest`. `consolidate_files.merged` puts all together again.
+The model file beside them lists the first three under `ds_module_files`: by file and key, the name in the module. The
+last file is named under `ds_optimizer_file` if it has the optimizer state of the model file. In a pipeline, `module` is
+None; values that are in no file, such as the copy of a shared module that another stage saves, are under
+`ds_module_rest`. `consolidate_files.merged` puts all together again.
 
-A pipeline that has mixtures of experts has the files of these, and its layers in the model file, as in DeepSpeed.
+A pipeline with mixtures of experts has the files of the experts, and its layers in the model file, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from deepspeed.zero.layout import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
 
-#: Under it, a state dict of stage 0 has the names of the optimizer's parameters.
+#: Key of the names of the optimizer's parameters, in a state dict of stage 0.
 PARAM_NAMES = "param_names"
 
 
@@ -57,12 +57,12 @@ class DividedStates(SavedStates):
     """`DividedStates` reads the states of flat groups, which the ranks of the save divided among them.
 
     Args:
-        parts: `optimizer_state_dict` of each data-parallel rank; one of all parameters for stage 0 with master weights.
+        parts: `optimizer_state_dict` of each data-parallel rank; one with all parameters for stage 0 with masters.
         groups: shapes of the parameters of each group, in the order of the file.
         holders: for each group, the ranks whose parts divide it; None: all ranks.
 
     Raises:
-        CheckpointError: the parts have not as many elements as the parameters.
+        CheckpointError: the parts do not have as many elements as the parameters.
     """
 
     are_by_group = True
@@ -173,8 +173,8 @@ class DividedStates(SavedStates):
 
 
 def names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The parameters of each group of the optimizer: `params` counts a group's buffers, of which there is one if it is
-    absent. Earlier versions always left it out; of several groups it is then not known which has several buffers."""
+    """Return the parameters of each group of the optimizer. `params` numbers a group's buffers; without it, a group has
+    one buffer. Earlier versions never wrote it: then it is not known which of several groups has several buffers."""
     if any("params" not in group for group in param_groups):
         return [[name for buffer in buffers for name in buffer]] if len(param_groups) == 1 else list(map(list, buffers))
     return [[name for number in group["params"] for name in buffers[number]] for group in param_groups]
@@ -183,7 +183,7 @@ def names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[
 def _by_buffer(
     groups: Sequence[Mapping[str, Any]], sizes: Sequence[int], world_size: int
 ) -> Sequence[Mapping[str, Any]]:
-    """The parameters of each buffer of a file of stage 3: of a group, or, as DeepSpeed writes them, of a sub-group."""
+    """Return the parameters of each buffer of a file of stage 3: a group's, or, in DeepSpeed's files, a sub-group's."""
     if len(sizes) == len(groups):
         return groups
     buffers: list[dict[str, Any]] = []
@@ -234,7 +234,7 @@ class TorchStates(SavedStates):
     def _is_by_element(self, key: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
         """Return whether the state `key` has one number per element in all of `held`, as in `state_dict.collect`.
 
-        A parameter of no dimensions alone does not show it: its step count looks like its moments.
+        Parameters without dimensions do not show it: their step count looks like their moments.
         """
         present = [(state[key], self.shapes[name]) for name, state in held.items() if key in state]
         fits = all(isinstance(value, Tensor | StoredTensor) and value.shape == shape for value, shape in present)
@@ -269,13 +269,13 @@ def states_of(
     weights: Mapping[str, Any],
     holders: Sequence[Sequence[int]] | None = None,
 ) -> SavedStates | None:
-    """Return the states of the parameters that were trained; None where the checkpoint has no names of them.
+    """Return the states of the trained parameters; None if the checkpoint does not name them.
 
     Args:
         model_state: content of a model file.
         shard_states: `optimizer_state_dict` of each data-parallel rank; empty where the model file has all.
-        weights: by name, where the model file has the state of an optimizer without master weights.
-        holders: of each group the ranks whose `shard_states` divide it; None: all.
+        weights: values by name, if the model file has the state of an optimizer without master weights.
+        holders: for each group, the ranks whose `shard_states` divide it; None: all ranks.
     """
     groups = model_state.get("param_shapes") or []
     whole = model_state.get("optimizer") or {}
@@ -287,7 +287,7 @@ def states_of(
 
 
 def is_flat(whole: Mapping[str, Any]) -> bool:
-    """Whether a state of stage 0 has master weights."""
+    """Whether an optimizer state of stage 0 has master weights."""
     return "single_partition_of_fp32_groups" in whole
 
 
@@ -307,7 +307,7 @@ def _keys(mappings: Any) -> list[str]:
 
 
 class FilePlace(NamedTuple):
-    """A `FilePlace` is a part of the weights of a module, and the file that they go into."""
+    """`FilePlace` is a part of the weights of a module, and the file that it goes into."""
 
     file: str
     prefix: str
@@ -337,7 +337,7 @@ class ModuleFiles:
 
         Args:
             state: content of a model file, with all weights.
-            model_file: its name; `expp_file` on all data-parallel ranks but the first.
+            model_file: name of the model file; `expp_file` on all data-parallel ranks but the first.
         """
         weights = state["module"]
         rest, files = _like(weights, weights), dict[str, dict[str, Any]]()
@@ -382,7 +382,7 @@ def _content(weights: Mapping[str, Any], place: FilePlace) -> dict[str, tuple[An
 
 
 def _like(weights: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of `items` with the versions of modules that `weights` has."""
+    """Return a state dict of `items` with the versions of modules that `weights` has."""
     made: dict[str, Any] = OrderedDict(items)
     if (metadata := getattr(weights, "_metadata", None)) is not None:
         made._metadata = metadata  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ def _like(weights: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any
 
 
 def _add_metadata(weights: Mapping[str, Any], place: FilePlace, content: dict[str, Any]) -> None:
-    """The versions of the modules whose weights are in a file."""
+    """Add the versions of the modules whose weights are in a file."""
     metadata, prefix = getattr(weights, "_metadata", None), place.prefix
     if metadata is None or place.row is not None:
         return
@@ -447,7 +447,7 @@ def _of_experts(mixtures: Mapping[str, MoE], mesh: Mesh) -> Iterator[FilePlace]:
 
 
 def _expp_rank(mesh: Mesh, sizes: list[int]) -> int:
-    """This rank's place among those that are the first to hold some experts; 0 of those that are none."""
+    """Return this rank's place among those that are the first to hold some experts; 0 if it is none of them."""
     layouts = [mesh.experts(size).layout for size in sizes]
     places = mesh.ranks("dp", "sp")
     firsts = [

@@ -1,27 +1,27 @@
-"""`Store`: where a checkpoint's bytes go. What another kind of storage, or another way of writing, implements.
-`FolderStore`: each version of a folder whole or not there. Imports no torch: the writer process needs none.
+"""`Store`: where the bytes of a checkpoint go; other kinds of storage, or other ways of writing, implement it.
+`FolderStore`: keeps each version of a folder whole or not there. Imports no torch: the writer process needs none.
 
-[Note: how a folder is replaced] The new version is written into a staging folder beside the old one, every file of it
-fsynced, and takes its place by renames. Where a former version of the same tag exists, two renames are needed:
+[Note: how a folder is replaced] The new version is written into a staging folder beside the old one, each of its files
+is fsynced, and renames put it in place. If there is a former version of the same tag, two renames are needed:
 
     global_step5  -> .global_step5.former       the former version, whole
     .global_step5.staging -> global_step5       the new version, whole
     delete .global_step5.former
 
-A process killed before the first rename leaves the former version in its place; between the two it leaves it under its
-second name, where loading finds it (`layout.whole_folder`); after the second the new version is in place. The next
-`create` in the same directory puts everything in order, except for saves that another job may still be making
-(`locks.py`). So at every moment one whole version can be loaded.
+A process killed before the first rename leaves the former version in its place. Killed between the two, it leaves the
+former version under its second name, where loading finds it (`layout.whole_folder`). After the second rename the new
+version is in place. The next `create` in the same directory puts everything in order, except for saves that another job
+may still be making (`locks.py`). So at every moment one whole version can be loaded.
 
-A tag that is to go (`remove`) is renamed to `.global_step5.pruned` and then deleted. What a kill leaves of it, the next
-`create` deletes.
+A tag that is removed (`remove`) is renamed to `.global_step5.pruned` and then deleted. If a kill interrupts that, the
+next `create` deletes the rest.
 
 A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder; what it pointed to is left alone.
 
-`put_in_place` makes the last steps of a save, on one rank: every file is there, so the checkpoint takes its place,
-`latest` names it, and old tags are removed (`checkpoint.keep_last`; `ds_ckpt prune` does it by hand).
+`put_in_place` takes the last steps of a save, on one rank, when every file is there: the checkpoint takes its place,
+and `latest` names it. `prune` then removes old tags (`checkpoint.keep_last`; `ds_ckpt prune` does it by hand).
 
-`zero_to_fp32.py`, which a save puts beside the tags, is one program out of several files of this folder.
+`zero_to_fp32.py`, which a save puts beside the tags, is one program, joined from several files of this folder.
 """
 
 import ast
@@ -45,7 +45,7 @@ from deepspeed.log import logger, warn_once
 
 
 class Store(Protocol):
-    """Keeps the files of one checkpoint folder. `Checkpointer` calls it in this order.
+    """`Store` keeps the files of one checkpoint folder. `Checkpointer` calls it in this order.
 
     Saving, where "one" is the committing rank and "all" is every rank that has something to write:
 
@@ -55,17 +55,17 @@ class Store(Protocol):
     4. `commit(folder, sizes)`      one: the new version takes the former one's place, if it holds every file of every
                                     rank (`sizes`: name -> what `save` returned there); else `CheckpointError`
     5. `discard(folder)`            one, only after a failure, in place of the remaining steps: remove the new version;
-                                    the former one stays. Does not raise: the failure is what users must see
+                                    the former one stays. Must not raise: users must see the failure itself
 
     Between the steps the ranks agree that all of them succeeded; after a failure `commit` is not called. `save` may
-    take a snapshot and return before it is written: `wait` is where that must be finished. Errors are
+    take a snapshot and return before it is written: `wait` must finish the write. Errors are
     `CheckpointError`s that name the file.
 
     Loading: `load(path)` for each file, by any rank.
 
-    Where folders are, what files are called and the file `latest` are not the store's: after `commit` every rank must
-    see the directory `folder` with one entry per saved name. What is in an entry is the store's alone; only what
-    `torch.load` reads can be consolidated by `zero_to_fp32.py`.
+    The store does not decide where folders are, what files are called, and what `latest` names: after `commit` every
+    rank must see the directory `folder` with one entry per saved name. The store alone decides what is in an entry;
+    only files that `torch.load` reads can be consolidated by `zero_to_fp32.py`.
     """
 
     def create(self, folder: Path) -> None: ...
@@ -79,9 +79,9 @@ class Store(Protocol):
     def discard(self, folder: Path) -> None: ...
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
-        """The object in `path`, read without running any code that may lie in it.
+        """Return the object in `path`, read without running any code that may be in the file.
 
-        With `mmap` the tensors stay in the file until they are touched; for what is copied elsewhere at once.
+        With `mmap` the tensors stay in the file until they are touched; for values that are copied elsewhere at once.
         """
         ...
 
@@ -92,13 +92,13 @@ class IndexedStore(Store, Protocol):
 
     Optional: a checkpoint of a store without these methods has no index, is not verified, and is not pruned.
 
-    Saving: after `wait`, `checksums(folder, name)` gives on the saving rank the CRC-32 of each block of a file that it
-    saved, or None; it is asked once. Before `commit`, `write_index(folder, content)` puts `index.json` into the new
+    Saving: after `wait`, `checksums(folder, name)` returns, on the saving rank, the CRC-32 of each block of a file that
+    it saved, or None; it is called once. Before `commit`, `write_index(folder, content)` puts `index.json` into the new
     version, on one rank.
 
-    Loading: `read_index(folder)`, None where there is none; then `verify(path, index, content=)` for each file before
-    its `load`: `DamagedCheckpoint` when the file is missing or has another size than was saved, and, with `content`,
-    when a block has another checksum.
+    Loading: `read_index(folder)` returns None if there is no index. `verify(path, index, content=)` is called for each
+    file before its `load`. It raises `DamagedCheckpoint` if the file is missing or has another size than was saved, or,
+    with `content`, if a block has another checksum.
     """
 
     def checksums(self, folder: Path, name: str) -> list[str] | None: ...
@@ -110,12 +110,12 @@ class IndexedStore(Store, Protocol):
     def verify(self, path: Path, index: Index, *, content: bool) -> None: ...
 
     def remove(self, folder: Path) -> None:
-        """Delete the version in `folder`, such that a crash leaves it whole or not there."""
+        """Delete the version in `folder`, so that a crash leaves it whole or not there."""
         ...
 
 
 class FolderStore:
-    """Versions of folders in a directory that all ranks share. What is in their files is not known here."""
+    """Versions of folders in a directory that all ranks share. The store does not know what is in their files."""
 
     # here, so that subclasses need no super().__init__()
     _claim: Claim | None = None  # of the save that is going on
@@ -164,7 +164,7 @@ class FolderStore:
             try:
                 _settle(folder)
             except OSError:
-                self._release(removes_file=False)  # it says whose the rest is
+                self._release(removes_file=False)  # the lock file shows whose the rest is
                 raise
             self._release()
         except OSError as error:  # the save has succeeded, or its failure is the one to raise
@@ -179,20 +179,20 @@ class FolderStore:
         try:
             claim, pruned = Claim.take(folder), layout.pruned_folder(folder)
             try:
-                if os.path.lexists(pruned):  # a kill left it, before the tag was saved again
+                if os.path.lexists(pruned):  # left by a kill, before the tag was saved again
                     _remove(pruned)
                 os.rename(folder, pruned)
                 sync_folder(folder.parent)
                 _remove(pruned)
             finally:
-                claim.release(removes_file=not os.path.lexists(pruned))  # the lock says whose the rest is
+                claim.release(removes_file=not os.path.lexists(pruned))  # the lock file shows whose the rest is
         except OSError as error:
             raise CheckpointError(
                 f"cannot remove {folder}: {error.strerror}. Correct its permissions, or remove it by hand."
             ) from error
 
     def finish_removals(self, directory: Path) -> None:
-        """Delete what killed removals left in `directory`; a save does that, too."""
+        """Delete what killed removals left in `directory`; a save does that too."""
         for place in layout.unfinished_in(directory):
             if os.path.lexists(layout.pruned_folder(place)):
                 _tidy_other(place)
@@ -213,7 +213,7 @@ class FolderStore:
 
 
 def _check_complete(staging: Path, sizes: Mapping[str, int | None]) -> None:
-    """Refuse to commit a version in which the committing rank does not see every rank's file as it was written."""
+    """Refuse to commit a version if the committing rank does not see every rank's file as it was written."""
     for name, size in sizes.items():
         path = staging / name
         found = path.stat().st_size if path.is_file() else None
@@ -238,7 +238,7 @@ def _tidy_other(place: Path) -> None:
         with abandoned(place) as is_over:
             if is_over:
                 _settle(place)
-    except OSError as error:  # not this save's: perhaps of another user, or another job is removing it
+    except OSError as error:  # not of this save: perhaps of another user, or another job is removing it
         _warn(f"cannot remove what an earlier save left of {place}: {error}. Remove it by hand.")
 
 
@@ -261,7 +261,7 @@ def _settle(place: Path) -> None:
 
 
 def _retire(former: Path, place: Path) -> None:
-    """Delete a replaced version. What somebody else had put into it moves to the new version."""
+    """Delete a replaced version. Files that somebody else had put into it move to the new version."""
     if former.is_dir() and not former.is_symlink():
         for path in former.iterdir():
             if not layout.is_own_file(path.name) and not os.path.lexists(place / path.name):
@@ -316,7 +316,7 @@ def write_script(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """A `PrunePlan` lists the tags to remove and the tags to keep, in the order of their steps, first ones first."""
+    """`PrunePlan` lists the tags to remove and the tags to keep, those of the fewest steps first."""
 
     removed: list[SavedTag]
     kept: dict[str, str]
@@ -324,18 +324,18 @@ class PrunePlan:
 
 
 def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
-    """Find which tags of `directory` to remove such that the `keep_last` last complete ones stay. Changes nothing.
+    """Find the tags of `directory` to remove, so that the `keep_last` last complete ones stay. Changes nothing.
 
-    The last ones are those of the most global steps, and among those of as many, or where steps are not known, those
-    that were saved last: clocks may be set back. A tag is complete when every file of its index is there with its size,
-    and, of those that stay, when the lists of tensors in the index fit. Never removed: what `latest` names, what a
+    Tags are in the order of their global steps, since clocks may be set back; tags of equal or unknown steps are in the
+    order in which they were saved. A tag is complete if every file of its index is there with its size, and, for
+    tags that stay, if the lists of tensors in the index fit. Never removed: the tag that `latest` names, folders that a
     symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
     checkpoints), and folders that hold other files too.
 
     Args:
-        newest: a tag that was saved just now, whatever the steps of others are; it is one of those that stay.
+        newest: a tag that was saved just now; it stays, whatever the steps of others are.
 
-    Raises `CheckpointError` when `latest` cannot be read.
+    Raises `CheckpointError` if `latest` cannot be read.
     """
     assert keep_last >= 1
     latest, linked = read_latest(directory), _linked_in(directory)
@@ -361,7 +361,7 @@ def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> Pr
 
 
 def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, newest: str | None = None) -> None:
-    """Remove old tags after a save of the tag `newest`. What cannot be removed is a warning: the save has succeeded."""
+    """Remove old tags after a save of the tag `newest`. A failed removal is a warning: the save has succeeded."""
     try:
         plan = plan_prune(directory, keep_last, newest)
     except (CheckpointError, OSError) as error:
@@ -396,13 +396,13 @@ def _linked_in(directory: Path) -> set[Path]:
     return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
 
 
-#: in the order in which the program has them; the first says what it is
+#: in the order in which the program has them; the docstring of the last one becomes the program's
 _FILES = ("consolidate_files.py", "consolidate_join.py", "consolidate.py")
 _OWN = "deepspeed.checkpoint.consolidate"
 
 
 def script() -> bytes:
-    """The program, which needs torch and the standard library: the files without their imports of each other."""
+    """Return the program, which needs torch and the standard library: the files without imports of each other."""
     folder = Path(__file__).parent
     texts = [(folder / name).read_text(encoding="utf-8") for name in _FILES]
     about = ast.get_docstring(ast.parse(texts[-1]), clean=False)
@@ -410,7 +410,7 @@ def script() -> bytes:
 
 
 def _without_imports(text: str) -> str:
-    """A file without its imports of the others."""
+    """Return a file without its imports of the others."""
     lines = text.split("\n")
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OWN):

@@ -1,5 +1,5 @@
-"""`TorchStore`: each file by `torch.save`, in folders that `FolderStore` makes and replaces.
-`ObjectStore`: checkpoints in an object store such as S3, through fsspec. `create_store`: an engine's store by its name.
+"""`TorchStore`: writes each file by `torch.save`, in folders that `FolderStore` creates and replaces.
+`ObjectStore`: checkpoints in an object store such as S3, through fsspec. `create_store`: an engine's store, by name.
 """
 
 import pickle
@@ -37,7 +37,7 @@ from deepspeed.plugins import plugin_manager
 
 
 class TorchStore(FolderStore):
-    """Files in a directory that all ranks share. Synchronous: `save` returns when the bytes are on disk."""
+    """Files in a directory that all ranks share. It is synchronous: `save` returns when the bytes are on disk."""
 
     # here, so that subclasses need no super().__init__()
     _checksums: Mapping[Path, list[str]] = MappingProxyType({})  # of the files that this process saved
@@ -53,7 +53,7 @@ class TorchStore(FolderStore):
         return write_file(path, write)
 
     def wait(self) -> None:
-        """Nothing is pending: `save` wrote and fsynced."""
+        """Do nothing: `save` has written and fsynced."""
 
     def checksums(self, folder: Path, name: str) -> list[str] | None:
         path = layout.staging_folder(folder) / name
@@ -83,7 +83,7 @@ class TorchStore(FolderStore):
 
 
 def write_state(state: Any, file: Any) -> None:
-    """`torch.save` to a file, or what has its `write` and `flush`, with no more of a storage than its tensors need."""
+    """Run `torch.save` to `file` (`write` and `flush`), with no more of a storage than the tensors need."""
     compacted = compact(state)
     with _without_zip_checksums():
         torch.save(compacted, file)
@@ -91,10 +91,10 @@ def write_state(state: Any, file: Any) -> None:
 
 @contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """Inside, `torch.save` in this thread computes no CRC32, which costs a quarter of the time of a fast disk.
+    """Inside the context, `torch.save` in this thread computes no CRC32, which costs a quarter of a fast disk's time.
 
-    `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged. Those in `index.json`
-    cover the whole file.
+    `torch.load` never checks these checksums; `unzip -t` does, and calls such files damaged. The checksums in
+    `index.json` cover the whole file.
     """
     former = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -105,7 +105,7 @@ def _without_zip_checksums() -> Iterator[None]:
 
 
 def _refusal(path: Path) -> str:
-    """The message for a file whose pickle asks for more than data. Reads the pickle's opcodes, runs none of them."""
+    """Return the message for a file whose pickle asks for more than data. The pickle's opcodes are read, not run."""
     wants = ""
     try:
         if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
@@ -134,18 +134,18 @@ _PREFIX = "deepspeed-checkpoint."  # of temporary folders
 
 
 class ObjectStore:
-    """An `IndexedStore` over paths of `layout.location`. What a rank loads goes through its temporary folder.
+    """An `IndexedStore` over paths of `layout.location`. Files that a rank loads go through its temporary folder.
 
-    There is no rename there and no lock, but an object is there as a whole or not at all. So files are written under
-    their own names, and `index.json` comes last: a tag without it was not completed, and the next save under that tag
+    An object store has no renames and no locks, but an object is whole or not there. So files are written under their
+    own names, and `index.json` comes last: a tag without it was not completed, and the next save under that tag
     replaces it. A complete tag is not replaced, since it would be broken meanwhile.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Path, FileEntry] = {}  # of the files that this process saved
-        self._created: Path | None = None  # by this process, and not complete
-        self._index = b""  # is written by `commit`
-        self._fetched: dict[Path, Path] = {}  # verified already
+        self._created: Path | None = None  # the folder that this process has created and not completed
+        self._index = b""  # written by `commit`
+        self._fetched: dict[Path, Path] = {}  # local copies that are verified
         self._temporary: str | None = None
 
     def create(self, folder: Path) -> None:
@@ -170,7 +170,7 @@ class ObjectStore:
         return num_bytes
 
     def wait(self) -> None:
-        """Nothing is pending: an object is durable when it is written."""
+        """Do nothing: an object is durable when it is written."""
 
     def checksums(self, folder: Path, name: str) -> list[str] | None:
         return list(self._entries.pop(folder / name).checksums or ())
@@ -223,7 +223,7 @@ class ObjectStore:
             local.unlink()  # what is mapped stays readable
 
     def _fetch(self, path: Path) -> tuple[Path, list[str]]:
-        """A copy on the disk, and its checksums."""
+        """Return a copy on the disk, and its checksums."""
         if self._temporary is None:
             self._temporary = _temporary_folder()
             weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
@@ -240,7 +240,7 @@ class ObjectStore:
         return local, target.checksums()
 
     def _delete(self, folder: Path) -> None:
-        """The index first: without it a tag is not complete."""
+        """Delete the files of a tag, the index first: without it a tag is not complete."""
         try:
             names = sorted(
                 (path.name for path in folder.iterdir() if layout.is_own_file(path.name)),
@@ -257,7 +257,7 @@ class ObjectStore:
 
 
 def _temporary_folder() -> str:
-    """A new one, after what processes left that were killed while they loaded."""
+    """Create a temporary folder, and remove those of processes that were killed while they loaded."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if owner_has_ended(left.name):
             shutil.rmtree(left, ignore_errors=True)
@@ -270,19 +270,19 @@ _METHODS = ("create", "save", "wait", "commit", "discard", "load")
 
 
 def built_in_store(path: Path) -> TorchStore | ObjectStore:
-    """Return the built-in store for `path` as `layout.location` gave it: for a URL `ObjectStore`, else `TorchStore`."""
+    """Return the built-in store for a path from `layout.location`: `ObjectStore` for a URL, else `TorchStore`."""
     return ObjectStore() if is_remote(path) else TorchStore()
 
 
 def create_store(name: str, arguments: Mapping[str, Any]) -> Store:
-    """The store called `name`, for one engine. Plugins are asked first, so one may replace the built-in store.
+    """Return the store called `name`, for one engine. Plugins are asked first, so one may replace the built-in store.
 
     Args:
         name: `checkpoint.store.type` of the configuration.
         arguments: `checkpoint.store.params`.
 
     Raises:
-        ConfigError: no plugin knows the name, what it gives is no store, or the built-in store was given arguments.
+        ConfigError: no plugin knows the name, a plugin's object is no store, or the built-in store got arguments.
     """
     where = "checkpoint.store"
     store = plugin_manager().hook.ds_checkpoint_store(name=name, arguments=dict(arguments))

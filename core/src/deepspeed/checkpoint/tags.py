@@ -1,7 +1,7 @@
-"""Tags: the names of checkpoints, the file `latest` that holds the newest one, and what the index of each tag says.
+"""Tags: the names of checkpoints, the file `latest` that holds the newest one, and the facts in the index of each tag.
 
-`saved_tags` lists the tags of a directory for pruning and for `ds_ckpt`. `last_good_tag` is the offer after a load
-found damage: all ranks look together which other tag is whole.
+`saved_tags` lists the tags of a directory for pruning and for `ds_ckpt`. `last_good_tag` finds a tag to offer after a
+load found damage: all ranks look together for another tag that is whole.
 """
 
 import json
@@ -30,7 +30,7 @@ _MAX_TAG_BYTES = 200  # file systems allow 255, of which `.<tag>.staging` needs 
 
 
 def check_tag(tag: object) -> str:
-    """The tag as a string that can name a folder; `ConfigError` when it cannot. Called before a load."""
+    """Return the tag as a string that can name a folder; raise `ConfigError` if it cannot. Called before a load."""
     name = str(tag)
     if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
         raise ConfigError(f"tag: {name[:40]!r}... has {len(name)} characters, and a folder's name is shorter.")
@@ -43,7 +43,7 @@ def check_tag(tag: object) -> str:
 
 
 def check_new_tag(tag: object) -> str:
-    """`check_tag` for a save, which also refuses names that would be hard to load again."""
+    """Check a tag for a save: `check_tag`, and refuse names that would be hard to load again."""
     name = check_tag(tag)
     if name != name.strip() or not name.isprintable():
         raise ConfigError(
@@ -57,9 +57,9 @@ def check_new_tag(tag: object) -> str:
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag in `<load_dir>/latest`, or None when there is no such file.
+    """Return the tag in `<load_dir>/latest`, or None if there is no such file.
 
-    White space around it is an editor's, except where a folder has exactly that name.
+    White space around the tag is dropped, unless a folder has exactly that name.
     """
     path = load_dir / layout.LATEST_FILE
     check_regular(path)
@@ -80,7 +80,7 @@ def read_latest(load_dir: Path) -> str | None:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    """Let `<save_dir>/latest` name `tag`: the last act of a save, and atomic."""
+    """Let `<save_dir>/latest` name `tag`: the last step of a save, and atomic."""
     draft = layout.draft_file(save_dir / tag)
     write_file(save_dir / layout.LATEST_FILE, lambda file: file.write(tag.encode()), draft)
     try:
@@ -94,8 +94,8 @@ def validate_tag(tag: object, mode: str, all_gather: Callable[[str], Sequence[st
 
     Args:
         tag: this rank's tag.
-        mode: "Ignore" compares nothing, "Warn" warns, "Fail" raises `CheckpointError`; in any case of letters.
-        all_gather: gets this rank's tag and returns every rank's, in rank order. Not called for "Ignore".
+        mode: "Ignore" compares nothing, "Warn" warns, "Fail" raises `CheckpointError`; in upper or lower case.
+        all_gather: takes this rank's tag and returns every rank's, in rank order. Not called for "Ignore".
 
     Returns the tag as a string.
     """
@@ -115,7 +115,7 @@ def validate_tag(tag: object, mode: str, all_gather: Callable[[str], Sequence[st
 
 def check_same_tags(tags: Sequence[str]) -> None:
     """Refuse to save one checkpoint under several tags, one per rank: no folder would have the files of all ranks.
-    Called by every rank with those of all, in rank order."""
+    Every rank calls it with the tags of all ranks, in rank order."""
     if len(set(tags)) > 1:
         raise CheckpointError(_different(tags))
 
@@ -130,7 +130,7 @@ def _different(tags: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class SavedTag:
-    """One tag, as far as its folder and its index say without reading the files."""
+    """One tag, described by its folder and its index, without reading the files."""
 
     name: str
     folder: Path
@@ -153,11 +153,11 @@ class SavedTag:
         return datetime.fromtimestamp(self.folder.stat().st_mtime).astimezone()
 
     def faults(self, *, content: bool, advance: Callable[[int], object] | None = None) -> dict[str, str]:
-        """Return what is wrong with each file that is missing or damaged, by name; without an index, `trouble`, if any.
+        """Return the fault of each file that is missing or damaged, by name; without an index, `trouble`, if any.
 
         Args:
-            content: read the files and compare their checksums, and read the lists of tensors; else only sizes are
-                compared.
+            content: read the files and compare their checksums, and read the lists of tensors; False: compare only
+                sizes.
             advance: as for `checksums_of`.
         """
         if self.index is None:
@@ -178,7 +178,7 @@ class SavedTag:
         return f"{self.folder / layout.INDEX_FILE}: {fault}. Load another tag." if fault else ""
 
     def fault_in(self, name: str, *, content: bool, advance: Callable[[int], object] | None = None) -> str:
-        """Return what is wrong with one file of the index; empty when nothing is."""
+        """Return the fault of one file of the index; empty if there is none."""
         assert self.index is not None
         entry = self.index.entry(name)
         assert entry is not None
@@ -193,14 +193,14 @@ class SavedTag:
 
 
 def saved_tags(directory: Path, wanted: Collection[str] | None = None) -> list[SavedTag]:
-    """The tags in `directory`, oldest first; `wanted`: only these, the others are not looked at."""
+    """Return the tags in `directory`, oldest first; with `wanted`, only these, without looking at the others."""
     names = [name for name in layout.tags_in(directory, layout.is_own_file) if wanted is None or name in wanted]
     found = [tag for name in names if (tag := _look(directory, name))]
     return sorted(found, key=lambda tag: tag.saved_at)  # stable: tags of one moment stay in the order of their numbers
 
 
 def _look(directory: Path, name: str) -> SavedTag | None:
-    """None for a folder that another job has just removed, and for one with a foreign `index.json` only."""
+    """Return the tag; None if another job has just removed its folder, or if it has only a foreign `index.json`."""
     folder = layout.whole_folder(directory / name)
     if folder is None:
         return None
@@ -214,14 +214,14 @@ def _look(directory: Path, name: str) -> SavedTag | None:
 def last_good_tag(
     gather: "Gather", directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]
 ) -> str | None:
-    """The newest tag of `directory`, except `damaged`, whose files are all as they were saved; None if there is none.
+    """Return the newest tag of `directory`, except `damaged`, whose files are all as they were saved, or None.
 
     Each file is read by one rank. Every rank calls it.
 
     Args:
         gather: as for `Checkpointer`.
         lists: whether this rank lists the tags; exactly one does.
-        share: this rank and the number of ranks.
+        share: this rank, and the number of ranks.
     """
     listed = gather(json.dumps(_newest_first(directory)) if lists else None)
     for name in json.loads(next(filter(None, listed))):
@@ -233,12 +233,12 @@ def last_good_tag(
 def _newest_first(directory: Path) -> list[str]:
     try:
         return [tag.name for tag in reversed(saved_tags(directory)) if tag.index is not None]
-    except OSError:  # what made the load fail is the error to raise
+    except OSError:  # the error of the load is the one to raise
         return []
 
 
 def _fault_in_share(directory: Path, name: str, share: tuple[int, int]) -> str | None:
-    """Return the first fault that this rank finds in its share of a tag's files; None when there is none."""
+    """Return the first fault that this rank finds in its share of a tag's files; None if there is none."""
     rank, world_size = share
     try:
         tag = next(iter(saved_tags(directory, [name])), None)

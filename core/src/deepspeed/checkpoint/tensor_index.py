@@ -1,20 +1,20 @@
-"""A table says where in a checkpoint's files the values of each parameter lie; a save makes it, and an index has it.
+"""The table of where in a checkpoint's files the values of each parameter are. A save makes it, and an index has it.
 
-ZeRO joins parameters and cuts what results among ranks (`zero.layout`). The table says for each parameter where its
-parts are then, so that a reader needs no knowledge of that. As JSON:
+ZeRO joins parameters and divides the result among ranks (`zero.layout`). The table says where the parts of each
+parameter are then, so that a reader needs no knowledge of that. As JSON:
 
     {"groups": [{"fp32": key, "exp_avg": key, ...}, ...],
      "entries": [{"name": "embed.weight", "shape": [7, 3], "weight": {"key": key, "parts": parts},
                   "group": 0, "parts": parts},
                  {"name": "head.weight", "same_as": "embed.weight"}, ...]}
 
-`weight` is the value that the module has, which is omitted where the files have only the master weights (`fp32`).
-The values of a group lie under its keys, and have the same parts. A key is what leads to a tensor in a file: the keys
-and positions in nested dicts and lists. Parts are `[file, count, start, numel]`, in the order of the parameter's
-elements: in each of `count` files from number `file` of the index on, `numel` elements from element `start` of the
-tensor, or as many as the parameter has left. `mp_rank` is in an entry where several model-parallel ranks saved.
+`weight` is the module's value; it is omitted if the files have only the master weights (`fp32`).
+The values of a group are under its keys, and have the same parts. A key leads to a tensor in a file: the keys and
+positions in nested dicts and lists. Parts are `[file, count, start, numel]`, in the order of the parameter's elements:
+each of `count` files, from number `file` of the index on, has `numel` elements from element `start` of the tensor, or
+as many as the parameter has left. An entry has `mp_rank` if several model-parallel ranks saved.
 
-Not in it: values that are one number, as Adam's `step`, and states of other shapes than the parameter's.
+The table omits values that are one number, such as Adam's `step`, and states of other shapes than the parameter's.
 """
 
 import math
@@ -40,13 +40,13 @@ _STATES = ("base_optimizer_state", "optimizer_state_dict")  # the second in file
 
 
 def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
-    """The table of a save, as JSON; None where the content of a file is not known, or experts are divided over ranks.
+    """Return the table of a save, as JSON; None if a file's content is unknown, or experts are divided over ranks.
 
     Args:
-        entries: in the order of the index, `sorted_entries`.
+        entries: files in the order of the index, see `sorted_entries`.
     """
     if any(entry.tensors is None or (entry.parameters or {}).get("has_experts") for entry in entries):
-        return None  # of divided experts the ranks of a group have other parameters, and stacked ones are in many files
+        return None  # with experts, ranks have other parameters in a group, and stacked weights are in many files
     beside = {entry.name: (number, entry) for number, entry in enumerate(entries) if _is_beside(entry.name)}
     groups: list[dict[str, Key]] = []
     rows: list[dict[str, Any]] = []
@@ -61,10 +61,10 @@ def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
 
 
 def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None, file: BinaryIO | None) -> FileEntry:
-    """Return what an index says of a file that was written. A file that cannot be listed does not fail its save.
+    """Return the index entry of a file that was written. A file whose tensors cannot be listed does not fail its save.
 
     Args:
-        file: open for reading; None where its content is not known.
+        file: open for reading; None if its content is not known.
     """
     try:
         content = TorchFile.read(file) if file is not None else None
@@ -79,7 +79,7 @@ def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None
 
 
 def index_of(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> bytes:
-    """The content of `index.json`: with the table where it can be made, else with one warning.
+    """Return the content of `index.json`: with the table if it can be made, else with one warning.
 
     Args:
         entries: the files of all ranks.
@@ -111,7 +111,7 @@ def sorted_entries(entries: Iterable[FileEntry]) -> list[FileEntry]:
 
 
 class _ModelRank:
-    """The files of one model-parallel rank, with their numbers in the index; `beside` those that model files name."""
+    """The files of one model-parallel rank, with their numbers in the index; `beside`: files that model files name."""
 
     def __init__(
         self,
@@ -171,13 +171,13 @@ class _ModelRank:
     def _divided(
         self, files: Sequence[tuple[int, FileEntry]], base: Key, shapes: Sequence[Mapping[str, Sequence[int]]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Parameters whose groups are joined, and divided among `files`."""
+        """Yield the parameters whose groups are joined, and divided among `files`."""
         tensors = _tensors(files[0][1])
         is_sharded = any(key[: len(base) + 1] == (*base, _SHARDED) for key in tensors)
         for index, group in enumerate(shapes):
             master: Key = (*base, _SHARDED if is_sharded else _CONTIGUOUS, index)
             sizes = [
-                found.numel if (found := _tensors(entry).get(master)) else 0  # empty ones are not listed
+                found.numel if (found := _tensors(entry).get(master)) else 0  # empty tensors are not listed
                 for _, entry in files
             ]
             values = {"fp32": master, **_states(files, base, index)}
@@ -189,7 +189,7 @@ class _ModelRank:
                 yield name, {"name": name, "shape": shape, "group": len(self._groups) - 1, "parts": own}
 
     def _undivided(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Parameters whose states lie in torch's state dict of the optimizer, each by itself."""
+        """Yield the parameters whose states are in torch's state dict of the optimizer, each by itself."""
         number, content = self._optimizer
         tensors = _tensors(content)
         shapes = {name: record.shape for name, _, _, record in self._weights()}
@@ -211,7 +211,7 @@ class _ModelRank:
 
 
 def _states(files: Sequence[tuple[int, FileEntry]], base: Key, index: int) -> dict[str, Key]:
-    """The keys of the states that are divided as the master weights are."""
+    """Return the keys of the states that are divided like the master weights."""
     found = {}
     for _, entry in files:
         for key, record in _tensors(entry).items():
@@ -237,7 +237,7 @@ def _in_parameters(numels: Sequence[int], sizes: Sequence[int]) -> Iterator[Part
 
 
 def _joined(parts: Iterable[tuple[int, int, int, int]]) -> Parts:
-    """Parts that differ by the number of the file only are one."""
+    """Merge parts that differ only in the number of the file."""
     joined: Parts = []
     for file, count, start, numel in parts:
         if joined and joined[-1][2:] == (start, numel) and sum(joined[-1][:2]) == file:
@@ -248,7 +248,7 @@ def _joined(parts: Iterable[tuple[int, int, int, int]]) -> Parts:
 
 
 def _is_beside(name: str) -> bool:
-    """Whether it is the name of a file that a model file names."""
+    """Whether `name` is that of a file that a model file names."""
     return layout.is_module_file(name) or layout.is_expp_file(name)
 
 
@@ -321,10 +321,10 @@ class TensorTable:
     """The parameters and buffers of an index that has tensors.
 
     Args:
-        index: as `read_index` gave it.
+        index: the index that `read_index` returned.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the index has no tensors.
     """
 
     def __init__(self, index: Index) -> None:
@@ -341,7 +341,7 @@ class TensorTable:
         return (self.entry(name, mp_rank) for mp_rank, name in self._rows)
 
     def entry(self, name: str, mp_rank: int = 0) -> TensorEntry:
-        """The parameter or buffer of this name. KeyError where there is none."""
+        """Return the parameter or buffer of this name. Raises KeyError if there is none."""
         row = self._rows[mp_rank, name]
         names = {name}
         while "same_as" in row:
@@ -369,7 +369,7 @@ class TensorTable:
 
 
 def fault_in_table(index: Index) -> str:
-    """Return what is wrong with the table of an index whose checksum fits; empty where nothing is."""
+    """Return the fault in the table of an index whose checksum fits; empty if there is none."""
     if index.tensors is None:
         return ""
     try:
@@ -386,7 +386,7 @@ def fault_in_table(index: Index) -> str:
 def _check_pieces(
     entry: TensorEntry, value: str, pieces: Sequence[Piece], records: Mapping[str, Mapping[Key, TensorRecord]]
 ) -> None:
-    """ValueError where the pieces are not in their tensors, or are not all of the parameter."""
+    """Raise ValueError if pieces are not inside their tensors, or are not the whole parameter."""
     for piece in pieces:
         if min(piece.start, piece.numel) < 0 or piece.start + piece.numel > records[piece.file][piece.key].numel:
             raise ValueError(f"{value} of {entry.name} lies outside of the tensor {piece.key} of {piece.file}")

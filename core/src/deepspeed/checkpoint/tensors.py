@@ -1,5 +1,5 @@
-"""Tensors inside nested containers: mapping over them, and dropping storage that nobody asked to save.
-`StoredTensor`: a tensor that lies in a file, in pieces, and of which each rank reads the elements that it needs.
+"""Tensors inside nested containers: map over them, and drop storage that need not be saved.
+`StoredTensor`: a tensor in files, in pieces, from which each rank reads the elements that it needs.
 """
 
 import copy
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from deepspeed.zero.pending_tensor import PendingTensor
 
-# A storage is saved as it is when at least this part of it is wanted: copying costs as much memory as it saves disk.
+# A storage is saved as it is if at least this part of it is wanted: copying costs as much memory as it saves disk.
 _WORTH_SAVING_WHOLE = 0.9
 
 
 def map_tensors(item: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt. A dict
-    or list that is in several places, or in itself, is so in the result.
+    """Return `item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt.
+    A dict or list that occurs in several places, or in itself, does so in the result.
 
     Args:
-        kind: what is changed in place of tensors.
+        kind: type that is changed in place of tensors.
     """
     made: dict[int, Any] = {}  # by id of a dict or list
 
@@ -50,18 +50,18 @@ def map_tensors(item: Any, change: Callable[[Any], Any], kind: type = Tensor) ->
 
 
 def with_placeholders(state: Any, change: Callable[[PendingTensor], Tensor]) -> Any:
-    """`state` with `change(t)` in place of each `PendingTensor`; the very same object if it has none."""
+    """Return `state` with `change(t)` in place of each `PendingTensor`; the same object if it has none."""
     found: list[PendingTensor] = []
     map_tensors(state, found.append, PendingTensor)
     return map_tensors(state, change, PendingTensor) if found else state
 
 
 def compact(state: Any) -> Any:
-    """`state` in which tensors that are small views of large storages are copies. Called before `torch.save`.
+    """Return `state` with copies of tensors that are small views of large storages. Called before `torch.save`.
 
     `torch.save` writes the whole storage behind a tensor, so a shard that is a view of a flat buffer would drag in the
-    whole buffer. Views that together cover their storage stay what they are, without a copy; views of the same elements
-    (tied weights) stay one tensor.
+    whole buffer. Views that together cover their storage are not copied; views of the same elements (tied weights) stay
+    one tensor.
     """
     views: dict[int, set[tuple[Any, ...]]] = {}
     sizes: dict[int, int] = {}
@@ -125,7 +125,7 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def read(self, start: int, numel: int) -> Tensor:
-        """[numel] elements from `start` on, in row-major order, in memory of their own.
+        """Return [numel] elements from `start` on, in row-major order, in newly allocated memory.
 
         Raises:
             CheckpointError: names the file that cannot be read.
@@ -154,11 +154,11 @@ class StackedTensor(StoredTensor):
 
 
 class JoinedTensor(StoredTensor):
-    """A tensor whose elements are those of others, one behind the other.
+    """A tensor that concatenates the elements of other tensors.
 
     Args:
-        shape: of it.
-        pieces: of one dtype.
+        shape: shape of this tensor.
+        pieces: the other tensors, of one dtype.
     """
 
     def __init__(self, shape: torch.Size, pieces: Sequence[StoredTensor]) -> None:
@@ -179,7 +179,7 @@ class JoinedTensor(StoredTensor):
 
 
 def elements_of(value: Any, start: int, numel: int) -> Tensor:
-    """[numel] elements of a tensor, or of a stored one, from `start` on."""
+    """Return [numel] elements of a tensor, or of a stored one, from `start` on."""
     if isinstance(value, StoredTensor):
         return value.read(start, numel)
     flat: Tensor = value.reshape(-1)

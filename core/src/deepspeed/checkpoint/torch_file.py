@@ -1,6 +1,6 @@
-"""`TorchFile` reads what is in a file that `torch.save` wrote, without torch and without reading its tensors.
+"""`TorchFile` reads the structure of a file that `torch.save` wrote, without torch and without reading its tensors.
 
-Such a file is a zip of records that are not compressed: `data.pkl`, a pickle in which each tensor refers to a storage,
+Such a file is a zip of uncompressed records: `data.pkl`, a pickle in which each tensor refers to a storage,
 and `data/<number>`, the bytes of a storage. The pickle is loaded with placeholders for all classes: no code is run.
 """
 
@@ -25,7 +25,7 @@ _STORAGES = {
     **{"ByteStorage": "uint8", "BoolStorage": "bool"},
     **{"ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64"},
 }
-_NAME_LENGTHS = struct.Struct("<26xHH")  # of a record's name and of what follows it, in the header before its bytes
+_NAME_LENGTHS = struct.Struct("<26xHH")  # of a record's name and its extra field, in the header before its bytes
 _HEADER_BYTES = 30
 
 
@@ -49,7 +49,7 @@ class TorchFile:
     """A `TorchFile` has the content of a file that `torch.save` wrote, and lists its tensors.
 
     Args:
-        value: what was saved, with `TensorRecord`s in place of tensors. Objects that are neither tensors nor plain
+        value: the saved object, with `TensorRecord`s in place of tensors. Objects that are neither tensors nor plain
             values are opaque.
     """
 
@@ -57,11 +57,11 @@ class TorchFile:
 
     @classmethod
     def read(cls, file: BinaryIO) -> "TorchFile | None":
-        """Read the file; None where `torch.save` did not write it, or wrote it in the form before torch 1.6.
+        """Read the file; return None if `torch.save` did not write it, or wrote it in the form before torch 1.6.
 
         Raises:
             OSError: the file cannot be read.
-            Exception: of any kind, where the file holds what this version does not know.
+            Exception: of any kind, if the file holds something that this version does not know.
         """
         try:
             archive = zipfile.ZipFile(file)
@@ -80,12 +80,12 @@ class TorchFile:
         return cls(_Unpickler(io.BytesIO(file.read(found[0].file_size)), offsets).load())
 
     def tensors(self) -> dict[Key, TensorRecord]:
-        """The tensors that have elements, in the order of the file."""
+        """Return the tensors that have elements, in the order of the file."""
         return dict(_walk(self.value, (), set()))
 
 
 class MemoryFile(io.RawIOBase):
-    """Some bytes in memory as a file to read, without a copy of them."""
+    """Bytes in memory as a readable file, without a copy of them."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -173,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, offsets: Mapping[str, int]) -> None:
         super().__init__(file)
         self._offsets = offsets
-        mapping = type("_Dict", (_Dict,), {})  # of this load: a pickle can set attributes of a class
+        mapping = type("_Dict", (_Dict,), {})  # created per load: a pickle can set attributes of a class
         self._opaque = type("_Opaque", (_Opaque,), {})
         self._known = {
             ("collections", "OrderedDict"): mapping,
@@ -223,6 +223,6 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 
 def itemsize_bytes(dtype: str) -> int:
-    """bfloat16 -> 2, float8_e4m3fn -> 1."""
+    """Return the bytes per element: bfloat16 -> 2, float8_e4m3fn -> 1."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1

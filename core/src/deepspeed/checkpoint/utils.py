@@ -9,10 +9,10 @@ from deepspeed.checkpoint.tensors import map_tensors
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of `item` (nested dicts, lists, tuples) whose tensors have storages of their own, on `device`.
+    """Return a copy of `item` (nested dicts, lists, tuples) whose tensors have storages of their own, on `device`.
 
-    Called by users and by Accelerate on a `state_dict` before `torch.save`: a weight that is a view of a flat buffer
-    would otherwise bring the whole buffer into the file. What is not a tensor is passed through as it is.
+    Users and Accelerate call it on a `state_dict` before `torch.save`: a weight that is a view of a flat buffer would
+    otherwise bring the whole buffer into the file. Values that are no tensors are passed through.
     """
     target = torch.device(device)
 

@@ -1,10 +1,10 @@
-"""Files of weights as other libraries save them, read by range: safetensors, and what `torch.save` wrote.
+"""Read files of weights as other libraries save them, by range: safetensors, and files of `torch.save`.
 
     with open_weights(path) as file:
         file.tensors["lm_head.weight"].read(start, numel)
 
-Nothing of a tensor is read before it is asked for, and no more of it than was asked for: `pread` into memory of the
-caller's own, without maps, whose pages would count as the process's. Only the form of torch before 1.6 is read whole.
+A tensor is read only on request, and only the elements asked for: `pread` into memory of the caller's own, without
+maps, whose pages would count as the process's. Only the form of torch before 1.6 is read whole.
 """
 
 import json
@@ -30,21 +30,21 @@ _SAFETENSORS_DTYPES = {
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 _HEADER_LENGTH = struct.Struct("<Q")
-_LONGEST_HEADER = 100 * 2**20  # what safetensors itself allows
+_LONGEST_HEADER = 100 * 2**20  # the limit of safetensors itself
 _DEEPEST = 8  # dicts within dicts: Megatron's files have four
-#: where a file has more than weights: DeepSpeed's, Megatron's, Lightning's
+#: keys of the weights, in files that have more: DeepSpeed's, Megatron's, Lightning's
 _INSIDE = ("module", "model", "state_dict")
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """An open file.
+    """`WeightFile` is an open file.
 
     Args:
         path: of the file.
 
     Attributes:
         tensors: by name; nested dicts are joined with dots.
-        content: what else a file of `torch.save` has, with `TensorRecord`s in place of tensors.
+        content: other values in a file of `torch.save`, with `TensorRecord`s in place of tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._file.close()
 
     def pread(self, offset: int, values: Tensor) -> None:
-        """Fill `values`, contiguous and in host memory, from a byte of the file on."""
+        """Fill `values`, which is contiguous and in host memory, from the byte `offset` of the file on."""
         buffer: Any = values.view(torch.uint8).numpy()
         left = memoryview(buffer)
         while left:
@@ -77,15 +77,15 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._whole = self._in_order = None
 
     def in_order(self, tensor: StoredTensor, read: Callable[[], Tensor]) -> Tensor:
-        """The elements of a tensor that lies in another order, from one `read` of all of it: kept until `release`, or
-        until another such tensor is read."""
+        """Return the elements of a tensor that is stored in another order, from one `read` of all of it. They are kept
+        until `release`, or until another such tensor is read."""
         if self._in_order is None or self._in_order[0] is not tensor:
             self._in_order = None  # before the other one is read
             self._in_order = tensor, read()
         return self._in_order[1]
 
     def loaded(self) -> dict[str, Tensor]:
-        """All tensors of a file in torch's form before 1.6, which is read whole and kept until `release`."""
+        """Return all tensors of a file in torch's form before 1.6, which is read whole and kept until `release`."""
         if self._whole is None:
             try:
                 self._whole = dict(_flat(_inside(torch.load(self.path, map_location="cpu", weights_only=True)), Tensor))
@@ -134,7 +134,7 @@ class _Loaded(StoredTensor):
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file, and read what tensors it has.
+    """Open a file, and read which tensors it has.
 
     Raises:
         CheckpointError: the file is missing, cut short, damaged, or of another kind.
@@ -217,7 +217,7 @@ def _read_torch(file: WeightFile, opened: BinaryIO) -> None:
 
 
 def _inside(value: Any) -> Any:
-    """The dict of weights in what a file holds."""
+    """Return the dict of weights in the content of a file."""
     if isinstance(value, Mapping):
         return next((value[key] for key in _INSIDE if isinstance(value.get(key), Mapping)), value)
     raise ValueError(f"found {type(value).__name__}, and no dict of tensors by name")

@@ -1,8 +1,8 @@
-"""The writer process of a rank: it puts on disk what the rank has staged in shared memory, and commits.
+"""The writer process of a rank writes to disk what the rank has staged in shared memory, and commits.
 
-Started by `background.py`, which sends one order per line on stdin, as JSON, and reads one answer per line from stdout.
-Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `{"number": 3, "error": text}`, with
-`"is_known": false` where the save may be complete all the same. It does not import torch.
+`background.py` starts it, sends one order per line on stdin, as JSON, and reads one answer per line from stdout.
+Each order also has a `"number"`, which its answer repeats: `{"number": 3}`, or `{"number": 3, "error": text}`, with
+`"is_known": false` if the save may be complete all the same. The process does not import torch.
 
     {"do": "create", "folder": ...}             make the staging folder; on the committing rank
     {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `locks.py`
@@ -11,9 +11,9 @@ Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `
     {"do": "cancel"}                            give up what was begun
     {"do": "end"}                               end; there is no answer
 
-It runs in a session of its own, so that what ends the rank does not end it: it completes the order that it has, then
-reads the end of stdin, and ends. Where a process that the rank forked (a worker of a data loader) has inherited the
-pipe, there is no such end: the rank says "end", or has another parent taken its place.
+The process runs in a session of its own, so that signals that end the rank do not end it: it completes its order, then
+reads the end of stdin, and ends. If a process that the rank forked (a worker of a data loader) has inherited the pipe,
+stdin does not end: then the rank sends "end", or the writer finds that its parent has changed.
 """
 
 import json
@@ -35,15 +35,15 @@ from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError
 
 _NICENESS = 10  # training goes first
-_LOOK_MS = 2_000  # how often a writer without orders looks whether its rank still runs
+_LOOK_MS = 2_000  # how often a writer without orders checks whether its rank still runs
 
 
 class Writer:
-    """The orders as methods.
+    """`Writer` has the orders as methods.
 
     Args:
         memory: descriptor of the shared memory.
-        limit_s: how long the writers wait for one of which nothing is heard.
+        limit_s: how long the writers wait for one that is silent.
     """
 
     def __init__(self, memory: int, limit_s: float) -> None:
@@ -98,7 +98,7 @@ class Writer:
 
         def write(file: SequentialFile) -> None:
             file.write_lasting(content)
-            sums.add(content)  # meanwhile
+            sums.add(content)  # while the thread writes
 
         num_bytes = write_file(layout.staging_folder(self._folder) / name, write)
         return file_entry(name, num_bytes, sums.as_text(), cast(BinaryIO, MemoryFile(content)))
@@ -124,7 +124,7 @@ class Writer:
             prune(self._folder.parent, keep_last, self._store, newest=self._folder.name)
 
     def _end(self, result: Mapping[str, Any]) -> None:
-        """The save has ended, in whatever way: let the others know, and leave nothing behind."""
+        """End the save, whatever its outcome: report the result to the others, and leave nothing behind."""
         report, self._report = self._report, None
         if report is not None:
             report.write(result)
@@ -135,7 +135,7 @@ class Writer:
 
 
 def reason_of(error: Exception) -> str:
-    """The text of an error for another process."""
+    """Return the text of an error for another process."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -149,7 +149,7 @@ def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _orders() -> Iterator[dict[str, Any]]:
-    """Yield the orders that the rank gives on stdin, until it says "end", closes the pipe, or has ended."""
+    """Yield the orders that the rank sends on stdin, until it sends "end", closes the pipe, or has ended."""
     rank, pipe, unread = os.getppid(), sys.stdin.fileno(), b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -169,7 +169,7 @@ def _orders() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Arguments: the descriptor of the shared memory, and seconds of `limit_s`."""
+    """Run the process. Its arguments are the descriptor of the shared memory, and `limit_s` in seconds."""
     memory, limit_s = sys.argv[-2:]
     os.nice(_NICENESS)
     writer = Writer(int(memory), float(limit_s))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start_line(engine: "DeepSpeedEngine") -> str:
-    """Return ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer's kernel, and clipping.
+    """Return ranks, device, backend, ZeRO stage, dtype, parameters, the optimizer with its kernel, and its clipping.
 
     All ranks call it when the sharding is attached: by then the kernel is loaded, and the ranks have agreed on
     whether to use it. With several pipeline stages it is a collective of them.

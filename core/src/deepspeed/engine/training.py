@@ -268,7 +268,7 @@ class Training:
             self._begun_by = None
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
-        """Plan a backward that begins; called by the sharding. Its first gradient refuses an unscaled loss in fp16."""
+        """Plan a backward; the sharding calls this. An unscaled loss in fp16 is refused at its first gradient."""
         self._begin_again_if_dropped()
         self._had_backward = True
         refusal = self.refuse_backward("backward")
