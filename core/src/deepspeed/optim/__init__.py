@@ -1,6 +1,6 @@
-"""Optimizers and learning-rate schedules by name, gradient norms, and what the engine must know of an optimizer.
+"""Optimizers and learning-rate schedules by name, gradient norms, and traits of optimizers that the engine needs.
 
-May import `ops` and below. Read `factory.py` first; then `lr_schedules.py` and `norm.py`. Names load on first use.
+May import `ops` and below. Read `factory.py` first; then `lr_schedules.py` and `norm.py`. Names are imported lazily.
 """
 
 from deepspeed._forward import forward

@@ -1,10 +1,10 @@
-"""Names in the config to objects: `optimizer.type` to an optimizer, `scheduler.type` to a schedule.
+"""Creates optimizers and schedules by their names in the config, `optimizer.type` and `scheduler.type`.
 
-Called by `engine.build`. Optimizers are first asked of the plugins (hook `ds_optimizer`); then a name is looked up,
-without regard to case, among DeepSpeed's, and among the classes of `torch.optim` and `torch.optim.lr_scheduler`.
+`engine.build` calls this. For an optimizer, the plugins are asked first (hook `ds_optimizer`). Then the name is looked
+up, ignoring case, in DeepSpeed's names, and in the classes of `torch.optim` and `torch.optim.lr_scheduler`.
 
-What a user's JSON gives for a constructor, in `optimizer.params` and `scheduler.params`, is checked, so that a wrong
-key or type is named before the call.
+The constructor arguments in `optimizer.params` and `scheduler.params` are checked before the call, so that an error
+message names a wrong key or type.
 """
 
 import builtins
@@ -27,8 +27,8 @@ from deepspeed.plugins.manager import plugin_manager
 
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
-_ADAM_KEYS = ("torch_adam", "adam_w_mode")  # they choose the class
-# what scripts call the fronts of `deepspeed.ops`, in lower case without "DeepSpeed" and underscores -> types to write
+_ADAM_KEYS = ("torch_adam", "adam_w_mode")  # these arguments choose the class
+# names of optimizer classes in scripts, in lower case without "DeepSpeed" and underscores -> correct values of `type`
 _KERNELS = {
     "fusedadam": ("Adam", "AdamW"),
     "cpuadam": ("Adam", "AdamW"),
@@ -50,9 +50,9 @@ def create_optimizer(
     *,
     offload: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer that the config names, over `param_groups` (groups, or parameters).
+    """Create the optimizer that the config names, over `param_groups` (groups, or parameters).
 
-    `params` is the section `optimizer.params`. `offload`: its state lives in host memory, so the CPU fronts are taken.
+    `params` is the section `optimizer.params`. With `offload` the state is in host memory, so the CPU classes are used.
     Raises ConfigError, which names the key, for an unknown name or key, and for a wrong type or value.
     """
     given = _from_plugin(str(type), without_auto(params, _OPTIMIZER_PATH), param_groups)
@@ -65,7 +65,7 @@ def create_optimizer(
 def _chosen_optimizer(
     type: str, params: Mapping[str, Any], offload: bool
 ) -> tuple[builtins.type[Any], dict[str, Any], Sequence[str]]:
-    """The class of an optimizer of the config, its arguments, and the names of those that chose it."""
+    """Return the class of the optimizer, its arguments, and the names of the arguments that chose the class."""
     arguments = dict(params)
     _check_not_engine_keys(arguments)
     key = str(type).lower()
@@ -77,7 +77,7 @@ def _chosen_optimizer(
 
 
 def check_optimizer(type: str, params: Mapping[str, Any], *, offload: bool = False) -> None:
-    """Check what `create_optimizer` would be given, without parameters; "auto" is fine. `ds_config check` calls it.
+    """Check the arguments of `create_optimizer` without parameters; "auto" is allowed. `ds_config check` calls it.
 
     Raises:
         ConfigError: names the key; ranges of values are not checked.
@@ -89,7 +89,7 @@ def check_optimizer(type: str, params: Mapping[str, Any], *, offload: bool = Fal
 
 
 def check_scheduler(type: str, params: Mapping[str, Any]) -> None:
-    """Check what `create_scheduler` would be given; arguments, only where none of them is "auto".
+    """Check the arguments of `create_scheduler`. `params` are only checked if none of them is "auto".
 
     Raises:
         ConfigError: names the key; ranges of values are not checked.
@@ -100,19 +100,19 @@ def check_scheduler(type: str, params: Mapping[str, Any]) -> None:
 
 
 def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """The schedule that the config names, over `optimizer` (anything that has `param_groups`).
+    """Create the schedule that the config names, over `optimizer` (any object with `param_groups`).
 
-    `params` is the section `scheduler.params`. Raises ConfigError, which names the key, as `create_optimizer` does.
+    `params` is the section `scheduler.params`. Raises ConfigError, which names the key, like `create_optimizer`.
     """
     cls = scheduler_class(type)
     if issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # torch's schedules insist on the class
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # torch's schedules require torch's class
     return construct(cls, optimizer, params, _SCHEDULER_PATH, str(type))
 
 
 def scheduler_class(name: str) -> type[Any]:
-    """The schedule of that name, in any case of letters. Raises ConfigError for an unknown one."""
-    from deepspeed.optim import lr_schedules  # late: a run without a schedule does not load them
+    """Return the schedule class `name`, ignoring case. Raises ConfigError for an unknown name."""
+    from deepspeed.optim import lr_schedules  # late: a run without a schedule does not need it
 
     names = lr_schedules.VALID_LR_SCHEDULES
     own = {each.lower(): each for each in names}
@@ -123,7 +123,7 @@ def scheduler_class(name: str) -> type[Any]:
 
 
 def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
-    """DeepSpeed's reading of "Adam": AdamW unless `adam_w_mode` is false; "AdamW" always is; `torch_adam`: torch's."""
+    """Choose the class as DeepSpeed: "Adam" is AdamW unless `adam_w_mode` is false; `torch_adam`: torch's class."""
     torch_adam = _take_flag(arguments, "torch_adam", False)
     adam_w_mode = _take_flag(arguments, "adam_w_mode", True) or always_w
     if torch_adam:
@@ -132,7 +132,7 @@ def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
         arguments["adamw_mode"] = adam_w_mode
         return _front("adam", "DeepSpeedCPUAdam")
     arguments["adam_w_mode"] = adam_w_mode
-    # FusedAdam has no AMSGrad; the host front computes it wherever the parameters are
+    # FusedAdam has no AMSGrad; DeepSpeedCPUAdam has it, and accepts parameters on any device
     if arguments.get("amsgrad") is True:
         arguments["adamw_mode"] = arguments.pop("adam_w_mode")
         return _front("adam", "DeepSpeedCPUAdam")
@@ -140,20 +140,20 @@ def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
 
 
 def _front(op: str, name: str) -> type:
-    """A front of `deepspeed.ops`; only the one that is asked for is loaded."""
+    """Import and return an optimizer class of `deepspeed.ops`."""
     return getattr(importlib.import_module(f"deepspeed.ops.{op}"), name)  # type: ignore[no-any-return]
 
 
 def _one_bit(arguments: dict[str, Any], module: str, old: str, name: str) -> type:
-    """An optimizer whose ranks average in one bit per element. Arguments of DeepSpeed's that choose its library of
-    collectives are taken out: any serves."""
+    """Return an optimizer class that averages with one bit per element. Arguments that choose DeepSpeed's library of
+    collectives are removed: they have no effect here."""
     for key in differences()[f"runtime.fp16.onebit.{old}:{name}.__init__"][0]:
         arguments.pop(key, None)
     return getattr(importlib.import_module(f"deepspeed.optim.{module}"), name)  # type: ignore[no-any-return]
 
 
 _Choose = Callable[[dict[str, Any], bool], type]
-# documented name -> which class, given the arguments (it takes out those meant for the choice) and `offload`
+# documented name -> function of (arguments, `offload`) that returns the class, and removes arguments for this choice
 _CHOICES: dict[str, _Choose] = {
     "Adam": lambda arguments, offload: _adam(arguments, offload, always_w=False),
     "AdamW": lambda arguments, offload: _adam(arguments, offload, always_w=True),
@@ -187,7 +187,7 @@ def _check_not_engine_keys(arguments: Mapping[str, Any]) -> None:
 
 
 def _from_plugin(name: str, arguments: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer | None:
-    """An optimizer from the first plugin whose hook `ds_optimizer` knows the name, or None."""
+    """Return the optimizer of the first plugin whose hook `ds_optimizer` knows the name, or None."""
     groups = list(params)
     if not all(isinstance(entry, dict) for entry in groups):
         groups = [{"params": groups}]
@@ -195,7 +195,7 @@ def _from_plugin(name: str, arguments: Mapping[str, Any], params: Sequence[Any])
 
 
 def _class_of_torch(name: str, module: Any, base: type, path: str, ours: Sequence[str]) -> type:
-    """The class of a torch module by its name; ConfigError with the nearest name and all names if there is none."""
+    """Return a class of a torch module by name. If unknown, raise a ConfigError with the nearest name and all names."""
     classes = {
         key: value
         for key, value in vars(module).items()
@@ -222,11 +222,11 @@ def _class_of_torch(name: str, module: Any, base: type, path: str, ours: Sequenc
     )
 
 
-#: parameters that say "no bound" by infinity, and those of torch's schedules by which a step divides
+#: parameters for which infinity means "no bound", and divisors in torch's schedules
 _MAY_BE_INFINITE = frozenset({"max_grad_norm", "min_coeff", "max_coeff"})
 _DIVISORS = frozenset({"step_size", "T_max"})
 
-#: what other libraries call a parameter, without regard to case and underscores: its names here, the likeliest first
+#: name of a parameter in other libraries, in lower case without underscores -> its names here, the likeliest first
 _OTHER_NAMES = {
     "learningrate": ("lr", "max_lr", "warmup_max_lr"),
     "baselr": ("lr",),
@@ -248,7 +248,7 @@ _OTHER_NAMES = {
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """' Did you mean "X"?' with the nearest of `known`, without regard to case, or ''."""
+    """Return ' Did you mean "X"?' with the nearest of `known`, ignoring case, or ''."""
     by_lower = {word.lower(): word for word in known}
     others = _OTHER_NAMES.get(re.sub(r"[\W_]", "", name).lower(), ())
     near = [word for word in others if word in by_lower]
@@ -257,10 +257,10 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def without_auto(arguments: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """`arguments` but for those that still say "auto", whose defaults hold; a learning rate has none that fits all.
+    """Return `arguments` without those that are "auto", so that their defaults apply.
 
     Raises:
-        ConfigError: for "auto" as `lr`.
+        ConfigError: `lr` is "auto": there is no general default for a learning rate.
     """
     if _is_auto(arguments.get("lr")):
         raise _not_filled_in(f"{path}.lr")
@@ -278,13 +278,13 @@ def _not_filled_in(path: str) -> ConfigError:
 def construct(
     cls: type, first: Any, arguments: Mapping[str, Any], path: str, name: str, documented: Collection[str] = ()
 ) -> Any:
-    """`cls(first, **arguments)`; for every fault in `arguments` a ConfigError that starts with its key.
+    """Return `cls(first, **arguments)`. Every error in `arguments` raises a ConfigError that starts with its key.
 
-    "auto" stands for the default of the parameter, where it has one and is no learning rate.
+    "auto" means the default of the parameter, if it has one and is not a learning rate.
 
-    `path` is the section of the arguments in the config ("optimizer.params"), and `name` the name there that `cls` was
-    chosen for. Lists for tuples become tuples. `documented`: keys which chose `cls` and are no longer in `arguments`,
-    to name beside those of `cls`.
+    `path` is the config section of the arguments ("optimizer.params"), and `name` the name in the config. Lists become
+    tuples if the default is a tuple. `documented` are keys that chose `cls` and are no longer in `arguments`; error
+    messages list them too.
     """
     label, checked = checked_arguments(cls, arguments, path, name, documented)
     try:
@@ -298,10 +298,10 @@ def construct(
 def checked_arguments(
     cls: type, arguments: Mapping[str, Any], path: str, name: str, documented: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """The label of `cls` for messages, and the arguments that `construct` calls it with.
+    """Return the label of `cls` for messages, and the checked arguments for `construct`.
 
     Raises:
-        ConfigError: as `construct`, for what the signature of `cls` tells.
+        ConfigError: an argument does not fit the signature of `cls`.
     """
     label = cls.__name__ if cls.__name__.lower() == name.lower() else f"{name} ({cls.__name__})"
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer's params
@@ -323,7 +323,7 @@ def checked_arguments(
 
 
 def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
-    """`value` if it fits what the parameter's default and annotation tell; what they do not tell is not checked."""
+    """Check `value` against the parameter's default and annotation, as far as they define its type, and return it."""
     default, words = parameter.default, set(re.findall(r"\w+", str(parameter.annotation)))
     if isinstance(default, tuple) and default and all(_is_number(item) or item is None for item in default):
         fits = isinstance(value, (list, tuple)) and len(value) == len(default)
@@ -344,7 +344,7 @@ def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
 
 
 def _check_finite(value: Any, name: str, path: str) -> None:
-    """Refuse numbers that are none: they train to nan, some steps later."""
+    """Refuse inf and nan, which would cause nan weights some steps later."""
     for each in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(each, float) and not math.isfinite(each) and not (name in _MAY_BE_INFINITE and each > 0):
             wanted = "a finite number" if each is value else "finite numbers"
@@ -365,14 +365,14 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def _allowed(default: Any, words: set[str]) -> list[str]:
-    """Return the kinds of `_FITS` that a parameter takes by its default or its annotation's `words`; empty: unknown."""
+    """Return the keys of `_FITS` that a parameter's default or annotation (`words`) allows; [] if unknown."""
     if isinstance(default, bool) or (default is None and "bool" in words):
         kinds = ["true or false"]
     elif isinstance(default, str):
         kinds = ["a string"]
     elif isinstance(default, (int, float)) or (words & {"int", "float"} and not words & {"str", "dict", "tuple"}):
         kinds = ["a number"]
-        # a schedule takes one number, or one for each param group
+        # a schedule accepts one number, or one per param group
         if words & {"Sequence", "list", "Iterable"}:
             kinds.append("a list of numbers, one per group")
     else:

@@ -1,6 +1,6 @@
-"""Schedules on the command line: the tuning arguments that DeepSpeed's scripts add, read and turn into a config.
+"""Command-line arguments for schedules, as in DeepSpeed's scripts, and their conversion to a config section.
 
-Users call `add_tuning_arguments(parser)`, then `get_config_from_args(args)`; the names are found in
+Users call `add_tuning_arguments(parser)`, then `get_config_from_args(args)`. Scripts import both from
 `deepspeed.runtime.lr_schedules`, the old address of `lr_schedules.py`.
 """
 
@@ -57,7 +57,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     merged = {name: spec for arguments in _BY_SCHEDULE.values() for name, spec in arguments.items()}
     for name, (default, kind, text) in merged.items():
         if kind is bool:
-            # `--cycle_momentum`, and `--lr_range_test_staircase True` as DeepSpeed's scripts write it
+            # accepts `--cycle_momentum`, and `--lr_range_test_staircase True` as in DeepSpeed's scripts
             group.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=default, help=text)
         else:
             group.add_argument(f"--{name}", type=kind, default=default, help=text)
@@ -65,12 +65,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The tuning arguments of this process's command line, and what was left over."""
+    """Parse this process's command line. Return the tuning arguments and the unknown arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put every tuning argument that `args` has, and that is not None, into `params`."""
+    """Copy every tuning argument of `args` that is not None to `params`."""
     for arguments in _BY_SCHEDULE.values():
         for name in arguments:
             value = getattr(args, name, None)
@@ -79,7 +79,7 @@ def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """(the config section {"type", "params"}, None), or (None, why not)."""
+    """Return (config section {"type", "params"}, None), or (None, reason)."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -90,7 +90,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """(the learning rate that a config section leads up to, ""), or (None, why there is none)."""
+    """Return (the peak or first learning rate of a config section, ""), or (None, reason)."""
     if "type" not in config:
         return None, "LR schedule type not defined in config"
     if "params" not in config:

@@ -1,10 +1,10 @@
 """DeepSpeed's learning-rate schedules. Each is a closed form of the step count, so its state is one number.
 
 `n` below is `last_batch_iteration`: -1 at construction, 0 after the first `step()`. The engine calls `step()` after
-every optimizer step; construction already sets the learning rate of n = -1, which the first optimizer step uses. One
-that is constructed with another count leaves the optimizer as it is until its first `step()`. Values and defaults are
-those of DeepSpeed 0.19.6 (`core/tests/unit/optim/test_lr_schedules.py` has numbers that it printed). Scripts import the
-names of the schedules and of their arguments from `deepspeed.runtime.lr_schedules`.
+every optimizer step. The constructor sets the learning rate of n = -1, which the first optimizer step uses. A schedule
+that is constructed with another count does not change the optimizer until its first `step()`. Values and defaults are
+equal to DeepSpeed 0.19.6 (`core/tests/unit/optim/test_lr_schedules.py` has its numbers). Scripts import the names of
+the schedules and their arguments from `deepspeed.runtime.lr_schedules`.
 """
 
 import math
@@ -82,11 +82,11 @@ __all__ = [
     "update_lr",
 ]
 
-_SECOND_BETA = 0.99  # that OneCycle sets
+_SECOND_BETA = 0.99  # OneCycle sets it
 
 
 def get_torch_optimizer(optimizer: Any) -> Any:
-    """The object whose `param_groups` a schedule writes: `optimizer`, or the one that it wraps as `.optimizer`."""
+    """Return the object with the `param_groups` that a schedule writes: `optimizer`, or its `.optimizer`."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if hasattr(candidate, "param_groups"):
             return candidate
@@ -96,7 +96,7 @@ def get_torch_optimizer(optimizer: Any) -> Any:
 
 
 def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[float]:
-    """Write one learning rate per group, into the tensor where a group holds one; returns them as numbers."""
+    """Write one learning rate per group (in place if it is a tensor). Return the learning rates as numbers."""
     for group, lr in zip(param_groups, lrs, strict=True):
         if torch.is_tensor(group["lr"]):
             group["lr"].fill_(lr)
@@ -106,7 +106,7 @@ def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[
 
 
 class Schedule:
-    """A `Schedule` counts steps, writes the learning rates and keeps its count as state. A subclass writes `get_lr`."""
+    """Counts steps and writes the learning rates. Its state is the count. A subclass implements `get_lr`."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
@@ -116,17 +116,17 @@ class Schedule:
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`."""
         raise NotImplementedError(f"{type(self).__name__} must write get_lr")
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates that construction, `step()` or `load_state_dict` wrote last; AssertionError before the first
-        `step()` of a schedule that was constructed with another count than -1."""
+        """Return the learning rates that the constructor, `step()` or `load_state_dict` wrote last. AssertionError
+        before the first `step()` of a schedule that was constructed with a count other than -1."""
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on to the next step count, or to the given one, and write the learning rates."""
+        """Advance to the next step count, or set the given one, and write the learning rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -136,13 +136,13 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Continue at the saved count, and write its learning rates. CheckpointError if `sd` holds no count."""
+        """Continue at the saved count, and write its learning rates. CheckpointError if `sd` has no valid count."""
         self.check_state_dict(sd)
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._last_lr = self._write()
 
     def check_state_dict(self, sd: Any) -> None:
-        """Raise CheckpointError where `load_state_dict(sd)` would; changes nothing."""
+        """Raise a CheckpointError if `load_state_dict(sd)` would. Changes nothing."""
         if not isinstance(sd, Mapping) or "last_batch_iteration" not in sd:
             found = sorted(map(str, sd)) if isinstance(sd, Mapping) else type(sd).__name__
             raise CheckpointError(
@@ -160,18 +160,18 @@ class Schedule:
         return update_lr(self.optimizer.param_groups, self.get_lr())
 
     def _begin(self) -> None:
-        """Write what the first optimizer step uses, unless another schedule has come as far as this count."""
+        """Write the learning rates for the first optimizer step, unless the schedule continues at a given count."""
         if self.last_batch_iteration == -1:
             self._last_lr = self._write()
 
     def _own_lrs(self) -> list[float]:
-        """The learning rates that the groups brought with them; those of groups added later are seen here first."""
+        """Return the groups' original learning rates. Learning rates of groups added later are recorded here."""
         for group in self.optimizer.param_groups[len(self.org_lrs) :]:
             self.org_lrs.append(float(group["lr"]))
         return self.org_lrs
 
     def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
-        """One number for each param group there is now; a single number serves also groups added later."""
+        """Return one number per current param group. A single number also applies to groups added later."""
         num_groups = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [float(value)] * num_groups  # type: ignore[arg-type]
@@ -184,15 +184,15 @@ class Schedule:
 
 @absent_members("runtime.lr_schedules:LRRangeTest")
 class LRRangeTest(Schedule):
-    """Grows the learning rate until training diverges, to find the largest useful one (L. Smith, arXiv 1803.09820).
+    """Increases the learning rate until training diverges, to find the largest useful one (L. Smith, arXiv 1803.09820).
 
-    lr = min_lr * (1 + step_rate * (n + 1) / step_size), the fraction rounded down with `staircase`.
+    lr = min_lr * (1 + step_rate * (n + 1) / step_size); with `staircase` the fraction is rounded down.
 
     Args:
         lr_range_test_min_lr: first learning rate, or one per param group.
         lr_range_test_step_size: steps per interval.
         lr_range_test_step_rate: growth per interval, as a multiple of the first learning rate.
-        lr_range_test_staircase: grow once per interval rather than at every step.
+        lr_range_test_staircase: increase once per interval instead of at every step.
     """
 
     def __init__(
@@ -222,9 +222,9 @@ class LRRangeTest(Schedule):
 
 @absent_members("runtime.lr_schedules:OneCycle")
 class OneCycle(Schedule):
-    """One rise and fall of the learning rate, momentum moving the other way, then a decay (L. Smith, arXiv 1803.09820).
+    """Raises and lowers the learning rate once, with inverse momentum, then decays it (L. Smith, arXiv 1803.09820).
 
-    With k = n + 1 steps gone and s going 0 -> 1 over the first half and 1 -> 0 over the second:
+    With k = n + 1 completed steps, and s rising 0 -> 1 in the first half and falling 1 -> 0 in the second:
 
         cycle   lr  = min_lr + (max_lr - min_lr) * s          mom = max_mom - (max_mom - min_mom) * s
         after   lr  = min_lr / (1 + decay_lr_rate * d)        mom = max_mom * (1 + decay_mom_rate * d)
@@ -233,11 +233,11 @@ class OneCycle(Schedule):
     Args:
         cycle_min_lr, cycle_max_lr: one number, or one per param group.
         decay_lr_rate, decay_mom_rate, decay_step_size: see above.
-        cycle_first_step_size, cycle_second_step_size: steps of the halves; the second as the first if None.
-        cycle_first_stair_count, cycle_second_stair_count: s is rounded down to so many stairs; 0 means none; the second
-            as the first if None.
-        cycle_momentum: also write `betas[0]` of each group, and 0.99 as `betas[1]`, as DeepSpeed does; off, with a
-            warning, where there are no betas. The first optimizer step has min_mom.
+        cycle_first_step_size, cycle_second_step_size: steps of the halves; second None: as the first.
+        cycle_first_stair_count, cycle_second_stair_count: s is rounded down to this number of stairs; 0: no stairs;
+            second None: as the first.
+        cycle_momentum: also write `betas[0]` of each group, and 0.99 as `betas[1]`, like DeepSpeed. Without betas it is
+            disabled with a warning. The first optimizer step uses min_mom.
         cycle_min_mom, cycle_max_mom: one number, or one per param group.
     """
 
@@ -283,7 +283,7 @@ class OneCycle(Schedule):
         return [low + (high - low) * scale for low, high in zip(min_lrs, max_lrs, strict=True)]
 
     def get_mom(self) -> list[float] | None:
-        """Momentum of each param group at `last_batch_iteration`, or None if it is not cycled."""
+        """Return the momentum of each param group at `last_batch_iteration`, or None if it is not cycled."""
         if not self.cycle_momentum:
             return None
         scale, decay = self._position()
@@ -296,7 +296,7 @@ class OneCycle(Schedule):
         return [high - (high - low) * scale for low, high in zip(min_moms, max_moms, strict=True)]
 
     def _position(self) -> tuple[float, float | None]:
-        """(s, None) within the cycle, (0, decay intervals) after it."""
+        """Return (s, None) within the cycle, (0, decay intervals) after it."""
         steps = self.last_batch_iteration + 1
         if steps > self.total_size:
             after = steps - self.total_size
@@ -326,11 +326,11 @@ class WarmupLR(Schedule):
 
         lr = min_lr + (max_lr - min_lr) * gamma(n)
         gamma(n) = log(n + 1) / log(W)   (log)    or   n / W   (linear)      for n < W = max(2, warmup_num_steps)
-        gamma(n) = 1                                                        from then on
+        gamma(n) = 1                                                         for n >= W
 
     Args:
         warmup_min_lr: one number, or one per param group.
-        warmup_max_lr: the same; None: each group's own learning rate.
+        warmup_max_lr: one number, or one per param group; None: each group's original learning rate.
         warmup_num_steps: positive; 1 counts as 2.
         warmup_type: "log" or "linear".
     """
@@ -348,7 +348,7 @@ class WarmupLR(Schedule):
         self.warmup_min_lr, self.warmup_max_lr = warmup_min_lr, warmup_max_lr
         self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
-        # a schedule that needs more than this writes the first rates itself, once it has it
+        # a subclass calls `_begin` itself after it has set its attributes
         if type(self) is WarmupLR:
             self._begin()
 
@@ -365,13 +365,13 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Raises the learning rate as `WarmupLR`, then lowers it linearly to min at `total_num_steps` (T) and holds it.
+    """Raises the learning rate like `WarmupLR`, then lowers it linearly to min at `total_num_steps` (T) and holds it.
 
     gamma(n) = max(0, (T - n) / max(1, T - W)) for n >= W.
 
     Args:
-        total_num_steps: steps of the whole training.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type: as in `WarmupLR`, but for the default 0.001.
+        total_num_steps: number of steps of the training.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type: see `WarmupLR`; warmup_max_lr defaults to 0.001.
     """
 
     def __init__(
@@ -398,18 +398,18 @@ class WarmupDecayLR(WarmupLR):
 
 @absent_members("runtime.lr_schedules:WarmupCosineLR")
 class WarmupCosineLR(Schedule):
-    """Scales each group's own learning rate: a warm-up to 1, then half a cosine down to `cos_min_ratio`.
+    """Scales each group's original learning rate: a warm-up to 1, then a half cosine down to `cos_min_ratio`.
 
         lr = lr at construction * ratio(n), ratio(-1) = 0
         ratio(n) = warmup_min_ratio + (1 - warmup_min_ratio) * gamma(n)             for n < W, gamma as in `WarmupLR`
-        ratio(n) = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * q)) / 2      from then on
-                   q = min(1, (n - W + 1) / (T - W)), T = total_num_steps
+        ratio(n) = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * q)) / 2      for n >= W
+                   q = min(1, (n - W + 1) / max(1, T - W)), T = total_num_steps
 
     Args:
-        total_num_steps: steps of the whole training.
-        warmup_min_ratio: ratio after the first step; before it the ratio is 0.
-        warmup_num_steps: as in `WarmupLR`.
-        cos_min_ratio: ratio at the end, and after it.
+        total_num_steps: number of steps of the training.
+        warmup_min_ratio: ratio after the first step; before the first step the ratio is 0.
+        warmup_num_steps: see `WarmupLR`.
+        cos_min_ratio: ratio at the end and afterwards.
         warmup_type: "log" or "linear".
     """
 
@@ -435,7 +435,7 @@ class WarmupCosineLR(Schedule):
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        """Return the factor by which the groups' own learning rates are multiplied at `last_batch_iteration`."""
+        """Return the factor for the groups' original learning rates at `last_batch_iteration`."""
         n, W = self.last_batch_iteration, self.warmup_num_steps
         if n < 0:
             return 0.0
@@ -454,7 +454,7 @@ def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
 
 
 def _checked_warmup(num_steps: int, warmup_type: str) -> int:
-    """The warm-up's length as it is used: at least 2, because log(1) = 0 would divide."""
+    """Check the warm-up arguments, and return the length: at least 2, because log(1) = 0 is a divisor."""
     remedy = "; give 1 for the shortest warm-up, or leave out a WarmupLR that is to have none"
     count = _checked_count("warmup_num_steps", num_steps, remedy)
     if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
@@ -484,5 +484,5 @@ def _given(value: int | None, otherwise: int) -> int:
 
 
 def _stairs(steps: int, num_steps: int, count: int) -> float:
-    """`steps / num_steps`, rounded down to one of `count` stairs if there are any."""
+    """Return `steps / num_steps`, rounded down to one of `count` stairs if `count` is not 0."""
     return math.floor(steps * count / num_steps) / count if count else steps / num_steps

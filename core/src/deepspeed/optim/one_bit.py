@@ -1,14 +1,14 @@
-"""Optimizers that send one bit per element: what they share (`OneBitOptimizer`), and 1-bit Adam (`OnebitAdam`).
+"""Optimizers that communicate one bit per element: their base class `OneBitOptimizer`, and 1-bit Adam (`OnebitAdam`).
 
-Adam's second moment hardly changes after a while, and without it what is left is linear: ranks may then average their
-momentum in place of their gradients, and error feedback makes up for rounding it to signs
-(`deepspeed.comm.compressed`). So training has two phases:
+Adam's second moment hardly changes after a while. With a constant second moment the update is linear, so ranks may
+average the momentum instead of the gradients. Error feedback compensates for the rounding of the momentum to signs
+(`deepspeed.comm.compressed`). Training has two phases:
 
-    1. `freeze_step` updates by averaged gradients, as Adam makes them
-    2. the second moment stays; each rank adds its own gradient to the momentum, and the ranks average that
+    1. `freeze_step` Adam updates with averaged gradients
+    2. the second moment is frozen; each rank adds its local gradient to the momentum, and ranks average the momentum
 
-Who runs the backwards asks `begin_phase` before each of them which kind of gradients the step needs, and gives the
-ranks by `join`: the engine does (`deepspeed.zero.stages`). Without it an optimizer here has one rank.
+The engine (`deepspeed.zero.stages`) calls `join` to set the ranks, and `begin_phase` before each backward, which sets
+the kind of gradients that the step needs. Without an engine, an optimizer has one rank.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,20 +26,20 @@ from deepspeed.ops.optimizer import ReferenceOptimizer, check_not_sparse, check_
 
 
 class OneBitOptimizer(ReferenceOptimizer):
-    """An optimizer whose ranks average more than gradients in its step.
+    """The base class of optimizers whose step communicates more than gradients.
 
-    A subclass writes `begin_phase`, and calls `average` for what is sent in one bit.
+    A subclass implements `begin_phase`, and calls `average` for one-bit communication.
     """
 
-    #: one scale is that of a whole parameter
+    #: the one-bit average has one scale per parameter
     is_elementwise = False
-    #: whether the gradients of the next update are this rank's own, and not the average over ranks
+    #: whether the next update needs local gradients instead of the average over ranks
     keeps_gradients = False
-    #: those that train together; None: this process alone
+    #: the ranks that train together; None: this process alone
     ranks: GroupBackend | None = None
-    #: options of groups that a load leaves as this run's configuration has them
+    #: options of groups that loading a checkpoint does not change
     kept_options = frozenset({"exp_avg_mask", "bias_correction"})
-    #: attributes by which ranks agree on what they send
+    #: attributes that determine the communication and must be equal on all ranks
     phase_options: tuple[str, ...] = ()
 
     def __init__(
@@ -69,45 +69,45 @@ class OneBitOptimizer(ReferenceOptimizer):
             **others,
         }
         super().__init__(params, defaults)
-        #: what is left to send, by parameter
+        #: parameter -> its rounding errors
         self.rounding: dict[Tensor, RoundingErrors] = {}
 
     def join(self, ranks: GroupBackend) -> None:
-        """Train together with other ranks from now on; called by an engine, on all of them."""
+        """Train together with other ranks from now on. An engine calls this on all ranks."""
         self.ranks = ranks
         self.rounding = {}
 
     @property
     def phase_settings(self) -> dict[str, int]:
-        """The values of `phase_options`, by name; an engine compares them on the ranks."""
+        """The values of `phase_options` by name. An engine compares them across ranks."""
         return {name: getattr(self, name) for name in self.phase_options}
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the update that is being made leaves the second moments as they are, and so do all later ones."""
+        """Whether the second moments are frozen in the current update and all later ones."""
         raise NotImplementedError(f"{type(self).__name__} must write is_frozen")
 
     def past_variances(self, step: int) -> int:
-        """Return how often the second moment of a parameter was updated in its first `step` updates, as far as that
-        follows from numbers: for states of other optimizers, which do not count."""
+        """Return the number of updates of a parameter's second moment in its first `step` updates, computed from the
+        settings. Used for states of other optimizers, which do not store this count."""
         raise NotImplementedError(f"{type(self).__name__} must write past_variances")
 
     def begin_phase(self) -> None:
-        """Set `keeps_gradients`, on all ranks alike. Called when a backward begins."""
+        """Set `keeps_gradients`, equally on all ranks. Called when a backward begins."""
         raise NotImplementedError(f"{type(self).__name__} must write begin_phase")
 
     def before_update(self) -> None:
-        if self.ranks is None:  # nobody else asks
+        if self.ranks is None:  # no engine calls `begin_phase`
             self.begin_phase()
 
     def finish_update(self) -> list[Tensor]:
-        """Average what is still to be averaged once all parameters that have a gradient were updated, and return the
-        parameters that this has changed. Called by an engine, on all ranks."""
+        """Complete pending averages after all parameters with a gradient were updated, and return the parameters that
+        this changes. An engine calls this on all ranks."""
         return []
 
     def restore_rounding(self, saved: Mapping[Tensor, Sequence[Tensor] | None]) -> None:
-        """Go on with what was left to send, by parameter: the errors of this rank and of its part. Called when weights
-        or states were loaded."""
+        """Restore the rounding errors: parameter -> (worker error, server error) of this rank. Called after weights or
+        states are loaded."""
         self.rounding = {}
         world_size = 1 if self.ranks is None else self.ranks.world_size
         for param, errors in saved.items():
@@ -129,12 +129,12 @@ class OneBitOptimizer(ReferenceOptimizer):
 
     @property
     def num_updates(self) -> int:
-        """Updates so far, of the parameter that has the most."""
+        """The largest number of updates of any parameter so far."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
 
     def trained(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return those of `params` that can be updated. In the second phase a parameter whose second moment was never
-        updated has no scale for its steps: it is left out, and a warning says so once."""
+        """Return the `params` that can be updated. In the second phase, a parameter whose second moment was never
+        updated has no step size, so it is left out with a warning."""
         if not self.is_frozen:
             return params
         known = [param for param in params if self.state.get(param) and self._count_variances(self.state[param])]
@@ -151,14 +151,14 @@ class OneBitOptimizer(ReferenceOptimizer):
         return known
 
     def _count_variances(self, state: dict[str, Any]) -> int:
-        """Return the updates of the second moment that a state counts; have it count them."""
+        """Return the number of updates of the second moment of a state. Add the count to the state if missing."""
         if "variance_step" not in state:
             state["variance_step"] = new_step_count() + self.past_variances(int(state["step"]))
         return int(state["variance_step"])
 
     def moments_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """Return the states of parameters that are about to be updated: their moments, zero at first, and the count of
-        updates with this one."""
+        """Return the states of parameters for an update. Create zero moments if necessary, and increment the step
+        counts."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
@@ -169,7 +169,7 @@ class OneBitOptimizer(ReferenceOptimizer):
         return states
 
     def average(self, params: list[Tensor], values: list[Tensor]) -> None:
-        """Replace `values`, one for each parameter, by their average over the ranks, in one bit per element. A
+        """Replace `values`, one per parameter, by their average over the ranks, communicated in one bit per element. A
         collective."""
         if self.ranks is None or self.ranks.world_size == 1:
             return
@@ -180,7 +180,7 @@ class OneBitOptimizer(ReferenceOptimizer):
 
 
 class TwoPhaseOptimizer(OneBitOptimizer):
-    """An optimizer whose second moments stay after `freeze_step` updates, from when on momenta are averaged."""
+    """An optimizer that freezes the second moments after `freeze_step` updates, and then averages momenta."""
 
     phase_options = ("freeze_step",)
     freeze_step: int
@@ -200,31 +200,31 @@ class TwoPhaseOptimizer(OneBitOptimizer):
 class OnebitAdam(TwoPhaseOptimizer):
     """1-bit Adam (H. Tang et al., arXiv 2102.02888, algorithm 1), with Adam's bias correction and AdamW's decay.
 
-    Of update t, with g the gradient, T = `freeze_step`, and A(x) the average over ranks in one bit:
+    Update t, with gradient g, T = `freeze_step`, and A(x) the one-bit average over ranks:
 
-        t <= T    m <- b1 * m + (1 - b1) * g        g the average over ranks
+        t <= T    m <- b1 * m + (1 - b1) * g        g is the average over ranks
                   v <- b2 * v + (1 - b2) * g^2
-        t > T     m <- A(b1 * m + (1 - b1) * g)     g this rank's own; v stays
+        t > T     m <- A(b1 * m + (1 - b1) * g)     g is the local gradient; v is frozen
         p <- p * (1 - lr * wd) - lr * (m / c1) / (sqrt(v / c2) + eps)
-        c1 = c2 = 1; with bias_correction 1 - b1^n and 1 - b2^k, of the n updates that p has had, and the k of its v
+        c1 = c2 = 1; with bias_correction 1 - b1^n and 1 - b2^k, after n updates of p and k updates of its v
 
     State of a parameter: `step` (n), `variance_step` (k), `exp_avg` (m), `exp_avg_sq` (v).
 
-    Made by the factory for "OneBitAdam", or by users. An element that had no gradient in the first phase has v = 0 and
-    no scale for its update: its momentum is zero in the second. A whole parameter whose first gradient comes in the
-    second phase keeps its values, without decay, and a warning says so.
+    The optimizer factory creates it for "OneBitAdam"; users may create it too. An element without a gradient in the
+    first phase has v = 0 and no step size, so its momentum is zero in the second phase. If the first gradient of a
+    parameter comes in the second phase, the parameter keeps its values, without decay, and a warning is logged.
 
     Args:
         params: parameters, or param groups. A group may have `exp_avg_mask`, a tensor of 0 and 1 in the shape of its
-            parameters: where it is 0 the momentum is zero, as for parameters that never have a gradient.
-        deepspeed: accepted as in DeepSpeed, and without effect: an engine joins by itself.
-        freeze_step: updates of the first phase, at least 1. With fewer than the learning rate needs to warm up v is too
-            small.
-        bias_correction: Adam's. DeepSpeed has it in the signature, as true, and makes none; that is the default here.
-        eps_inside_sqrt: sqrt(v / c2 + eps) in place of sqrt(v / c2) + eps.
-        weight_decay: decoupled.
+            parameters: the momentum is zero where the mask is 0, as for elements that never have a gradient.
+        deepspeed: accepted for compatibility, and ignored: an engine calls `join`.
+        freeze_step: number of updates of the first phase, at least 1. It should exceed the learning-rate warm-up,
+            because v is too small otherwise.
+        bias_correction: Adam's. DeepSpeed's signature has True but makes no correction; so the default here is False.
+        eps_inside_sqrt: use sqrt(v / c2 + eps) instead of sqrt(v / c2) + eps.
+        weight_decay: decoupled weight decay.
 
-    Raises ConfigError for a value out of range, for `amsgrad=True`, which 1-bit Adam has not, and for `max_grad_norm`.
+    Raises ConfigError for a value out of range, for `amsgrad=True`, which is not supported, and for `max_grad_norm`.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class OnebitAdam(TwoPhaseOptimizer):
 
 
 def update_variances(states: list[dict[str, Any]], grads: list[Tensor], beta2: float) -> None:
-    """Add gradients to the second moments, and count that."""
+    """Update the second moments with gradients, and increment `variance_step`."""
     seconds = [state["exp_avg_sq"] for state in states]
     torch._foreach_mul_(seconds, beta2)
     torch._foreach_addcmul_(seconds, grads, grads, value=1 - beta2)
@@ -281,7 +281,7 @@ def update_variances(states: list[dict[str, Any]], grads: list[Tensor], beta2: f
 
 
 def dense_gradients(params: list[Tensor], name: str) -> list[Tensor]:
-    """The gradients of `params`, which all have one."""
+    """Return the gradients of `params`. All must have a dense gradient."""
     grads = []
     for param in params:
         assert param.grad is not None
@@ -291,7 +291,7 @@ def dense_gradients(params: list[Tensor], name: str) -> list[Tensor]:
 
 
 def mask_momentum(firsts: list[Tensor], seconds: list[Tensor], group: dict[str, Any]) -> None:
-    """Zero the momentum of elements that have never had a gradient, which signs cannot say, and where the group's
+    """Zero the momentum of elements that never had a gradient (signs cannot represent 0), and where the group's
     `exp_avg_mask` is 0."""
     mask = group.get("exp_avg_mask")
     for first, second in zip(firsts, seconds, strict=True):
@@ -301,7 +301,7 @@ def mask_momentum(firsts: list[Tensor], seconds: list[Tensor], group: dict[str, 
 
 
 def step_by_moments(params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
-    """Update `params` by Adam's formula, as `OnebitAdam` states it."""
+    """Update `params` by the formula of `OnebitAdam`."""
     (beta1, _), lr, corrects = group["betas"], float(group["lr"]), group["bias_correction"]
     steps = torch._foreach_div([state["exp_avg"] for state in states], roots_of(states, group))
     torch._foreach_mul_(steps, [lr / (1 - beta1 ** int(state["step"])) if corrects else lr for state in states])
@@ -311,14 +311,14 @@ def step_by_moments(params: list[Tensor], states: list[dict[str, Any]], group: d
 
 
 def roots_of(states: list[dict[str, Any]], group: dict[str, Any]) -> list[Tensor]:
-    """Return `adam_roots` of states that count the updates of their second moments."""
+    """Return `adam_roots` of states with a `variance_step`."""
     return adam_roots(
         [state["exp_avg_sq"] for state in states], [int(state["variance_step"]) for state in states], group
     )
 
 
 def adam_roots(seconds: list[Tensor], counts: list[int], group: dict[str, Any]) -> list[Tensor]:
-    """Return what Adam divides by: sqrt(v / c2) + eps of each second moment that was updated so often."""
+    """Return Adam's denominators sqrt(v / c2) + eps for second moments and their numbers of updates."""
     beta2, eps, corrects = group["betas"][1], group["eps"], group["bias_correction"]
     roots = list(torch._foreach_div(seconds, [1 - beta2**count if corrects and count else 1.0 for count in counts]))
     if group["eps_inside_sqrt"]:
@@ -330,10 +330,10 @@ def adam_roots(seconds: list[Tensor], counts: list[int], group: dict[str, Any]) 
 
 
 def refuse_not_here(name: str, *, amsgrad: bool, max_grad_norm: float) -> None:
-    """Refuse two arguments that DeepSpeed's signatures have and no 1-bit optimizer knows.
+    """Refuse two arguments of DeepSpeed's signatures that no 1-bit optimizer supports.
 
     Raises:
-        ConfigError: says what to do.
+        ConfigError: one of them is set; the message says what to do.
     """
     if amsgrad:
         raise ConfigError(f"amsgrad: found True, but {name} has no AMSGrad; leave it out")
@@ -345,10 +345,10 @@ def refuse_not_here(name: str, *, amsgrad: bool, max_grad_norm: float) -> None:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """`value`, an integer of at least 1.
+    """Return `value` if it is an integer of at least 1.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: found {value!r}, but it must be an integer of at least 1")

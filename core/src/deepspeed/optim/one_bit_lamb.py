@@ -1,4 +1,4 @@
-"""`OnebitLamb`: LAMB whose ranks average their momentum in one bit per element; see `one_bit.py` for the two phases."""
+"""`OnebitLamb`: LAMB that averages the momentum in one bit per element; see `one_bit.py` for the two phases."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,31 +24,31 @@ from deepspeed.optim.one_bit import (
 class OnebitLamb(TwoPhaseOptimizer):
     """1-bit LAMB (C. Li et al., arXiv 2104.06069, algorithm 1).
 
-    LAMB's trust ratio needs a second moment of now, which the second phase has not: it takes the mean of the ratios of
-    the first phase, and scales it by how the second moment has changed since, as far as the averaged momentum says.
-    Of update t, with T = `freeze_step`, A(x) the average over ranks in one bit, c1 and c2 as in `OnebitAdam`:
+    LAMB's trust ratio needs a current second moment, but the second phase has a frozen one. So the second phase uses a
+    mean ratio of the first phase, scaled by the change of the second moment, which the averaged momentum approximates.
+    Update t, with T = `freeze_step`, A(x) the one-bit average over ranks, c1 and c2 as in `OnebitAdam`:
 
-        t <= T    m, v as in Adam, of averaged gradients;  f <- v
+        t <= T    m, v as in Adam, from averaged gradients;  f <- v
                   u = (m / c1) / (sqrt(v / c2) + eps) + wd * p
-                  c = clamp(|p| / |u|, min_coeff, max_coeff)           1 where |p| or |u| is 0
+                  c = clamp(|p| / |u|, min_coeff, max_coeff)           1 if |p| or |u| is 0
                   k <- coeff_beta * k + (1 - coeff_beta) * c           0 at first
                   p <- p - lr * c * u
-        t > T     m' = A(b1 * m + (1 - b1) * g)                        g this rank's own; v and k stay
+        t > T     m' = A(b1 * m + (1 - b1) * g)                        g is the local gradient; v and k are frozen
                   f <- b2 * f + (1 - b2) * ((m' - b1 * m) / (1 - b1))^2;   m <- m'
                   r' = max over elements of (sqrt(v / c2) + eps) / (sqrt(f / (1 - b2^t)) + eps)
                   r <- clamp r' to factor_min, factor_max, then to r * (1 -+ factor_threshold)     1 at first
                   p <- p - lr * r * k * u
 
-    Every parameter has a scale of its own in what is sent, so momenta need no common size. State: that of
+    The one-bit average has one scale per parameter, so momenta need no common scale. The state has the entries of
     `OnebitAdam`, and `exp_avg_sq_fresh` (f, in the second phase), `lamb_coeff_freeze` (k), `last_factor` (r).
 
     Args:
-        params, deepspeed, freeze_step, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask`
+        params, deepspeed, freeze_step, bias_correction, eps_inside_sqrt: see `OnebitAdam`, also for `exp_avg_mask`
             of a group.
         max_coeff, min_coeff: bounds of the trust ratio.
-        coeff_beta: decay of its mean.
+        coeff_beta: decay of the mean trust ratio.
         factor_max, factor_min: bounds of r.
-        factor_threshold: share by which r may change from one update to the next.
+        factor_threshold: maximum relative change of r from one update to the next.
 
     Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
     """
@@ -95,11 +95,11 @@ class OnebitLamb(TwoPhaseOptimizer):
             max_coeff=max_coeff,
             min_coeff=min_coeff,
         )
-        self._coeffs: dict[Tensor, Tensor] = {}  # parameter -> what its last update was multiplied by, beside lr
+        self._coeffs: dict[Tensor, Tensor] = {}  # parameter -> factor of its last update, without lr
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratio of the last update (r * k in the second phase) of each parameter that had one, in order of
-        the groups."""
+        """Return the trust ratio of the last update (r * k in the second phase) of each updated parameter, in the order
+        of the groups."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [float(self._coeffs[param]) for param in params if param in self._coeffs]
 
@@ -116,7 +116,7 @@ class OnebitLamb(TwoPhaseOptimizer):
         if self.keeps_gradients:
             self.average(params, firsts)
             mask_momentum(firsts, seconds, group)
-            mask_momentum(list(before), seconds, group)  # what a mask takes away is no gradient
+            mask_momentum(list(before), seconds, group)  # so that the mask does not count as a gradient
             self._update_fresh(states, list(before), group)
         else:
             update_variances(states, grads, beta2)
@@ -132,7 +132,7 @@ class OnebitLamb(TwoPhaseOptimizer):
 
     @staticmethod
     def _update_fresh(states: list[dict[str, Any]], before: list[Tensor], group: dict[str, Any]) -> None:
-        """Add the gradients that the averaged momenta say to the second moments of now; `before`: b1 * m."""
+        """Update f with the gradients that follow from the averaged momenta; `before` is b1 * m."""
         beta1, beta2 = group["betas"]
         for state, kept in zip(states, before, strict=True):
             if "exp_avg_sq_fresh" not in state:
@@ -143,9 +143,9 @@ class OnebitLamb(TwoPhaseOptimizer):
     def _coeff(
         self, param: Tensor, state: dict[str, Any], update: Tensor, root: Tensor, group: dict[str, Any]
     ) -> Tensor:
-        """Return by what an update is multiplied, beside the learning rate; 0-D, decided on the device."""
+        """Return the factor of an update without the learning rate, 0-D, computed on the device."""
         if "lamb_coeff_freeze" not in state:
-            of_now = self.keeps_gradients  # another optimizer made the first phase
+            of_now = self.keeps_gradients  # another optimizer trained the first phase
             first = _trust_ratio(param, update, group) if of_now else 0.0
             state["lamb_coeff_freeze"], state["last_factor"] = param.new_zeros(()) + first, param.new_ones(())
         if not self.keeps_gradients:

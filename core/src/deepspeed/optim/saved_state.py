@@ -1,11 +1,11 @@
-"""Whether an optimizer can go on from a saved optimizer state. Asked at a load, before it changes anything.
+"""Checks whether an optimizer can continue from a saved optimizer state, before a load changes anything.
 
-What counts is the names of the states, not the class: torch's AdamW, FusedAdam and DeepSpeedCPUAdam keep `exp_avg` and
-`exp_avg_sq` and take each other's. In an optimizer that keeps others, a state would be a KeyError at the next step, or
-lie unread.
+The names of the states count, not the class: torch's AdamW, FusedAdam and DeepSpeedCPUAdam all keep `exp_avg` and
+`exp_avg_sq`, and can load each other's state. In an optimizer with other states, the next step would raise a KeyError
+or ignore the loaded state.
 
-Then the values are looked at: types, dtypes, sizes and ranges, of the states and options whose meaning is known. An
-optimizer that takes a text for its step count fails in its next step, and one that takes nan trains to nan.
+Then the values are checked: types, dtypes, sizes and ranges of all states and options with a known meaning. Otherwise a
+string as step count would fail in the next step, and a nan would spread to the weights.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.traits import _is_a, _loaded, unwrapped
 
-#: states with one number per element, and those of them that are sums of squares, or largest values
+#: states with one number per element; and among them, sums of squares and maxima, which are not negative
 _MOMENTS = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
@@ -35,7 +35,7 @@ _NOT_NEGATIVE = frozenset(
     }
 )
 _NUMBERS = frozenset({"step", "variance_step", "mu_product"})
-#: options that are at least 0, and those that are also below 1
+#: options that must be at least 0, and options that must also be below 1
 _AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})
 _BELOW_1 = frozenset({"betas", "alpha", "rho"})
 _NEVER_NONE = frozenset({*_AT_LEAST_0, *_BELOW_1, "momentum", "dampening"})
@@ -45,26 +45,26 @@ _SWITCHES = frozenset(
         *("maximize", "nesterov"),
     }
 )
-#: what a group says of its parameters, of which a load takes none: this run's stay
+#: keys of a group that describe its parameters; a load does not change them
 OF_PARAMETERS = ("params", "param_names")
-#: keys that schedules of torch ask for in a state: those of callables, of schedules in one, and of a callable
+#: keys that torch's schedules require in a state: callables, nested schedules, and one callable
 _PARTS_OF_SCHEDULES = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _CHUNK_NUMEL = 1 << 22
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype, as checkpoints have it, of the weights that an optimizer updates for parameters of `dtype`.
+    """Return the dtype of master weights in checkpoints, for parameters of `dtype`.
 
-    It is fp32, or, for a `dtype` that has more bits or is complex, the type that torch promotes it and fp32 to.
+    This is fp32, or for a wider or complex `dtype` the result of torch's promotion with fp32.
     """
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32
 
 
 def check_options(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the options of saved groups with those of this run's groups, which they replace.
+    """Compare the options of saved groups with the options of this run's groups, which they replace.
 
     Raises:
-        CheckpointError: one has another type than here, or a value that it cannot have.
+        CheckpointError: an option has another type than in this run, or an invalid value.
     """
     defaults = unwrapped(optimizer).defaults
     for index, (here, there) in enumerate(zip(optimizer.param_groups, saved, strict=False)):
@@ -78,10 +78,10 @@ def check_options(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_numbers(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Look at the numbers by which groups of a torch state dict know their parameters.
+    """Check the parameter numbers in the groups of a torch state dict.
 
     Raises:
-        CheckpointError: two parameters have one number: one would take the other's state.
+        CheckpointError: two parameters have the same number, so one would load the other's state.
     """
     counts = Counter(number for group in saved for number in group["params"])
     if twice := [number for number, count in counts.items() if count > 1]:
@@ -95,17 +95,17 @@ def _is_option(name: str, value: Any, own: Any, default: Any) -> bool:
     if isinstance(value, bool | int | str) and type(value) is type(own) and value == own:
         return True
     if name in _SWITCHES:
-        # the optimizers that an engine can have take no other than this run's
+        # an engine's optimizers do not support `differentiable`, unless this run's group already has it
         is_possible = name != "differentiable" or not value or bool(own)
         return (value is None or isinstance(value, bool)) and isinstance(own, bool | None) and is_possible
     if isinstance(value, tuple | list):
         if own is None:
             return all(_is_option(name, each, None, None) for each in value)
-        if isinstance(own, list) and len(own) != len(value) and name not in _NEVER_NONE:  # a list that grows
+        if isinstance(own, list) and len(own) != len(value) and name not in _NEVER_NONE:  # the list may grow over time
             return all(_is_option(name, each, None, None) for each in value)
         same = isinstance(own, tuple | list) and len(own) == len(value)
         return same and all(_is_option(name, *each, each[1]) for each in zip(value, own, strict=True))
-    if value is None:  # where it is a choice, and not a number that was lost
+    if value is None:  # allowed as a choice, but not as a lost number
         can_be = own is None or isinstance(own, bool | str)
         return can_be or (default is None and name not in _NEVER_NONE)
     if isinstance(value, bool | str):
@@ -121,15 +121,15 @@ def _is_option(name: str, value: Any, own: Any, default: Any) -> bool:
 
 
 def check_state(state: Mapping[str, Any], whose: str, *, numel: int | None = None, dtype: torch.dtype) -> None:
-    """Look at the states of a parameter, or of a flat group, by name.
+    """Check the known states of a parameter, or of a flat group.
 
     Args:
-        whose: completes "optimizer state of".
-        numel: elements of the parameter, which its moments have, too; None: not to be compared.
-        dtype: of the weights that the optimizer updates: moments are no wider.
+        whose: the owner for error messages, "optimizer state of <whose>".
+        numel: number of elements that the moments must have; None: not checked.
+        dtype: dtype of the weights that the optimizer updates; moments must not be wider.
 
     Raises:
-        CheckpointError: says what was found.
+        CheckpointError: a state is invalid; the message has the value found.
     """
     for name, value in state.items():
         if name in _MOMENTS:
@@ -139,8 +139,8 @@ def check_state(state: Mapping[str, Any], whose: str, *, numel: int | None = Non
 
 
 def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None, dtype: torch.dtype) -> None:
-    """One state of `check_state` that has one number per element."""
-    if value is None and name == "momentum_buffer":  # of SGD without momentum
+    """Check one state with one number per element; see `check_state`."""
+    if value is None and name == "momentum_buffer":  # SGD without momentum
         return
     if not isinstance(value, Tensor):
         raise _refusal(whose, name, f"{value!r:.60}, and a tensor is expected")
@@ -157,25 +157,25 @@ def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None,
 
 
 def check_dtype(name: str, found: torch.dtype, whose: str, dtype: torch.dtype) -> None:
-    """The dtype of a state with one number per element."""
+    """Check the dtype of a state with one number per element."""
     fits = found.is_floating_point or (found.is_complex and dtype.is_complex)
     if name in _MOMENTS and not (fits and found.itemsize <= max(dtype.itemsize, 4)):
         raise _refusal(whose, name, f"{found}, and the weights that the optimizer updates are {dtype}")
 
 
 def is_moment(name: str) -> bool:
-    """Whether `check_moment` knows the state."""
+    """Return whether `check_moment` knows the state."""
     return name in _MOMENTS
 
 
 def check_schedule(scheduler: Any, saved: Any) -> None:
-    """Compare the state of a learning rate schedule with that of this run's, which it replaces.
+    """Compare the saved state of a learning-rate schedule with this run's schedule.
 
-    Of schedules with states that nobody here knows only the kind is looked at.
+    Schedules that are neither torch's nor have `check_state_dict` are not checked.
 
     Raises:
-        CheckpointError: it is of another kind, or has something else where the schedule has numbers, or not what a
-            schedule of torch asks for.
+        CheckpointError: the state is of another kind of schedule, has other values where the schedule has numbers, or
+            lacks a key that torch's schedule requires.
     """
     if hasattr(scheduler, "check_state_dict"):
         scheduler.check_state_dict(saved)
@@ -204,7 +204,7 @@ def _check_torch_schedule(scheduler: LRScheduler, saved: Any, whose: str) -> Non
 
 
 def _fits_schedule(name: str, own: Any, saved: Any) -> bool:
-    """Whether a value can be that of `name` in the state of a schedule of torch, which has `own` there."""
+    """Return whether `saved` is a valid value for `name` in the state of a torch schedule with value `own`."""
     if name == "_scale_fn_custom":
         return saved is None or isinstance(saved, Mapping)
     if name not in _PARTS_OF_SCHEDULES:
@@ -215,7 +215,7 @@ def _fits_schedule(name: str, own: Any, saved: Any) -> bool:
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Whether there are numbers where this run has some; infinity is one, as before a first measurement."""
+    """Return whether `saved` has numbers where `own` has numbers. Infinity counts, as before a first measurement."""
     if isinstance(own, list | tuple) and own and all(number_in(each) is not None for each in own):
         return isinstance(saved, list | tuple) and all(_is_alike(own[0], each) for each in saved)
     if number_in(own) is None:
@@ -230,7 +230,7 @@ def _is_count(value: Any) -> bool:
 
 
 def number_in(value: Any) -> float | None:
-    """A number, also in a tensor; None: it is none."""
+    """Return a number (or a one-element real tensor) as float; None for anything else."""
     if isinstance(value, Tensor):
         is_real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
         return float(value) if is_real else None
@@ -248,10 +248,10 @@ def _refusal(whose: str, name: str, found: str) -> CheckpointError:
     )
 
 
-_BY_PARAMETER = ("parameter_scalars", "parameter_states")  # dicts of states within a flat group's
-_COUNTERS = frozenset({"step", "variance_step"})  # some keep it in the state, some in the group, some not at all
+_BY_PARAMETER = ("parameter_scalars", "parameter_states")  # nested dicts of states in the state of a flat group
+_COUNTERS = frozenset({"step", "variance_step"})  # optimizers keep these in the state, in the group, or not at all
 _OPTION_OF = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
-# written into groups by schedules and by optimizers that count there: they tell nothing of the kind
+# options that schedules, or optimizers that count there, add to groups: they do not identify the kind
 _ADDED_LATER = frozenset({"step", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
@@ -261,14 +261,14 @@ def _names(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Optimizers that take each other's state."""
+    """A set of optimizers that can load each other's state."""
 
     label: str
     classes: tuple[type, ...] = ()
-    ours: tuple[tuple[str, tuple[str, ...]], ...] = ()  # fronts of ours: (module, names), looked up where loaded
-    states: frozenset[str] = frozenset()  # what every parameter that was updated has
-    optional: frozenset[str] = frozenset()  # states of some settings, or of some groups
-    options: frozenset[str] = frozenset()  # what some group must have: tells kinds apart before there is a state
+    ours: tuple[tuple[str, tuple[str, ...]], ...] = ()  # our classes: (module, names), looked up if imported
+    states: frozenset[str] = frozenset()  # states of every updated parameter
+    optional: frozenset[str] = frozenset()  # states with some settings, or in some groups
+    options: frozenset[str] = frozenset()  # options that a group must have: identifies the kind without states
 
     def takes(self, states: frozenset[str], options: frozenset[str]) -> bool:
         known = not states or self.states <= states <= self.states | self.optional
@@ -326,7 +326,7 @@ _KINDS = (
 
 
 def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """The names of the states of parameters or of flat groups (`zero/state_dict.py`), without counters."""
+    """Return the names of the states of parameters or flat groups (`zero/state_dict.py`), without counters."""
     names: set[str] = set()
     for state in states:
         names.update(name for name in state if name not in _BY_PARAMETER)
@@ -336,13 +336,13 @@ def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
-    """Return the most states of its own size that a parameter gets; 2 for an optimizer that the table here lacks."""
+    """Return the maximum number of states of a parameter's size; 2 for an optimizer that is not in `_KINDS`."""
     kind = _kind_of(unwrapped(optimizer))
     if kind is None:
         return 2
     groups = optimizer.param_groups
     chosen = [name for name in kind.optional if any(group.get(_OPTION_OF.get(name, "")) for group in groups)]
-    by_group = kind.optional & {"exp_avg", "exp_avg_sq"}  # Muon: of the groups that it leaves to Adam
+    by_group = kind.optional & {"exp_avg", "exp_avg_sq"}  # Muon: states of its Adam groups
     return max(len(kind.states - {"mu_product"}) + len(chosen), len(by_group))
 
 
@@ -355,11 +355,11 @@ def check_saved_state(
         states: the saved state of each parameter or flat group: name -> value.
         param_groups: the saved groups.
 
-    Two optimizers of classes that are not in the table here fit, unless each side has names (of states, or of options
-    that are numbers) that the other lacks.
+    For a class that is not in `_KINDS`, the state fits unless each side has names (of states, or of numeric options)
+    that the other side lacks.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: the message describes both sides.
     """
     optimizer = unwrapped(optimizer)
     kind, saved, own = _kind_of(optimizer), state_names(states), state_names(optimizer.state.values())
@@ -381,12 +381,12 @@ def check_saved_state(
 
 
 def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse a state that lacks what each one of its kind has, after `check_saved_state`, which looks at them together.
+    """Refuse a state that lacks a required state of its kind. Call `check_saved_state` first, which checks all at once.
 
-    A state of nothing, or of a count of no steps, is of a parameter that was never updated.
+    A parameter that was never updated has no state, or only a step count of 0; this is accepted.
 
     Raises:
-        CheckpointError: names what is missing.
+        CheckpointError: the message has the missing names.
     """
     kind = _kind_of(unwrapped(optimizer))
     for state in states:
@@ -401,7 +401,7 @@ def check_each_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[
 
 
 def _counts(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter, or of a parameter of a flat group, says that it was updated."""
+    """Return whether the state of a parameter, or of a flat group, has a nonzero step count."""
     by_param = state.get("parameter_scalars", {})
     values = [value for name in _COUNTERS for value in (state.get(name), *by_param.get(name, {}).values())]
     return any(
@@ -412,13 +412,13 @@ def _counts(state: Mapping[str, Any]) -> bool:
 def check_needed(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], states: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Refuse states of a saved group that lack what its options ask for, or the count of steps, after `check_options`.
+    """Refuse states that lack the step count or a state required by the group's options. Call `check_options` first.
 
     Args:
-        states: of parameters or flat groups; those that are empty or have no moments are let pass.
+        states: states of parameters or flat groups. States that are empty or have no moments are accepted.
 
     Raises:
-        CheckpointError: names what is missing.
+        CheckpointError: the message has the missing names.
     """
     kind = _kind_of(unwrapped(optimizer))
     if kind is None:
@@ -445,7 +445,7 @@ def _kind_of(optimizer: Any) -> Kind | None:
 
 
 def _numbers(groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """The options that are numbers, such as `betas`; flags and None differ between versions of one class."""
+    """Return the numeric options, such as `betas`. Flags and None are left out: they differ between versions."""
     return frozenset(
         name
         for group in groups
@@ -460,7 +460,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _label(saved: frozenset[str], options: frozenset[str]) -> str:
-    """Return the name of the kind of optimizer that left a saved state; only what the state holds can tell."""
+    """Return the label of the kind that matches a saved state, which does not name its optimizer."""
     return next((kind.label for kind in _KINDS if kind.takes(saved, options)), "another optimizer")
 
 

@@ -1,4 +1,4 @@
-"""These functions say, by type and never by trying, what the engine must know before it shards an optimizer's state."""
+"""Traits of optimizers, found by type, that the engine needs before it shards an optimizer's state."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# fronts of ours, by module; looked up only where the module is loaded: no instance exists otherwise
+# our own classes by module; looked up only if the module is imported, because no instance exists otherwise
 _OURS = (
     ("deepspeed.ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
     ("deepspeed.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
@@ -44,11 +44,11 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether each element's update depends on that element alone, so that state may be cut anywhere.
+    """Return whether each element's update depends on this element alone, so that state may be sharded anywhere.
 
-    True for Adam(W), SGD, Adagrad, Lion and torch's others of that kind, and for subclasses that keep their `step`.
-    False for LAMB, Muon, Adafactor, LBFGS, and for every class that is not known, unless the class (or the object)
-    says `is_elementwise = True`. A wrapper is asked for its `.optimizer`.
+    True for Adam(W), SGD, Adagrad, Lion and similar optimizers of torch, and for subclasses that keep their `step`.
+    False for LAMB, Muon, Adafactor, LBFGS, and for every unknown class, unless the class (or the object) sets
+    `is_elementwise = True`. For a wrapper, its `.optimizer` counts.
     """
     said = getattr(optimizer, "is_elementwise", None)
     if isinstance(said, bool):
@@ -57,51 +57,51 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def looks_at_whole(optimizer: Any) -> bool:
-    """Whether an optimizer that is not `is_elementwise` is known to need whole parameters; else nothing is known."""
+    """Return whether an optimizer is known to need full parameters. If False, nothing is known."""
     said_so = getattr(optimizer, "is_elementwise", None) is False
     return said_so or isinstance(unwrapped(optimizer), (*_WHOLE, *_loaded(_WHOLE_FRONTS)))
 
 
 def is_tested_with_zero(optimizer: Any) -> bool:
-    """Whether the optimizer is one that ZeRO is tested with; any other needs `zero_allow_untested_optimizer: true`.
+    """Return whether ZeRO is tested with the optimizer; any other needs `zero_allow_untested_optimizer: true`.
 
-    DeepSpeed's documented list (Adam, AdamW, Adagrad, Lion, Muon, in torch's and in its own classes), and SGD.
+    These are DeepSpeed's documented list (Adam, AdamW, Adagrad, Lion, Muon, torch's or its own classes), and SGD.
     """
     known = (*_TESTED_WITH_ZERO, *_loaded(_OURS), *_loaded(_MUON))
     return any(_is_a(unwrapped(optimizer), each) for each in known)
 
 
 def averages_in_step(optimizer: Any) -> bool:
-    """Whether the optimizer's ranks average more than gradients in its step (`deepspeed.optim.one_bit`)."""
+    """Return whether the optimizer's step communicates more than gradients (`deepspeed.optim.one_bit`)."""
     return isinstance(unwrapped(optimizer), tuple(_loaded(_AVERAGING)))
 
 
 def phase_settings(optimizer: Any) -> dict[str, int]:
-    """Return what such an optimizer has beside its groups that decides what its ranks send."""
+    """Return the settings outside of the groups that decide what such an optimizer communicates."""
     settings: dict[str, int] = getattr(unwrapped(optimizer), "phase_settings", {})
     return settings
 
 
 def kept_options(optimizer: Any) -> frozenset[str]:
-    """Return the options of groups that a load leaves as this run has them."""
+    """Return the options of groups that loading a checkpoint does not change."""
     names: frozenset[str] = getattr(unwrapped(optimizer), "kept_options", frozenset())
     return names
 
 
 def takes_only_sparse(optimizer: Any) -> bool:
-    """Whether the optimizer refuses dense gradients."""
+    """Return whether the optimizer refuses dense gradients."""
     return isinstance(unwrapped(optimizer), torch.optim.SparseAdam)
 
 
 def arguments_of_step(optimizer: Any) -> list[str]:
-    """The arguments without which the optimizer's `step` cannot be called, such as the closure of LBFGS. A wrapper is
-    asked for its `.optimizer`, too."""
+    """Return the required arguments of the optimizer's `step`, such as the closure of LBFGS. For a wrapper, the
+    arguments of its `.optimizer` count too."""
     needed: dict[str, None] = {}
     for each in (optimizer, unwrapped(optimizer)):
         try:
-            # of the class: a schedule puts a wrapper of its own into the object
+            # read the class, because a schedule replaces `step` on the instance by a wrapper
             parameters = list(inspect.signature(type(each).step).parameters.values())[1:]
-        except ValueError:  # a compiled one does not say
+        except ValueError:  # a compiled function has no signature
             continue
         is_needed = (each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC)
         needed |= dict.fromkeys(each.name for each in is_needed)
@@ -109,9 +109,9 @@ def arguments_of_step(optimizer: Any) -> list[str]:
 
 
 def is_host_front(optimizer: Any) -> bool:
-    """Whether the optimizer is one of ours for state in host memory, which offload wants to be given.
+    """Return whether the optimizer is one of our classes for host memory, which offload requires.
 
-    See `zero_force_ds_cpu_optimizer`. Subclasses count, whatever their step: the user knows what it costs.
+    See `zero_force_ds_cpu_optimizer`. Subclasses count even if they override `step`.
     """
     return isinstance(unwrapped(optimizer), tuple(_loaded(_HOST_FRONTS)))
 
@@ -129,15 +129,15 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _is_a(optimizer: Any, known: type) -> bool:
-    """Return whether `optimizer` is of class `known`, or of a subclass that did not write its own `step`.
+    """Return whether `optimizer` is an instance of `known`, and its class does not override `step`.
 
-    Nor may the subclass have written the parts that our `step` calls.
+    The class must not override the methods that our `step` calls either.
     """
     cls = type(optimizer)
     if not issubclass(cls, known):
         return False
     return all(
-        # torch wraps `step` of every class that is instantiated: compare what is inside
+        # torch wraps `step` of every instantiated class: compare the wrapped functions
         inspect.unwrap(getattr(cls, method)) is inspect.unwrap(getattr(known, method))
         for method in ("step", "update_params", "before_update")
         if hasattr(known, method)

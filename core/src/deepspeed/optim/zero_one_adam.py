@@ -1,11 +1,11 @@
-"""`ZeroOneAdam`: Adam whose second moment is updated ever more rarely, and whose ranks meet ever more rarely.
+"""`ZeroOneAdam`: Adam that updates the second moment, and synchronizes the ranks, at growing intervals.
 
-What a step sends follows from its number alone, so all ranks agree, and so does a run that was resumed:
+The communication of a step depends only on its number, so all ranks, and a resumed run, agree:
 
-    update t <= var_freeze_step    if the second moment is due: the gradients, averaged as they are; else the momentum
-                                   in one bit per element
-    update t > var_freeze_step     nothing, but for one bit per element of momentum at the end of an interval, which
-                                   grows from 1 to `local_step_clipper` updates
+    update t <= var_freeze_step    if an update of the second moment is due: average the gradients in full precision;
+                                   else average the momentum in one bit per element
+    update t > var_freeze_step     average the momentum in one bit per element at the end of an interval, which grows
+                                   from 1 to `local_step_clipper` updates; otherwise no communication
 """
 
 import math
@@ -29,8 +29,8 @@ from deepspeed.optim.one_bit import (
 
 
 def is_variance_due(update: int, scaler: int) -> bool:
-    """Whether the second moment is updated in this update, counted from 1: `scaler` times after each update, as often
-    after every second, every fourth and so on.
+    """Return whether update number `update`, counted from 1, updates the second moment: `scaler` times after each
+    update, then `scaler` times after every second update, every fourth update, and so on.
 
     >>> [update for update in range(1, 20) if is_variance_due(update, 4)]
     [1, 2, 3, 4, 5, 7, 9, 11, 13, 17]
@@ -40,7 +40,7 @@ def is_variance_due(update: int, scaler: int) -> bool:
 
 
 def num_variances(update: int, scaler: int) -> int:
-    """Updates of the second moment up to and with this update.
+    """Return the number of updates of the second moment up to and including this update.
 
     >>> [num_variances(update, 4) for update in (1, 5, 6, 7, 13, 17)]
     [1, 5, 5, 6, 9, 10]
@@ -50,7 +50,7 @@ def num_variances(update: int, scaler: int) -> int:
 
 
 def is_sync_due(local: int, scaler: int, clipper: int) -> bool:
-    """Whether the ranks average at the end of this update, counted from 1 after the second moment was frozen.
+    """Return whether the ranks synchronize after this update, counted from 1 after the second moment is frozen.
 
     >>> [update for update in range(1, 25) if is_sync_due(update, 6, 4)]
     [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24]
@@ -59,23 +59,23 @@ def is_sync_due(local: int, scaler: int, clipper: int) -> bool:
 
 
 def _gap(update: int, scaler: int) -> tuple[int, int]:
-    """Return after how many updates the second moment is updated around this one, and the updates since that began."""
+    """Return the current interval between updates of the second moment, and the number of updates since it began."""
     doublings = math.floor(math.log2((update - 1) / scaler + 1))
     return 2**doublings, update - 1 - scaler * (2**doublings - 1)
 
 
 @dataclass(slots=True)
 class _LocalSteps:
-    """`_LocalSteps` keep what the updates of a parameter have done since the ranks averaged."""
+    """The accumulated local updates of a parameter since the last synchronization of the ranks."""
 
-    start: Tensor  # its value then, decayed since
-    moved: Tensor  # momentum times learning rate, added up, decayed as well
-    weight: float = 0.0  # learning rates, added up alike
-    left: Tensor | None = None  # the digest of its value after the last of these updates
-    changed: Tensor | None = None  # 0-D: whether somebody else changed its value after one of them
+    start: Tensor  # the value at the synchronization, with weight decay since then
+    moved: Tensor  # sum of momentum times learning rate, with weight decay
+    weight: float = 0.0  # sum of learning rates, with weight decay
+    left: Tensor | None = None  # digest of the value after the last local update
+    changed: Tensor | None = None  # 0-D: whether other code changed the value after a local update
 
     def note_change(self, param: Tensor) -> None:
-        """See whether the value is another than `note_update` left; nobody waits for the answer here."""
+        """Record whether the value differs from the last `note_update`, without a device synchronization."""
         if self.left is not None:
             differs = _digest(param) != self.left
             self.changed = differs if self.changed is None else self.changed | differs
@@ -88,7 +88,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _digest(param: Tensor) -> Tensor:
-    """The sum of a tensor's words as integers: 0-D, and another one after nearly every change."""
+    """Return the sum of a tensor's words as integers, 0-D. Nearly every change of the tensor changes it."""
     return param.detach().reshape(-1).view(_WORDS[param.element_size()]).sum()
 
 
@@ -96,36 +96,35 @@ def _digest(param: Tensor) -> Tensor:
 class ZeroOneAdam(OneBitOptimizer):
     """0/1 Adam (Y. Lu et al., arXiv 2202.06009, algorithm 1), with Adam's bias correction and AdamW's decay.
 
-    Of update t, with V = `var_freeze_step`, A(x) the average over ranks in one bit, D = sqrt(v / c2) + eps and
-    l = lr / c1:
+    Update t, with V = `var_freeze_step`, A(x) the one-bit average over ranks, D = sqrt(v / c2) + eps and l = lr / c1:
 
-        t <= V, v due       m <- b1 * m + (1 - b1) * g              g the average over ranks
+        t <= V, v due       m <- b1 * m + (1 - b1) * g              g is the average over ranks
                             v <- b2 * v + (1 - b2) * g^2
-        t <= V otherwise    m <- A(b1 * m + (1 - b1) * g)           g this rank's own
-                            p <- p * (1 - lr * wd) - l * m / D      in both
-        t > V               m <- b1 * m + (1 - b1) * g              g this rank's own
-                            p <- p * (1 - lr * wd) - l * m / D      on each rank by itself
+        t <= V otherwise    m <- A(b1 * m + (1 - b1) * g)           g is the local gradient
+                            p <- p * (1 - lr * wd) - l * m / D      in both cases
+        t > V               m <- b1 * m + (1 - b1) * g              g is the local gradient
+                            p <- p * (1 - lr * wd) - l * m / D      on each rank separately
                             s, u, L <- s, u, L * (1 - lr * wd);  u <- u + l * m;  L <- L + l
-          ranks meet        m <- A(u / L);  p <- s - L * m / D;  s <- p;  u, L <- 0
+          synchronize       m <- A(u / L);  p <- s - L * m / D;  s <- p;  u, L <- 0
 
-    c1 = c2 = 1, or with bias_correction as in Adam, of the updates that p and v have had. Other than in the paper, v
-    is updated before the weights, as in Adam, and A is taken of momenta, not of momenta times learning rates, so that
-    what is left to send does not change its size with the learning rate.
+    c1 = c2 = 1; with bias_correction as in Adam, by the numbers of updates of p and of v. Unlike in the paper, v is
+    updated before the weights, as in Adam, and A is applied to momenta, not to momenta times learning rates, so that
+    the rounding errors do not scale with the learning rate.
 
-    Between two meetings of the ranks weights differ on them; what is saved then is those of the first. A weight that
-    somebody else changes in between is not made of s when the ranks meet: it gets the average of the ranks' weights.
+    Between two synchronizations the weights differ between ranks; a checkpoint then has the weights of the first rank.
+    If other code changes a weight in between, the synchronization averages the ranks' weights instead of using s.
 
     Args:
-        params, deepspeed, bias_correction, eps_inside_sqrt: as in `OnebitAdam`, and so is `exp_avg_mask` of a group.
-        var_freeze_step: updates of the first phase, at least 1.
-        var_update_scaler: updates of v until the gap between them doubles.
-        local_step_scaler: updates of the second phase until the interval between meetings doubles.
-        local_step_clipper: the longest interval.
+        params, deepspeed, bias_correction, eps_inside_sqrt: see `OnebitAdam`, also for `exp_avg_mask` of a group.
+        var_freeze_step: number of updates of the first phase, at least 1.
+        var_update_scaler: number of updates of v until the interval between them doubles.
+        local_step_scaler: number of updates of the second phase until the synchronization interval doubles.
+        local_step_clipper: the longest synchronization interval.
 
     Raises ConfigError for a value out of range, for `amsgrad=True` and for `max_grad_norm`.
     """
 
-    #: the update that is being made, counted from 1
+    #: number of the current update, counted from 1
     _update = 1
 
     phase_options = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -208,12 +207,12 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @property
     def _meets_always(self) -> bool:
-        """Whether the ranks average after each update around this one, and no parameter has moved without that."""
+        """Whether the ranks synchronize in this update, and no parameter has local updates from before."""
         return not self._local and self._meets
 
     @property
     def _meets(self) -> bool:
-        """Whether the ranks average at the end of this update, if the second moment is frozen."""
+        """Whether the ranks synchronize after this update, if the second moment is frozen."""
         return is_sync_due(self._update - self.var_freeze_step, self.local_step_scaler, self.local_step_clipper)
 
     @property
@@ -221,11 +220,11 @@ class ZeroOneAdam(OneBitOptimizer):
         return self._update > self.var_freeze_step
 
     def past_variances(self, step: int) -> int:
-        last = min(self._update - 1, self.var_freeze_step)  # v is due by the updates of the optimizer
+        last = min(self._update - 1, self.var_freeze_step)  # the optimizer's count decides when v is updated
         return num_variances(last, self.var_update_scaler) if last > 0 else 0
 
     def _step_locally(self, params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
-        """An update of the second phase, and the meeting of the ranks where it is due."""
+        """Make an update of the second phase, and synchronize the ranks if due."""
         (beta1, _), lr = group["betas"], float(group["lr"])
         keeps = 1 - lr * group["weight_decay"]
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -245,7 +244,7 @@ class ZeroOneAdam(OneBitOptimizer):
             self._meet(params, group)
 
     def _meet(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Bring what some parameters of a group have done since the last meeting to all ranks. A collective."""
+        """Synchronize the local updates of some parameters of a group across ranks. A collective."""
         moved = [self._local.pop(param) for param in params]
         states = [self.state[param] for param in params]
         firsts, seconds = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -261,8 +260,8 @@ class ZeroOneAdam(OneBitOptimizer):
                 param.copy_(own.start).addcdiv_(first, root, value=-own.weight)
 
     def _average_changed(self, params: list[Tensor], moved: list[_LocalSteps]) -> None:
-        """Average the weights as they are where some rank says that its own was changed, and keep `changed` of these
-        only. A collective."""
+        """Average each weight that other code has changed on some rank. Reset `changed` of the others to None. A
+        collective."""
         for param, own in zip(params, moved, strict=True):
             own.note_change(param)
         flags_N = torch.stack([_flag(param, own.changed) for param, own in zip(params, moved, strict=True)])
@@ -278,6 +277,6 @@ class ZeroOneAdam(OneBitOptimizer):
 
 
 def _flag(param: Tensor, changed: Tensor | None) -> Tensor:
-    """Return 1 or 0 beside a parameter, 0-D fp32."""
+    """Return `changed` as 1 or 0 on the parameter's device, 0-D fp32."""
     zero = torch.zeros((), dtype=torch.float32, device=param.device)
     return zero if changed is None else zero + changed
