@@ -1,6 +1,6 @@
-"""Number formats: what the model computes in, how losses are scaled, when a step is skipped.
+"""Precision policies: the dtype of the model, loss scaling, and when a step is skipped.
 
-One `Precision` is chosen in `engine/sharding.py` and never changes. May import `comm`, `accelerator` and below. Read
+`engine/sharding.py` chooses one `Precision`, which never changes. May import `comm`, `accelerator` and below. Read
 `policy.py` (the base class is fp32).
 """
 

@@ -1,18 +1,18 @@
-"""`Precision`: what the engine asks about number formats. The base class *is* fp32; others override what differs.
+"""`Precision`: the engine's policy for dtypes and loss scaling. The base class is fp32; subclasses override it.
 
 Call order in one step:
 
     1. cast_inputs(args, kwargs), forward_context()      around the module's forward
-    2. scale(loss)                                       before its backward
+    2. scale(loss)                                       before the backward
     3. verdict(norm)                                     after the gradients are reduced
-    4. after_step(verdict)                               the loss scale learns from it
+    4. after_step(verdict)                               updates the loss scale
 
-`cast_buffers` leaves the dtype of buffers as the model came, unless `data_types.buffer_dtype` says otherwise: rotary
-frequencies, score corrections and counters lose digits that matter in 16 bits. `engine/build.py` calls it when the
-weights have their dtype. `add_dtype_hint` completes torch's error about inputs of another dtype than the model's.
+`cast_buffers` does not change the dtype of buffers unless `data_types.buffer_dtype` is set: rotary frequencies, score
+corrections and counters need more than 16 bits. `engine/build.py` calls it after the weights have their dtype.
+`add_dtype_hint` adds a hint to torch's error about inputs with another dtype than the model's.
 
-Loss scales are a constant one, and one that follows overflows. Small fp16 gradients vanish below 6e-8, so the loss is
-multiplied by a scale before the backward and the gradients are divided by it before the step (Mixed Precision Training,
+The loss scale is constant, or adapts to overflows. fp16 gradients below 6e-8 vanish. So the loss is multiplied by a
+scale before the backward, and the gradients are divided by the scale before the step (Mixed Precision Training,
 arXiv 1710.03740, section 3.2).
 """
 
@@ -44,7 +44,7 @@ from deepspeed.log import report, warn_once
 class LossScaler:
     """A constant loss scale."""
 
-    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # its old address, by which DeepSpeed's checkpoints name it
+    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # DeepSpeed's module, which its checkpoints refer to
     is_dynamic = False
 
     def __init__(self, loss_scale: float) -> None:
@@ -59,7 +59,7 @@ class LossScaler:
         return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Called once per step, after it was judged."""
+        """Record whether the step was skipped because of an overflow. Called once per step, after `verdict`."""
         self.overflow = overflow
         if overflow:
             scale = "" if self.loss_scale == 1.0 else f", at the constant loss scale {self.loss_scale:g}"
@@ -69,25 +69,25 @@ class LossScaler:
         return {"cur_scale": self.loss_scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant scale is the configuration's, whatever a checkpoint had."""
+        """Do nothing: a constant scale comes from the configuration, not from a checkpoint."""
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError for what `load_state_dict` cannot take; changes nothing."""
+        """Raise a CheckpointError if `load_state_dict` cannot load `state`. Changes nothing."""
 
 
 @absent_members("runtime.fp16.loss_scaler:DynamicLossScaler")
 class DynamicLossScaler(LossScaler):
-    """Halves the scale on overflow, doubles it after `window` steps without one.
+    """Halves the scale on overflow, and doubles it after `window` steps without overflow.
 
-    An overflow is forgiven `hysteresis - 1` times before the scale is lowered. The credit is restored when the scale
-    is raised, or with `consecutive_hysteresis` after every good step.
+    The scale is lowered only at the `hysteresis`-th overflow. The count of overflows is reset when the scale is raised,
+    or with `consecutive_hysteresis` after every good step.
 
     Args:
         initial_scale: first scale, usually 2**16.
-        window: steps between raises.
-        hysteresis: overflows until the scale is lowered.
-        min_scale: the scale is not lowered further; an overflow at it raises StateError, since nothing would ever
-            be learned again.
+        window: number of steps between raises.
+        hysteresis: number of overflows until the scale is lowered.
+        min_scale: the lower bound. An overflow at this scale raises StateError, because every later step would be
+            skipped too.
     """
 
     is_dynamic = True
@@ -145,7 +145,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another dynamic scale was; the state of a constant one leaves this one as it is."""
+        """Continue from the state of a dynamic scale. The state of a constant scale changes nothing."""
         self.check_state_dict(state)
         if "cur_hysteresis" not in state:
             return
@@ -171,23 +171,23 @@ class DynamicLossScaler(LossScaler):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the step is made, and by what its gradients are multiplied first."""
+    """Whether the step is applied, and the factor for its gradients."""
 
     applies: bool
-    grad_scale: float | Tensor  # unscales and clips in one factor; a 0-D tensor if it clips by a norm that is one
+    grad_scale: float | Tensor  # unscales and clips in one factor; a 0-D tensor if the norm is a tensor and clips
     norm: float | Tensor  # global L2 norm of the unscaled gradients, before clipping
 
 
 class Precision:
-    """fp32: the parameters stay as they are.
+    """The fp32 policy, which does not change the dtype of parameters, and the base class of the others.
 
     Args:
-        clip_norm: gradients are clipped to this global L2 norm; 0 means never.
-        checks_overflow: skip a step whose gradients are not finite.
+        clip_norm: gradients are clipped to this global L2 norm; 0 disables clipping.
+        checks_overflow: skip a step if its gradients are not finite.
     """
 
     name = "fp32"
-    #: dtype that the parameters get, or None to leave them
+    #: dtype to cast the parameters to, or None to keep theirs
     model_dtype: torch.dtype | None = None
 
     def __init__(self, *, clip_norm: float = 0.0, checks_overflow: bool = False) -> None:
@@ -196,15 +196,15 @@ class Precision:
         self.loss_scaler = LossScaler(1.0)
 
     def cast_params(self, module: torch.nn.Module) -> None:
-        """Cast floating parameters that are not yet in the model's dtype: frozen ones."""
+        """Cast floating-point parameters that are not yet in the model's dtype, such as frozen parameters."""
         if self.model_dtype is not None:
             cast_floating(module.parameters(), self.model_dtype)
 
     def refuse_complex(self, module: torch.nn.Module) -> None:
-        """A complex parameter has no low precision, and its master weight is itself; an update has masters of one kind.
+        """Refuse complex trainable parameters in low precision: they cannot be cast to 16 bits.
 
         Raises:
-            ConfigError: names such a parameter that trains, where weights are cast.
+            ConfigError: this policy casts weights, and a trainable parameter is complex; the message names it.
         """
         if self.model_dtype is None:
             return
@@ -218,26 +218,26 @@ class Precision:
                 )
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of the module's forward; as given, but for fp16 with `auto_cast`."""
+        """Return the inputs of the module's forward, unchanged except for fp16 with `auto_cast`."""
         return args, kwargs
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A context for the module's forward."""
+        """Return a context for the module's forward."""
         return contextlib.nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as its backward needs it."""
+        """Return the loss times the loss scale, for the backward."""
         return self.loss_scaler.scale(loss)
 
     def verdict(self, scaled_norm: float | Tensor) -> Verdict:
-        """Judge the reduced gradients by their norm: g <- g / loss_scale * min(1, clip_norm / (norm + 1e-6)).
+        """Decide by the norm whether to step, and compute g <- g / loss_scale * min(1, clip_norm / (norm + 1e-6)).
 
-        The clip coefficient is that of `torch.nn.utils.clip_grad_norm_`, also where the step is made with a norm that
-        is not finite: nan makes every gradient nan; inf makes the finite ones 0 and the infinite ones nan.
+        The clip coefficient is equal to `torch.nn.utils.clip_grad_norm_`, even if a step is made with a norm that is
+        not finite: nan makes every gradient nan; inf makes finite gradients 0 and infinite gradients nan.
 
         Args:
-            scaled_norm: of the gradients as they are; as a 0-D tensor it is read only if it decides whether the step
-                is made.
+            scaled_norm: the norm of the gradients before unscaling. A 0-D tensor is only read (which synchronizes the
+                host with the device) if it decides whether to step.
         """
         if isinstance(scaled_norm, Tensor):
             if not self.checks_overflow:
@@ -255,7 +255,7 @@ class Precision:
         return Verdict(applies, factor, norm)
 
     def _verdict_on_device(self, scaled_norm: Tensor) -> Verdict:
-        """The step is made; its factor stays on the device."""
+        """Return a verdict that applies the step; its factor stays on the device."""
         norm = scaled_norm / self.loss_scaler.loss_scale
         factor: float | Tensor = 1.0 / self.loss_scaler.loss_scale
         if self.clip_norm > 0:
@@ -263,19 +263,19 @@ class Precision:
         return Verdict(True, factor, norm)
 
     def after_step(self, verdict: Verdict) -> None:
-        """Let the loss scale adapt."""
+        """Update the loss scale."""
         self.loss_scaler.update(overflow=not verdict.applies)
 
 
 def cast_floating(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Give every floating tensor this dtype; each stays the same object."""
+    """Cast every floating-point tensor to `dtype` in place: the tensor objects stay the same."""
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
 
 
 def warn_unless_finite(norm: float) -> None:
-    """Warn once of a step that is made with gradients of this norm."""
+    """Warn once if a step is made although the norm is not finite."""
     if not math.isfinite(norm):
         warn_once(
             f"step: the norm of the gradients is {norm}, and the step is made all the same: the weights are lost. Look "
@@ -295,7 +295,7 @@ class FP16(Precision):
 
     Args:
         loss_scaler: static or dynamic.
-        auto_cast: cast floating inputs of the forward to float16.
+        auto_cast: cast floating-point inputs of the forward to float16.
     """
 
     name = "fp16"
@@ -315,11 +315,11 @@ def _to_half(value: Any) -> Any:
 
 
 class Autocast(Precision):
-    """The forward runs under `torch.autocast`.
+    """Runs the forward under `torch.autocast`.
 
     Args:
-        device_type: of the accelerator, as `torch.autocast` takes it.
-        dtype: torch.bfloat16 or torch.float16; the latter wants a dynamic `loss_scaler`.
+        device_type: the accelerator's device type for `torch.autocast`.
+        dtype: torch.bfloat16 or torch.float16; float16 needs a dynamic `loss_scaler`.
     """
 
     name = "autocast"
@@ -341,27 +341,27 @@ class _HasPrecision(Protocol):
 
 
 def autocast_if_enabled(engine: _HasPrecision) -> AbstractContextManager[Any]:
-    """The context that the engine's forward has: `torch.autocast` with `torch_autocast.enabled`, else nothing.
+    """Return the context of the engine's forward: `torch.autocast` with `torch_autocast.enabled`, else a null context.
 
-    For a part of the computation outside of the engine, such as a loss.
+    Use it for computation outside of the engine, such as a loss.
     """
     return engine.precision.forward_context()
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """The default of `torch_autocast.lower_precision_safe_modules`."""
+    """Return the default of `torch_autocast.lower_precision_safe_modules`."""
     return list(TorchAutocastConfig().lower_precision_safe_modules)
 
 
 def add_dtype_hint(error: Exception, configured: torch.dtype | None, module: Module, args: Any, kwargs: Any) -> None:
-    """Append a hint to the message of `error` if a forward failed over the dtype of its floating inputs or buffers.
+    """Append a hint to the message of `error` if a forward failed because of the dtype of its inputs or buffers.
 
-    Called by the engine with what the module's forward raised; the error keeps its type and traceback.
+    The engine calls this with the exception of the module's forward. The error keeps its type and traceback.
 
     Args:
-        configured: the dtype that the configuration gave the parameters; None: their own.
-        module: whose forward it is.
-        args, kwargs: what the forward was called with.
+        configured: the dtype of the parameters in the configuration; None: their own dtype.
+        module: the module of the forward.
+        args, kwargs: the arguments of the forward.
     """
     dtype = configured or _dtype_of(module.parameters())
     if dtype is None or "type" not in str(error):
@@ -393,7 +393,7 @@ def _hint_of_buffers(module: Module, dtype: torch.dtype) -> str:
 
 
 def _dtype_of(params: Iterable[Tensor]) -> torch.dtype | None:
-    """The dtype of all floating `params`; None if they differ or there are none."""
+    """Return the dtype of all floating-point `params`; None if dtypes differ or there are none."""
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -408,12 +408,12 @@ def _origin(configured: torch.dtype | None, dtype: torch.dtype) -> str:
 def cast_buffers(
     module: Module, dtype: torch.dtype | None, kept: Iterable[str], model_dtype: torch.dtype | None
 ) -> None:
-    """Cast the floating buffers of a model.
+    """Cast the floating-point buffers of a model. Buffers that torch computes together with a weight get its dtype.
 
     Args:
-        dtype: that they get; None: they stay.
-        kept: "auto", or regular expressions for whole parts of the names of buffers that stay.
-        model_dtype: of the weights, to find what "auto" means; None: their own.
+        dtype: the new dtype; None: no change.
+        kept: buffers to keep: "auto", or regular expressions that match complete components of buffer names.
+        model_dtype: the configured dtype of the weights, which "auto" depends on; None: their own dtype.
     """
     if dtype is not None:
         patterns = _patterns_of(module, model_dtype) if kept == AUTO else list(kept)
@@ -426,8 +426,8 @@ def cast_buffers(
 
 
 def _patterns_of(module: Module, model_dtype: torch.dtype | None) -> list[str]:
-    """Return the name patterns that models of transformers, anywhere in `module`, declare as kept in fp32. Some of them
-    count only if the model computes in fp16."""
+    """Return the name patterns of fp32 buffers that transformers models anywhere in `module` declare. Some apply only
+    if the model computes in fp16."""
     names = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (model_dtype == torch.float16)
     return sorted({pattern for part in module.modules() for name in names for pattern in _declared(part, name)})
 
@@ -437,7 +437,7 @@ def _declared(part: Module, name: str) -> Iterator[str]:
 
 
 def _computed_with(part: Module) -> Iterator[tuple[Tensor, Iterable[Tensor]]]:
-    """Weights, each with the buffers that torch's own code computes with it, and only where both have one dtype."""
+    """Yield (weight, buffers) for buffers that torch's own code combines with the weight, which needs one dtype."""
     if isinstance(part, _NormBase) and part.weight is not None:
         yield part.weight, part.buffers(recurse=False)
     if isinstance(part, ParametrizationList):
