@@ -1,7 +1,7 @@
-"""Measuring a run: timers, phases of a step, samples per second, memory, operations, traces.
+"""Profiling: timers, phases of a step, samples per second, memory, operation counts, traces.
 
-May import `accelerator` and below. Read `timer.py` (what users hold), then `breakdown.py` (what the engine
-measures and prints), `flops.py` and `tracing.py`.
+May import `accelerator` and below. Read `timer.py` (the public timers), then `breakdown.py` (the measurements of the
+engine), `flops.py` and `tracing.py`.
 """
 
 from deepspeed._forward import forward

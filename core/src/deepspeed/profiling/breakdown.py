@@ -1,7 +1,7 @@
 """Times and memory by phase of a step, and the tables that `wall_clock_breakdown` and `memory_breakdown` print.
 
-`see_memory_usage` prints one line about memory where a training script asks for it. `flops_to_string` and its kin write
-numbers with units, as the tables have them.
+`see_memory_usage` prints one line about memory for training scripts. `flops_to_string` and similar functions format
+numbers with units.
 """
 
 import io
@@ -24,8 +24,8 @@ from deepspeed.profiling.timer import (
     SynchronizedWallClockTimer,
 )
 
-#: phase -> its timer. `backward` is the sum of `backward_inner` (autograd, with the collectives it hides) and of the
-#: collective that is waited for at its end; what is waited for before the update is in `backward_allreduce` too.
+#: phase -> its timer. `backward` is `backward_inner` (autograd and overlapped collectives) plus the wait for the
+#: collectives at its end. `backward_allreduce` also includes the wait before the update.
 PHASES = {
     "forward": FORWARD_GLOBAL_TIMER,
     "backward": BACKWARD_GLOBAL_TIMER,
@@ -34,10 +34,10 @@ PHASES = {
     "step": STEP_GLOBAL_TIMER,
 }
 
-#: after which memory is read: those that lie in no other, whose time the reading would be counted in
+#: phases after which memory is read: not nested ones, where the reading would count as time of the outer phase
 _MEMORY_PHASES = ("forward", "backward", "step")
 
-#: phase -> a range of a profiler around its body, and what is called after each step; while `name_phases` is open
+#: (phase -> profiler range around its body, function to call after each step), while `name_phases` is open
 _names: tuple[Callable[[str], AbstractContextManager[Any]], Callable[[], None] | None] | None = None
 _MIB = 2**20
 _GIB = 2**30
@@ -48,7 +48,7 @@ _PRECISION = 2
 
 @dataclass
 class Window:
-    """A `Window` holds, by phase, the milliseconds of all steps since the last table, and the bytes of memory."""
+    """A `Window` holds, by phase, the total milliseconds since the last table, and the bytes of memory."""
 
     num_steps: int = 0
     times_ms: dict[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Window:
 
 
 class Breakdown:
-    """Measures the phases of steps. The engine wraps each in `phase(name)`; its observers read the results.
+    """Measures the phases of steps. The engine wraps each phase in `phase(name)`; its observers read the results.
 
     Args:
         times: measure time (`wall_clock_breakdown`).
@@ -65,7 +65,7 @@ class Breakdown:
 
     def __init__(self, *, times: bool, memory: bool) -> None:
         self.enabled = times or memory
-        #: called with a phase's name, a context that measures its body; one inside of the same phase counts with it
+        #: phase name -> context that measures its body; a nested context of the same phase has no effect
         self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.times = times
         self.memory = memory
@@ -74,12 +74,12 @@ class Breakdown:
         self.choose_phase()
 
     def show_names(self) -> None:
-        """From now on `name_phases` names these phases."""
+        """Let `name_phases` name these phases from now on."""
         _shown.add(self)
         self.choose_phase()
 
     def choose_phase(self) -> None:
-        """Make `phase` do what is wanted of it now, and nothing where nothing is."""
+        """Select the implementation of `phase`: named, measured, or a null context."""
         is_named = _names is not None and self in _shown
         self.counts_steps = self.enabled or is_named  #: whether `end_step` has anything to do
         self.phase = self._named if is_named else self._measured if self.enabled else nullcontext
@@ -94,13 +94,13 @@ class Breakdown:
             yield
 
     def end_step(self) -> None:
-        """One optimizer step more."""
+        """Count one optimizer step."""
         self._window.num_steps += 1
         if _names is not None and _names[1] is not None:
             _names[1]()
 
     def take_times(self) -> dict[str, float]:
-        """Milliseconds by phase since the last call; waits for the device. Phases that were not met are left out."""
+        """Return milliseconds by phase since the last call. Waits for the device. Omits phases that did not run."""
         times_ms = {
             phase: self.timers(timer).elapsed() for phase, timer in PHASES.items() if timer in self.timers.get_timers()
         }
@@ -109,13 +109,13 @@ class Breakdown:
         return times_ms
 
     def take_window(self) -> Window:
-        """Return what was measured since the last call; waits for the device."""
+        """Return the measurements since the last call. Waits for the device."""
         self.take_times()
         window, self._window = self._window, Window()
         return window
 
     def read_memory(self, phase: str) -> None:
-        """Note the device's memory at the end of a phase."""
+        """Record the device's memory at the end of a phase."""
         accelerator = get_accelerator()
         self._window.memory_bytes[phase] = (accelerator.memory_allocated(), accelerator.max_memory_allocated())
 
@@ -127,13 +127,13 @@ _shown: WeakSet[Breakdown] = WeakSet()
 def name_phases(
     range_of: Callable[[str], AbstractContextManager[Any]], step_ended: Callable[[], None] | None
 ) -> Iterator[None]:
-    """Put `range_of(phase)` around the phases of every engine of this process, those of later engines too.
+    """Put `range_of(phase)` around the phases of every engine of this process, including later engines.
 
     Args:
-        step_ended: is called after each optimizer step.
+        step_ended: called after each optimizer step.
 
     Raises:
-        StateError: another one is open.
+        StateError: another `name_phases` is open.
     """
     global _names
     if _names is not None:
@@ -150,7 +150,7 @@ def name_phases(
 
 
 class _Phase:
-    """One body of `Breakdown.phase`."""
+    """The context of one `Breakdown.phase`."""
 
     def __init__(self, breakdown: Breakdown, name: str) -> None:
         self._breakdown = breakdown
@@ -171,11 +171,11 @@ class _Phase:
 
 
 def step_table(window: Window, times_by_rank: Sequence[Mapping[str, float]]) -> str:
-    """The table of a window as text: milliseconds per step, over ranks, and this rank's memory.
+    """Return the table of a window as text: milliseconds per step over ranks, and this rank's memory.
 
     Args:
-        window: this rank's.
-        times_by_rank: `Window.times_ms` of each rank, or of this one only.
+        window: this rank's window.
+        times_by_rank: `Window.times_ms` of each rank, or only of this rank.
     """
     num_steps, num_ranks = max(1, window.num_steps), len(times_by_rank)
     phases = [phase for phase in PHASES if phase in window.times_ms or phase in window.memory_bytes]
@@ -200,7 +200,7 @@ def step_table(window: Window, times_by_rank: Sequence[Mapping[str, float]]) -> 
 
 
 def forward_table(forward_ms: float, parts_ms: Mapping[str, float]) -> str:
-    """The parts of a forward as text, each with its share; `parts_ms` by the names of their timers."""
+    """Return a table of the parts of a forward with their shares; `parts_ms` is timer name -> milliseconds."""
     rows = [["forward", f"{forward_ms:.2f}", "100.0"]]
     rows += [
         [f"  {name}", f"{part_ms:.2f}", f"{100 * part_ms / forward_ms:.1f}" if forward_ms > 0 else "-"]
@@ -210,17 +210,17 @@ def forward_table(forward_ms: float, parts_ms: Mapping[str, float]) -> str:
 
 
 def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, as wide as its rows; the first column is left-aligned."""
+    """Return a table as text, as wide as its rows. The first column is left-aligned."""
     from rich import box  # late: rich is slow to import and rarely needed
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.ASCII)  # logs are read anywhere
+    table = Table(title=title, title_justify="left", box=box.ASCII)  # ASCII, because any program may read the log
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # A width of its own: a log is not a terminal, and no column may be cut.
+    # A fixed width: a log is not a terminal, and no column may be truncated.
     console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False, highlight=False)
     console.print(table)
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
@@ -228,16 +228,16 @@ def text_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> None:
-    """Print what the device has allocated and what the host has in use, in GiB, and start a new peak.
+    """Print the allocated memory of the device and the used memory of the host in GiB, and reset the peak.
 
     Args:
-        message: what comes before the figures.
-        force: False prints nothing, as documented: calls may stay in a program and be switched on in one place.
+        message: text before the numbers.
+        force: False prints nothing, so that calls can stay in a program and be enabled in one place.
         ranks: global ranks that print.
     """
     if not force:
         return
-    import psutil  # late: few runs ask for it
+    import psutil  # late: few runs need it
 
     accelerator = get_accelerator()
     host = psutil.virtual_memory()
@@ -251,12 +251,12 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return a number with the prefix of its size: `"12.35 K"`.
+    """Format a number with a unit prefix: `"12.35 K"`.
 
     Args:
         num: any number.
-        units: the prefix, one of T, G, M, K, the empty string, m, u; None: the largest that `num` reaches.
-        precision: digits after the point.
+        units: the prefix: T, G, M, K, the empty string, m or u; None: the largest that `num` reaches.
+        precision: digits after the decimal point.
 
     Raises:
         ValueError: `units` is another prefix.
@@ -265,33 +265,33 @@ def number_to_string(num: float, units: str | None = None, precision: int = _PRE
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return a number of parameters: `"2.35 B"`. `units` as in `number_to_string`, with B for 10^9."""
+    """Format a number of parameters: `"2.35 B"`. See `number_to_string`; the prefix for 10^9 is B."""
     return _with_prefix(params_num, units and units.replace("G", "B"), precision, _OF_PARAMS).rstrip()
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return multiply-accumulates: `"3.14 GMACs"`. Arguments as in `number_to_string`."""
+    """Format multiply-accumulates: `"3.14 GMACs"`. See `number_to_string`."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return operations per second: `"81.9 TFLOPS"`. Arguments as in `number_to_string`."""
+    """Format operations per second: `"81.9 TFLOPS"`. See `number_to_string`."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return bytes in powers of 1000: `"1.5 MB"`. Arguments as in `number_to_string`."""
+    """Format bytes in powers of 1000: `"1.5 MB"`. See `number_to_string`."""
     return f"{number_to_string(b, units, precision)}B"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = _PRECISION) -> str:
-    """Return seconds: `"76.67 ms"`. Arguments as in `number_to_string`; the unit itself (`"ms"`) is taken too."""
+    """Format seconds: `"76.67 ms"`. See `number_to_string`; `units` may also be the full unit (`"ms"`)."""
     return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
 
 
 def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[str, float]) -> str:
     if units is None:
-        # what is smaller than the smallest prefix is shown in it
+        # a number below the smallest prefix is shown with the smallest prefix
         units = next((prefix for prefix, scale in scales.items() if abs(num) >= scale), "u") if num else ""
     if units not in scales:
         raise ValueError(f"units: found {units!r}; choose one of {', '.join(map(repr, scales))}")
@@ -299,5 +299,5 @@ def _with_prefix(num: float, units: str | None, precision: int, scales: Mapping[
 
 
 def rate(flops: float, duration_s: float) -> str:
-    """Operations per second as text; a dash where no time was measured."""
+    """Format operations per second; "-" if no time was measured."""
     return flops_to_string(flops / duration_s) if duration_s > 0 else "-"

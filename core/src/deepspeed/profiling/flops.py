@@ -1,4 +1,4 @@
-"""`FlopsProfiler` counts the operations and measures the time of each module (`deepspeed.profiling.flops_profiler`).
+"""`FlopsProfiler` counts operations and measures the time of each module (`deepspeed.profiling.flops_profiler`).
 
     profiler = FlopsProfiler(model)
     profiler.start_profile()
@@ -8,9 +8,9 @@
     profiler.end_profile()
 
 `get_model_profile` does the same for one call, and `step_profile.py` for one step of an engine (the section
-`flops_profiler`). Operations are counted where torch dispatches them, by the formulas of `torch.utils.flop_counter`:
-matrix products, convolutions, attention and recurrent layers, in whatever way a model calls them. Two operations are
-one multiply-accumulate (MAC). An elementwise operation counts as none.
+`flops_profiler`). Operations are counted in torch's dispatcher with the formulas of `torch.utils.flop_counter`: matrix
+products, convolutions, attention and recurrent layers, however a model calls them. Two operations are one
+multiply-accumulate (MAC). Elementwise operations are not counted.
 """
 
 import math
@@ -58,33 +58,33 @@ _MODES = ("forward", "generate")
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count the scores and their product with the values, of every head of `query`; keys may have fewer heads."""
+    """Count the scores, and their product with the values, for every head of `query`. Keys may have fewer heads."""
     return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Count the scores, which are computed again, two gradients of them, and two of their product with the values."""
+    """Count the recomputed scores, two gradients of the scores, and two gradients of their product with the values."""
     return int(2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1]))
 
 
 def _grouped_flops(tokens: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count a product of which every row of `tokens` meets the matrix of its group.
+    """Count a grouped product, which multiplies every row of `tokens` by the matrix of its group.
 
-    Of two 2-D operands the common dimension is the one that is divided into groups.
+    With two 2-D operands, the common dimension is divided into groups.
     """
     batch = tokens[0] if len(tokens) == 3 else 1
     return int(2 * batch * tokens[-2] * tokens[-1] * weights[-1])
 
 
 def _recurrent_flops(inputs: Any, *weights: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count recurrent layers: at each of the positions of `inputs`, a product with every 2-D weight."""
+    """Count recurrent layers: one product with every 2-D weight at each position of `inputs`."""
     shapes = weights[0] if isinstance(weights[0][0], Sequence) else weights[:2]
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
 _aten = torch.ops.aten
-#: formulas that torch's counter does not have: operator -> a function of the shapes of its arguments. That of attention
-#: raises in torch 2.10 where keys have fewer heads, and so would the step that is profiled.
+#: operator -> function of the shapes of its arguments, for operators without a formula in torch's counter. Attention is
+#: here because torch's formula raises in torch 2.10 if keys have fewer heads, which would fail the profiled step.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **{
         operator: _attention_backward_flops if str(operator).endswith("_backward") else _attention_flops
@@ -97,7 +97,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped_flops,
     _aten._scaled_grouped_mm: _grouped_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
-    # each device's own operator for recurrent layers, which has the name of its library in front
+    # device-specific operators for recurrent layers, named <library>_rnn
     **{
         getattr(_aten, name.removeprefix("aten::")): _recurrent_flops
         for name in torch._C._dispatch_get_all_op_names()
@@ -107,12 +107,12 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def create_counter() -> FlopCounterMode:
-    """A context in which operations are counted: `get_total_flops()`."""
+    """Return a context that counts operations; `get_total_flops()` has the result."""
     return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
 
 
 class _ModuleRecord:
-    """Holds what one module did itself; its submodules have records of their own."""
+    """The measurements of one module. FLOPs exclude its submodules, which have their own records."""
 
     def __init__(self) -> None:
         self.flops = 0
@@ -123,7 +123,7 @@ class _ModuleRecord:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of all its calls, with those of its submodules inside."""
+        """Seconds of all calls of the module, including its submodules."""
         self._duration_s += sum(self.stopwatch.collect(wait=True)) / 1e3
         return self._duration_s
 
@@ -132,19 +132,19 @@ _RECORDS: WeakKeyDictionary[Module, _ModuleRecord] = WeakKeyDictionary()
 
 
 def get_module_flops(module: Module) -> int:
-    """Return the operations of a profiled module and of all its submodules; 0 where it was not profiled."""
+    """Return the operations of a module and all its submodules; 0 if it was not profiled."""
     return sum(_RECORDS[part].flops for part in module.modules() if part in _RECORDS)
 
 
 def get_module_macs(module: Module) -> int:
-    """Return the multiply-accumulates of a profiled module and of all its submodules."""
+    """Return the multiply-accumulates of a module and all its submodules."""
     return get_module_flops(module) // 2
 
 
 def get_module_duration(module: Module) -> float:
-    """Return the seconds that the calls of a profiled module took.
+    """Return the seconds of all calls of a profiled module.
 
-    A module that is never called, such as a ModuleList, takes as long as its children.
+    For a module that is never called, such as a ModuleList, return the sum over its children.
     """
     record = _RECORDS.get(module)
     if record is not None and record.is_called:
@@ -154,13 +154,13 @@ def get_module_duration(module: Module) -> float:
 
 @cache
 def _warm_up() -> None:
-    """Count nothing once: the first count of a process loads parts of torch, for seconds that are no module's."""
+    """Use the counter once: the first use imports parts of torch for seconds, which must not count for a module."""
     with create_counter():
         torch.empty(0).neg()
 
 
 def _num_params(module: Module) -> int:
-    """Elements of the parameters of a module, each once; a divided one counts whole."""
+    """Return the number of elements of a module's parameters. Sharded parameters count in full."""
     return sum(getattr(param, "ds_numel", param.numel()) for param in module.parameters())
 
 
@@ -168,13 +168,13 @@ def _num_params(module: Module) -> int:
 class FlopsProfiler:
     """Profiles the calls of a model between `start_profile` and `stop_profile`.
 
-    What one call adds is added to what the calls before it did. Counting costs some microseconds per operator, so that
-    the time of very small modules is mostly that.
+    The measurements of all calls are added. Counting costs some microseconds per operator, which dominates the time of
+    very small modules.
 
     Args:
         model: a module, or an engine.
-        ds_engine: the engine that trains it, as in DeepSpeed; found in `ds_engine` again.
-        recompute_fwd_factor: accepted for old scripts: what a backward computes again is counted when it does so.
+        ds_engine: the engine that trains the model, as in DeepSpeed; stored in the attribute `ds_engine`.
+        recompute_fwd_factor: accepted for old scripts, and ignored: recomputed forwards are counted when they run.
     """
 
     def __init__(self, model: Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -183,16 +183,16 @@ class FlopsProfiler:
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._handles: list[RemovableHandle] = []
-        self._running: list[Module] = []  # the modules whose forward runs, the innermost last
+        self._running: list[Module] = []  # the modules whose forward is running, the innermost last
         self._counter: FlopCounterMode | None = None
-        self._num_counted = 0  # of the counter, those that a module has
-        self.is_paused = False  #: calls of the model are not profiled for a while
+        self._num_counted = 0  # operations of the counter that are already attributed to a module
+        self.is_paused = False  #: True: calls of the model are not profiled
 
     def start_profile(self, ignore_list: Iterable[type[Module]] | None = None) -> None:
-        """Begin to profile every call of the model, from nothing.
+        """Start to profile every call of the model, with all counts at 0.
 
         Args:
-            ignore_list: classes of modules that get no line of their own: what they do counts as their parent's.
+            ignore_list: classes of modules without their own line; their operations count for the parent.
         """
         self.end_profile()
         _warm_up()
@@ -205,7 +205,7 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Stop; the figures stay until `end_profile`."""
+        """Stop profiling. The measurements remain until `end_profile`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -213,13 +213,13 @@ class FlopsProfiler:
         self.started = False
 
     def reset_profile(self) -> None:
-        """Set all figures to 0; a profile that runs goes on."""
+        """Reset all measurements to 0. A running profile continues."""
         for module in self.model.modules():
             if module in _RECORDS:
                 _RECORDS[module] = _ModuleRecord()
 
     def end_profile(self) -> None:
-        """Stop and forget the figures."""
+        """Stop profiling and delete the measurements."""
         self.stop_profile()
         for module in self.model.modules():
             _RECORDS.pop(module, None)
@@ -235,19 +235,19 @@ class FlopsProfiler:
         return number_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Return the multiply-accumulates of all calls. Errors as `get_total_flops`."""
+        """Return the multiply-accumulates of all calls. Raises like `get_total_flops`."""
         self._check_profiled("get_total_macs")
         total = get_module_macs(self.model)
         return macs_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Return the seconds of all calls; waits for the device. Errors as `get_total_flops`."""
+        """Return the seconds of all calls. Waits for the device. Raises like `get_total_flops`."""
         self._check_profiled("get_total_duration")
         total = get_module_duration(self.model)
         return duration_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Return the number of parameters; those that ranks divide among them count whole."""
+        """Return the number of parameters. Sharded parameters count in full."""
         total = _num_params(self.model)
         return params_to_string(total) if as_string else total
 
@@ -262,11 +262,11 @@ class FlopsProfiler:
         """Print the totals, the heaviest classes of modules at each depth, and a line per module.
 
         Args:
-            profile_step: the number that the title gives.
-            module_depth: the deepest level whose heaviest classes are listed; -1: all levels.
-            top_modules: how many classes of a level.
-            detailed: print the line per module.
-            output_file: where to write instead of standard output; a file there is replaced.
+            profile_step: the step number in the title.
+            module_depth: the deepest level to list; -1: all levels.
+            top_modules: number of classes per level.
+            detailed: print one line per module.
+            output_file: a file to write (and replace) instead of standard output.
 
         Raises:
             StateError: nothing was profiled.
@@ -275,7 +275,7 @@ class FlopsProfiler:
         write(self.report(profile_step, module_depth, top_modules, detailed), output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the heaviest classes of modules at each depth. Arguments and errors as `print_model_profile`."""
+        """Print the heaviest classes of modules at each depth. See `print_model_profile`."""
         self._check_profiled("print_model_aggregated_profile")
         write("\n".join(_heaviest(self.model, module_depth, top_modules)), None)
 
@@ -288,11 +288,11 @@ class FlopsProfiler:
         before: Mapping[str, str] | None = None,
         after: Mapping[str, str] | None = None,
     ) -> str:
-        """Return what `print_model_profile` prints.
+        """Return the text that `print_model_profile` prints.
 
         Args:
-            before: what the summary says before the model's own figures: name -> value.
-            after: and after them.
+            before: name -> value of lines before the model's lines in the summary.
+            after: name -> value of lines after the model's lines.
         """
         flops, duration_s = get_module_flops(self.model), get_module_duration(self.model)
         summary = {
@@ -327,12 +327,12 @@ class FlopsProfiler:
         record = _RECORDS[module]
         record.is_called = True
         record.num_running += 1
-        if record.num_running == 1:  # a module that calls itself is measured once
+        if record.num_running == 1:  # measure only the outermost call of a recursive module
             record.stopwatch.start()
         self._running.append(module)
 
     def _exit(self, module: Module, inputs: Any, outputs: Any) -> None:
-        if not self._running or self._running[-1] is not module:  # paused, or its forward began before the profile
+        if not self._running or self._running[-1] is not module:  # paused, or the forward began before the profile
             return
         self._attribute()
         self._running.pop()
@@ -341,7 +341,7 @@ class FlopsProfiler:
             self._leave()
 
     def _attribute(self) -> None:
-        """Give what was counted since the last call to the module that runs."""
+        """Attribute the operations counted since the last call to the innermost running module."""
         assert self._counter is not None
         total = self._counter.get_total_flops()
         if self._running:
@@ -349,7 +349,7 @@ class FlopsProfiler:
         self._num_counted = total
 
     def _leave(self) -> None:
-        """No call is running, or one was left by an error that hooks do not see."""
+        """Stop counting: no call is running, or an exception that hooks do not see ended the calls."""
         while self._running:
             self._end(self._running.pop())
         if self._counter is not None:
@@ -364,7 +364,7 @@ class FlopsProfiler:
 
 
 def write(text: str, output_file: str | None) -> None:
-    """Write a report to a file, whose folder is made; without one, to standard output."""
+    """Write a report to a file (creating its folder), or to standard output if there is no file."""
     if not output_file:
         sys.stdout.write(f"{text}\n")
         return
@@ -378,7 +378,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _levels(model: Module) -> list[list[Module]]:
-    """The modules by their depth, the model alone at the first; one that is at several places is at its first."""
+    """Return the modules by depth, beginning with the model. A shared module counts at its first depth."""
     levels, seen = [[model]], {model}
     while children := {child: None for module in levels[-1] for child in module.children() if child not in seen}:
         levels.append(list(children))
@@ -387,7 +387,7 @@ def _levels(model: Module) -> list[list[Module]]:
 
 
 def _heaviest(model: Module, module_depth: int, top_modules: int) -> list[str]:
-    """The lines with the classes of modules that have most, at each depth down to `module_depth`; -1: at all."""
+    """Return lines with the heaviest classes of modules at each depth down to `module_depth` (-1: all)."""
     figures = {
         "parameters": (_num_params, params_to_string),
         "MACs": (get_module_macs, macs_to_string),
@@ -407,7 +407,7 @@ def _heaviest(model: Module, module_depth: int, top_modules: int) -> list[str]:
 
 
 def _tree(model: Module) -> list[str]:
-    """The lines with each module below the one that has it. What a module does itself is in its line only."""
+    """Return a table with one line per module, indented by depth. A line includes the submodules."""
     all_params, all_macs, all_s = _num_params(model), get_module_macs(model), get_module_duration(model)
     rows = []
 
@@ -453,16 +453,16 @@ def get_model_profile(
 
     Args:
         model: any module.
-        input_shape: shape of the model's only argument, a tensor of ones of the type of its parameters.
+        input_shape: shape of the model's only argument, a tensor of ones in the parameters' dtype.
         args: positional arguments, instead of `input_shape`.
         kwargs: keyword arguments.
-        print_profile: print the tables too.
+        print_profile: also print the tables.
         detailed: see `FlopsProfiler.print_model_profile`.
-        module_depth: see there.
-        top_modules: see there.
-        warm_up: calls before the one that is measured.
+        module_depth: see `FlopsProfiler.print_model_profile`.
+        top_modules: see `FlopsProfiler.print_model_profile`.
+        warm_up: number of calls before the measured call.
         as_string: return text with units.
-        output_file: see there.
+        output_file: see `FlopsProfiler.print_model_profile`.
         ignore_modules: see `FlopsProfiler.start_profile`.
         mode: "forward" calls the model, "generate" its method `generate`.
 
@@ -470,7 +470,7 @@ def get_model_profile(
         Operations, multiply-accumulates, and parameters.
 
     Raises:
-        ValueError: there is nothing to call the model with, or `mode` is another word.
+        ValueError: `input_shape`, `args` and `kwargs` are all missing, or `mode` is unknown.
     """
     if mode not in _MODES:
         raise ValueError(f"mode: found {mode!r}; choose one of {', '.join(map(repr, _MODES))}")

@@ -1,6 +1,6 @@
-"""`StepProfile` profiles one step of an engine and prints it, as the section `flops_profiler` asks.
+"""`StepProfile` profiles one step of an engine and prints the result, as configured by the section `flops_profiler`.
 
-`engine/observers.py` tells it of each phase. Built, and imported, only where the configuration asks for it.
+`engine/observers.py` reports each phase to it. It is imported and built only if the configuration enables it.
 """
 
 import contextlib
@@ -15,23 +15,23 @@ from deepspeed.profiling.breakdown import Breakdown, duration_to_string, flops_t
 from deepspeed.profiling.flops import FlopsProfiler, create_counter, get_module_flops, write
 from deepspeed.profiling.timer import create_stopwatch
 
-#: of the matrices of a product that shows a device's peak; a host takes seconds for larger ones
+#: matrix sizes to measure the peak of a device and of the host, which takes seconds for larger ones; number of runs
 _PEAK_SIZE, _HOST_PEAK_SIZE, _PEAK_RUNS = 8192, 1024, 5
 
 
 class StepProfile:
     """Measures the phases of one step.
 
-    Forwards are profiled by module; of a backward all operations are counted, those of forwards that it repeats too.
-    `peak_tflops` adds the model FLOPs utilization: the FLOPs that the model asks for, in the time that a step takes, as
-    a share of the peak (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). Of a backward at most twice the FLOPs
-    of the forwards count, since more of them are repeated forwards.
+    Forwards are profiled by module. For a backward, all operations are counted, including recomputed forwards.
+    `peak_tflops` adds the model FLOPs utilization: the model's FLOPs per second of the step as a share of the peak
+    (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). A backward counts at most twice the FLOPs of the forwards,
+    because the rest are recomputed forwards.
 
     Args:
         profiler: profiles the engine's model.
-        config: which step, and what is printed.
-        num_steps: returns the steps so far.
-        facts: what the summary says of the run, first: name -> value.
+        config: the step to profile, and the output options.
+        num_steps: returns the number of steps so far.
+        facts: name -> value of facts about the run, printed first in the summary.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class StepProfile:
         self._facts = facts
         self._breakdown = Breakdown(times=True, memory=False)
         self._backward_flops = 0
-        #: how long the model FLOPs of that step take at the peak; None: it was not profiled yet, or no peak is known
+        #: seconds that the model FLOPs of a step take at the peak; None: not profiled yet, or the peak is unknown
         self.ideal_step_s: float | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase, if it is one of the step. A step that fails is measured again from its beginning."""
+        """Measure one phase of the step to profile. If the step fails, the measurement starts over."""
         if self._num_steps() != self._config.profile_step:
             yield
             return
@@ -78,10 +78,10 @@ class StepProfile:
             yield
 
     def step_ended(self, batch_size: int) -> None:
-        """A step is over; print it if it was the one. A file that cannot be written is a warning.
+        """Print the profile if this was the step to profile. A file that cannot be written only causes a warning.
 
         Args:
-            batch_size: samples of the step, over all ranks.
+            batch_size: number of samples of the step over all ranks.
         """
         if not self.profiler.started:
             return
@@ -98,7 +98,7 @@ class StepProfile:
         self._forget()
         try:
             write(report, config.output_file)
-        except OSError as error:  # the other ranks go on training, and wait for this one
+        except OSError as error:  # do not raise: the other ranks continue and would wait for this rank
             log_dist(f"flops_profiler.output_file: {error}; the profile is lost", level=logging.WARNING)
 
     def _phases(self, batch_size: int) -> dict[str, str]:
@@ -119,9 +119,9 @@ class StepProfile:
         }
 
     def _utilization(self, forward_flops: int, whole_s: float) -> dict[str, str]:
-        """Compute the model FLOPs utilization of the step, and keep what that of later ones is computed from."""
+        """Compute the model FLOPs utilization of the step, and set `ideal_step_s` for later steps."""
         asked = self._config.peak_tflops
-        if asked is None or self._backward_flops == 0:  # of a plain `loss.backward()`, which is not seen
+        if asked is None or self._backward_flops == 0:  # 0 after a plain `loss.backward()`, which is not observed
             return {}
         peak = measured_peak(self.profiler.model) if isinstance(asked, str) else asked * 1e12
         model_flops = forward_flops + min(self._backward_flops, 2 * forward_flops)
@@ -138,13 +138,13 @@ class StepProfile:
 
 
 def measured_peak(model: torch.nn.Module) -> float:
-    """Return the FLOPS of the fastest of some products of square matrices, of the device and type of the weights."""
+    """Measure products of square matrices with the weights' device and dtype, and return the FLOPS of the fastest."""
     weight = next((param for param in model.parameters() if param.is_floating_point()), torch.empty(0))
     size = _HOST_PEAK_SIZE if weight.device.type == "cpu" else _PEAK_SIZE
     matrix = torch.full((size, size), 1.0 / size, dtype=weight.dtype, device=weight.device)
     stopwatch = create_stopwatch(True)
     times_ms = []
-    for _ in range(1 + _PEAK_RUNS):  # memory is claimed in the first
+    for _ in range(1 + _PEAK_RUNS):  # the first run allocates memory
         stopwatch.start()
         matrix @ matrix
         stopwatch.stop()

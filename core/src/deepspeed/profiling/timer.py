@@ -6,9 +6,9 @@
     timers("data").stop()
     timers.log(["data"])                    # time (ms) | data: 12.34
 
-Nothing waits for the device before a time is read, where the device has events: a `Stopwatch` reads the host's clock,
-or records a device's own events. The engine's own timers are `engine.timers`, by the names below; `breakdown.py` prints
-them.
+A `Stopwatch` reads the host's clock, or records device events if the device has them. With events, the host waits for
+the device only when a time is read. The engine's timers are `engine.timers`, with the names below. `breakdown.py`
+prints them.
 """
 
 import time
@@ -40,7 +40,7 @@ BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_GLOBAL_TIMER = "step"
 
 _GIB = 2**30
-#: spans that a timer keeps for its mean
+#: number of spans that a timer keeps for its mean
 _KEPT_SPANS = 1000
 
 
@@ -51,13 +51,13 @@ class Stopwatch(Protocol):
         """Begin a span."""
 
     def stop(self) -> None:
-        """End it."""
+        """End the span."""
 
     def collect(self, wait: bool) -> list[float]:
-        """Milliseconds of the spans that ended since the last call, in order.
+        """Return the milliseconds of the spans that ended since the last call, in order.
 
         Args:
-            wait: for the device, where it has not come to the end of the last span; else those are left for later.
+            wait: wait for the device to complete all spans; if False, incomplete spans are left for the next call.
         """
 
 
@@ -65,8 +65,8 @@ class HostStopwatch:
     """Reads the host's clock.
 
     Args:
-        synchronizes: wait for the device at both ends. A device that works while the host goes on is else measured by
-            the time it takes to give it work.
+        synchronizes: wait for the device at both ends. Otherwise only the time to launch work on an asynchronous device
+            is measured.
     """
 
     def __init__(self, synchronizes: bool) -> None:
@@ -123,10 +123,10 @@ class EventStopwatch:
 
 
 def create_stopwatch(synchronized: bool = True) -> Stopwatch:
-    """The stopwatch for the current accelerator.
+    """Return a stopwatch for the current accelerator.
 
     Args:
-        synchronized: count the device's time; False reads the host's clock and never waits.
+        synchronized: measure the device's time; False reads the host's clock and never waits.
     """
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device() or not synchronized:
@@ -140,7 +140,7 @@ def create_stopwatch(synchronized: bool = True) -> Stopwatch:
 
 
 class NamedTimer:
-    """One named timer of a `SynchronizedWallClockTimer`; adds up spans between `start` and `stop`."""
+    """A named timer of a `SynchronizedWallClockTimer`. It adds the spans between `start` and `stop`."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -153,7 +153,7 @@ class NamedTimer:
         """Begin a span.
 
         Raises:
-            StateError: one is running.
+            StateError: a span is running.
         """
         if self.started_:
             raise StateError(f"timer {self.name_!r} has already been started; stop it first")
@@ -164,11 +164,11 @@ class NamedTimer:
         """End the span and add it.
 
         Args:
-            reset: forget the spans before this one.
-            record: accepted for old scripts; every span is kept for `mean`.
+            reset: discard the spans before this one.
+            record: accepted for old scripts, and ignored: every span counts for `mean`.
 
         Raises:
-            StateError: none is running.
+            StateError: no span is running.
         """
         if not self.started_:
             raise StateError(f"timer {self.name_!r} is not started; start it first")
@@ -179,16 +179,16 @@ class NamedTimer:
         self._add(wait=False)
 
     def reset(self) -> None:
-        """Forget every span; a running one goes on."""
+        """Discard all completed spans. A running span continues."""
         self._stopwatch.collect(wait=True)
         self._elapsed_ms = 0.0
         self._spans_ms.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds of all spans, a running one up to now. Waits for the device.
+        """Return the milliseconds of all spans, including a running span up to now. Waits for the device.
 
         Args:
-            reset: start again.
+            reset: discard the spans afterwards.
         """
         is_running = self.started_
         if is_running:
@@ -202,7 +202,7 @@ class NamedTimer:
         return elapsed_ms
 
     def mean(self) -> float:
-        """Mean span in milliseconds since the last reset, without the tenth that is shortest and the longest tenth."""
+        """Return the mean span in milliseconds since the last reset, without the shortest and longest 10% of spans."""
         self._add(wait=True)
         return trim_mean(list(self._spans_ms), 0.1)
 
@@ -213,7 +213,7 @@ class NamedTimer:
 
 
 class SynchronizedWallClockTimer:
-    """Named timers, each made when it is first asked for: `timers("fwd").start()`."""
+    """Named timers. Each is created on first use: `timers("fwd").start()`."""
 
     Timer = NamedTimer
 
@@ -226,11 +226,11 @@ class SynchronizedWallClockTimer:
         return self.timers[name]
 
     def has_timer(self, name: str) -> bool:
-        """Whether it was ever asked for."""
+        """Return whether the timer `name` exists."""
         return name in self.timers
 
     def get_timers(self) -> dict[str, NamedTimer]:
-        """All of them, by name."""
+        """Return all timers by name."""
         return self.timers
 
     def log(
@@ -241,11 +241,11 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Print the milliseconds of the timers called `names`, in one line; names without a timer are left out.
+        """Print the milliseconds of the timers `names` in one line. Names without a timer are omitted.
 
         Args:
-            normalizer: what each is divided by, for example a number of steps.
-            reset: start again.
+            normalizer: divisor of each time, for example a number of steps.
+            reset: reset the timers afterwards.
             memory_breakdown: add the device's memory.
             ranks: global ranks that print; None is rank 0.
         """
@@ -260,7 +260,7 @@ class SynchronizedWallClockTimer:
         report("time (ms) | " + " | ".join(times), None if ranks is None else tuple(ranks))
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean span of each timer in milliseconds, divided by `normalizer`."""
+        """Return the mean span of each timer in milliseconds, divided by `normalizer`."""
         _check_normalizer(normalizer)
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         if reset:
@@ -270,7 +270,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """The device's memory in one line, in GiB."""
+        """Return the device's memory usage in one line, in GiB."""
         accelerator = get_accelerator()
         return (
             f"mem allocated: {accelerator.memory_allocated() / _GIB:.4f} GiB, "
@@ -279,26 +279,26 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """A `NoopTimer` replaces timers that are off: everything can be called and nothing happens."""
+    """A replacement for disabled timers, with the same methods and no effect."""
 
     class Timer:
-        """A `Timer` is one of the timers that are off."""
+        """A disabled timer."""
 
         def start(self) -> None:
-            """Begin nothing."""
+            """Do nothing."""
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """End nothing."""
+            """Do nothing."""
 
         def reset(self) -> None:
-            """Forget nothing."""
+            """Do nothing."""
 
         def elapsed(self, reset: bool = True) -> float:
-            """Nothing passed."""
+            """Return 0.0."""
             return 0.0
 
         def mean(self) -> float:
-            """The mean of nothing."""
+            """Return 0.0."""
             return 0.0
 
     def __init__(self) -> None:
@@ -308,11 +308,11 @@ class NoopTimer:
         return self.timer
 
     def has_timer(self, name: str) -> bool:
-        """True, so that what is asked for can be called."""
+        """Return True, so that callers may use any timer."""
         return True
 
     def get_timers(self) -> dict[str, NamedTimer]:
-        """None of them counts."""
+        """Return an empty dictionary."""
         return {}
 
     def log(
@@ -326,28 +326,28 @@ class NoopTimer:
         """Print nothing."""
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean of nothing."""
+        """Return an empty dictionary."""
         return {}
 
 
 @absent_members("utils.timer:ThroughputTimer")
 class ThroughputTimer:
-    """Counts samples, and the time between `start` and `stop`: forward, backward and step, but not what is between two
-    steps (loading data, evaluating).
+    """Counts samples and the time between `start` and `stop`: forward, backward and step, but not the time between two
+    steps (data loading, evaluation).
 
-    The engine calls `start` before a training forward and `stop` in `engine.step()`; it is `engine.tput_timer`. The
-    first `start_step` steps, in which memory is claimed and kernels are made, are not counted.
+    `engine.tput_timer` is one. The engine calls `start` before a training forward and `stop` in `engine.step()`. The
+    first `start_step` steps, which allocate memory and compile kernels, are not counted.
 
     Args:
         config: the section `timers.throughput`: `enabled`, `synchronized`. None: both true.
-        batch_size: samples of one step over all ranks.
-        start_step: steps that are not counted.
-        steps_per_output: `stop` prints a line every so many steps; None: never.
-        monitor_memory: add the host's memory and swap in use, in percent, to that line.
-        logging_fn: what prints; default: rank 0's log at level INFO.
+        batch_size: number of samples of one step over all ranks.
+        start_step: number of steps that are not counted.
+        steps_per_output: `stop` prints a line every `steps_per_output` steps; None: never.
+        monitor_memory: add the used memory and swap of the host, in percent, to the line.
+        logging_fn: prints the line; default: rank 0's log at level INFO.
 
-    The line has the fields that DeepSpeed's has, so that programs which parse logs find them; its GB are 2**30 bytes.
-    Last comes the model FLOPs utilization, where `ideal_step_s` was set.
+    The line has the fields of DeepSpeed's line, so that log parsers work; a GB is 2**30 bytes. The model FLOPs
+    utilization is the last field if `ideal_step_s` is set.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class ThroughputTimer:
         self.micro_step_count = 0
         self.global_step_count = 0
         self.started = False
-        #: how long the device would take for a step's model FLOPs at its peak; None: not known, so no MFU is printed
+        #: seconds that a step's model FLOPs take at the device's peak; None: unknown, so no MFU is printed
         self.ideal_step_s: float | None = None
         self._synchronized = config is None or config.synchronized
         self._stopwatch: Stopwatch | None = None
@@ -379,12 +379,12 @@ class ThroughputTimer:
         self._window_samples = 0
 
     def update_epoch_count(self) -> None:
-        """A new epoch begins: micro-steps are counted from 0."""
+        """Begin a new epoch: count micro-steps from 0."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A forward begins. Nothing if one has begun already."""
+        """Begin a micro-batch. Does nothing if one has begun already."""
         if not self.enabled or self.started:
             return
         self.started = True
@@ -394,11 +394,11 @@ class ThroughputTimer:
             self._stopwatch.start()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-batch is done. Nothing without a `start`.
+        """End a micro-batch. Does nothing without a `start`.
 
         Args:
-            global_step: it was the last of an optimizer step.
-            report_speed: print the line if it is time.
+            global_step: the micro-batch was the last of an optimizer step.
+            report_speed: print the line if it is due.
         """
         if not self.enabled or not self.started:
             return
@@ -417,14 +417,14 @@ class ThroughputTimer:
             self._report()
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over all counted steps, all ranks together; -inf before there is one. Waits for the
+        """Return the samples per second of all ranks over all counted steps; -inf before the first. Waits for the
         device."""
         self._collect(wait=True)
         return self._total_samples / self._total_s if self._total_s > 0.0 else float("-inf")
 
     @property
     def total_elapsed_time(self) -> float:
-        """Seconds of all counted steps, as far as the device's answers are there."""
+        """Seconds of all counted steps that the device has completed when last read."""
         return self._total_s
 
     def _collect(self, wait: bool) -> None:
@@ -446,7 +446,7 @@ class ThroughputTimer:
                 f"MaxMemAllocated={accelerator.max_memory_allocated() / _GIB:.2f}GB"
             )
             if self.monitor_memory:
-                import psutil  # late: few runs ask for it
+                import psutil  # late: few runs need it
 
                 line += f", vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}"
             if self.ideal_step_s is not None:
@@ -457,7 +457,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean of `data` without its smallest and largest share `trim_percent`; 0 for no data.
+    """Return the mean of `data` without its smallest and largest share `trim_percent`; 0 for no data.
 
     Raises:
         ValueError: `trim_percent` is not in [0, 0.5).

@@ -1,12 +1,12 @@
-"""`trace(folder)`: what each rank's host and device do, as files for Perfetto, with the phases of each step by name.
+"""`trace(folder)`: records host and device activity of each rank in files for Perfetto, with named phases of each step.
 
     with deepspeed.profiling.trace("traces", skip_steps=3, num_steps=2):
         for batch in batches:
             engine.backward(engine(batch))
             engine.step()
 
-`mark_phases()` names the phases to a vendor's own profiler instead (Nsight Systems, VTune, msprof), by the ranges of
-the accelerator. Nothing of this is imported, and no step does anything for it, before one of the two is called.
+`mark_phases()` names the phases for a vendor's own profiler (Nsight Systems, VTune, msprof) through the ranges of the
+accelerator. Before one of the two is called, this module is not imported and a step has no overhead.
 """
 
 import os
@@ -38,25 +38,25 @@ def trace(
     shapes: bool = False,
     stacks: bool = False,
 ) -> Iterator[torch.profiler.profile | None]:
-    """Record a trace by `torch.profiler` while the context is open; a step is a call of `engine.step()` that updates.
+    """Record a trace with `torch.profiler` while the context is open. A step is an `engine.step()` that updates.
 
-    Each rank writes `rank<r>.pt.trace.json.gz` when its last step is over or the context ends, also by an exception:
-    for https://ui.perfetto.dev and TensorBoard's profiler. The phases of every engine of this process, `forward`,
-    `backward`, `backward_inner`, `backward_allreduce` and `step`, are ranges called `deepspeed.<phase>`.
+    Each rank writes `rank<r>.pt.trace.json.gz` after its last step or at the end of the context, even after an
+    exception. The file is for https://ui.perfetto.dev and TensorBoard's profiler. The phases of every engine of this
+    process (`forward`, `backward`, `backward_inner`, `backward_allreduce`, `step`) are ranges `deepspeed.<phase>`.
 
     Args:
-        folder: is made; this rank's file of an earlier trace is removed first.
-        ranks: global ranks that record; None: all. For others the context does nothing and gives None.
-        skip_steps: steps before the recording begins.
-        num_steps: steps that are recorded; None: until the context ends.
-        memory: record each allocation and release, which Perfetto shows as counters; on a device whose torch keeps a
-            history of its allocator, its snapshot too, `rank<r>.memory.pickle` for https://pytorch.org/memory_viz.
+        folder: created if necessary; this rank's file of an earlier trace is removed first.
+        ranks: global ranks that record; None: all. On other ranks the context does nothing and yields None.
+        skip_steps: number of steps before the recording begins.
+        num_steps: number of steps to record; None: until the context ends.
+        memory: record each allocation and release, which Perfetto shows as counters. If torch has an allocator history
+            for the device, also write the snapshot `rank<r>.memory.pickle` for https://pytorch.org/memory_viz.
         shapes: record the shapes of operators' inputs.
-        stacks: record Python's stack of each operator; slow, and the file large.
+        stacks: record the Python stack of each operator; slow, with a large file.
 
     Raises:
         ConfigError: `skip_steps` is negative, or `num_steps` is below 1.
-        OSError: the folder cannot be written; before anything is recorded.
+        OSError: the folder cannot be written; raised before the recording.
         StateError: a trace of this process is open.
     """
     if skip_steps < 0 or (num_steps is not None and num_steps < 1):
@@ -70,7 +70,7 @@ def trace(
         return
     path = Path(folder) / f"rank{rank}.pt.trace.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):  # a folder that cannot be written is known now, not after the steps
+    with tempfile.TemporaryFile(dir=path.parent):  # fail now, not after the steps, if the folder cannot be written
         path.unlink(missing_ok=True)
     written: list[Path] = []
 
@@ -130,7 +130,7 @@ def _accelerator_range(phase: str) -> Iterator[None]:
 
 @contextmanager
 def _allocator_history(path: Path, *, is_wanted: bool) -> Iterator[None]:
-    """Keep the history of the device's allocator, where its torch can, and write it beside `path` at the end."""
+    """Record the history of the device's allocator, if torch supports it, and write it next to `path` at the end."""
     module: Any = getattr(get_accelerator()._module(), "memory", None) if is_wanted else None
     if not hasattr(module, "_record_memory_history") or not get_accelerator().is_available():
         yield
@@ -138,6 +138,6 @@ def _allocator_history(path: Path, *, is_wanted: bool) -> Iterator[None]:
     module._record_memory_history()
     try:
         yield
-    finally:  # an allocation that failed is what people look for
+    finally:  # even after an exception, because a failed allocation is what users look for
         module._dump_snapshot(str(path.with_name(f"{path.name.partition('.')[0]}.memory.pickle")))
         module._record_memory_history(enabled=None)
