@@ -1,7 +1,7 @@
-"""`MonitorMaster`: every monitor of a configuration as one, and what happens when one of them fails.
+"""`MonitorMaster`: combines all monitors of a configuration, and handles their failures.
 
-`Monitor` is the contract of one place that events are written to; `services.py` has the built-in ones.
-`step_events` are what the engine writes by itself after each step.
+`Monitor` is the interface of one monitor; `services.py` has the built-in ones. `step_events` are the events that the
+engine writes after each step.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from deepspeed.plugins.manager import plugin_manager
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
-# section -> the module and class of its monitor, and what has to be installed for it
+# section -> module and class of its monitor, and the package that it requires
 _BUILT_IN = {
     "tensorboard": ("deepspeed.monitor.services", "TensorBoardMonitor", "tensorboard"),
     "wandb": ("deepspeed.monitor.services", "WandbMonitor", "wandb"),
@@ -28,23 +28,23 @@ _BUILT_IN = {
 }
 
 
-#: name, value (a number, or a tensor with one element), and where it stands on the x axis
+#: (name, value (a number, or a tensor with one element), position on the x axis)
 Event = tuple[str, Any, int]
 
-#: before the names of a step's events, as DeepSpeed documents them
+#: prefix of the names of a step's events, as documented by DeepSpeed
 PREFIX = "Train/Samples/"
 
 
 class Monitor(ABC):
-    """Something that events are written to. A plugin's monitor needs `write_events` only.
+    """The base class of monitors. A plugin's monitor needs only `write_events`.
 
-    A subclass is made from its section of the configuration, on rank 0 if that is switched on; elsewhere it stays
-    `enabled = False` and does nothing.
+    A subclass is created from its section of the configuration. If the section is disabled, or the rank is not 0, it
+    sets `enabled = False` and does nothing.
     """
 
     enabled: bool = True
 
-    #: the section of `monitor_config` that a built-in monitor is made from; "" for a plugin's, which takes a dict
+    #: the section of `monitor_config` for a built-in monitor; "" for a plugin's monitor, which takes a dict
     section: ClassVar[str] = ""
 
     def __init__(self, monitor_config: Any) -> None:
@@ -57,25 +57,25 @@ class Monitor(ABC):
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write events. Called once per step by the engine, and by users whenever they like."""
+        """Write events. The engine calls this once per step; users may call it at any time."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """Write out what is still held back. Called by `engine.destroy`."""
+    def close(self) -> None:  # noqa: B027 - most monitors have nothing to close
+        """Flush pending events. Called by `engine.destroy`."""
 
 
 def is_writer() -> bool:
-    """Whether this process writes: global rank 0, by the process group or else by the launcher's environment."""
+    """Return whether this is global rank 0, by the process group or else by the launcher's environment."""
     rank = comm.get_rank() if comm.is_initialized() else own_rank()
     return rank == 0
 
 
 def as_number(value: Any) -> Any:
-    """A tensor's (or array's) one element as a Python number; a number as it is."""
+    """Return the only element of a tensor (or array) as a Python number; return a number unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 
 def folder_of(section: Any) -> str:
-    """`output_path/job_name` of a section; without a path it is below the working directory."""
+    """Return `output_path/job_name` of a section; without `output_path`, relative to the working directory."""
     return os.path.join(os.path.expanduser(section.output_path or ""), section.job_name)
 
 
@@ -87,13 +87,13 @@ def step_events(
     loss_scale: float | None = None,
     times_ms: Mapping[str, float] | None = None,
 ) -> list[Event]:
-    """The events of one step. Called by the engine's observers where a monitor writes.
+    """Return the events of one step. The engine's observers call this if a monitor writes.
 
     Args:
-        samples: samples seen by all ranks so far, this step's included: the x axis.
-        loss: mean loss of the step's micro-batches on this rank; None if the engine did not see it.
+        samples: number of samples of all ranks so far, including this step: the x axis.
+        loss: mean loss of the step's micro-batches on this rank; None if unknown to the engine.
         lr: learning rate of the first parameter group.
-        loss_scale: the scale that this step's losses had; None where losses are not scaled.
+        loss_scale: the loss scale of this step; None if losses are not scaled.
         times_ms: phase -> milliseconds of the step, for example `{"forward": 1.5}`.
     """
     figures = {"train_loss": loss, "lr": lr, "loss_scale": loss_scale}
@@ -102,22 +102,21 @@ def step_events(
 
 
 class MonitorMaster:
-    """Writes events to each monitor that the configuration switches on. `engine.monitor` is one; users make others.
+    """Writes events to each enabled monitor. `engine.monitor` is one; users may create others.
 
-    The monitors exist on rank 0 only. For each name plugins are asked first (hook `ds_monitor`), then the built-in
-    ones. One that cannot be made is left out, one that fails in writing is tried again next time; both are reported
-    once, with the section's name, and training goes on.
+    The monitors exist only on rank 0. For each name, plugins are asked first (hook `ds_monitor`), then the built-in
+    monitors. A monitor that cannot be created is left out. A monitor that fails to write is tried again for the next
+    events. Both are reported once with the section's name, and training continues.
 
     Args:
         monitor_config: `DeepSpeedConfig(...).monitor_config`.
 
     Attributes:
-        enabled: whether the configuration switches any monitor on; the same on every rank.
-        monitors: name of the section -> monitor, as far as this process writes; where it is empty, making events is
-            in vain.
+        enabled: whether the configuration enables any monitor; equal on all ranks.
+        monitors: name of the section -> monitor. If it is empty, as on ranks other than 0, events are not needed.
 
     Raises:
-        ConfigError: it is something else, as a dict.
+        ConfigError: `monitor_config` is of another type, such as a dict.
     """
 
     def __init__(self, monitor_config: MonitorConfig) -> None:
@@ -138,7 +137,7 @@ class MonitorMaster:
                 self.monitors[name] = monitor
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write `(name, value, step)` events everywhere; never raises what a monitor raises."""
+        """Write `(name, value, step)` events to all monitors. Exceptions of monitors are not raised."""
         for name, monitor in self.monitors.items():
             try:
                 monitor.write_events(list(event_list))
@@ -148,7 +147,7 @@ class MonitorMaster:
                     _warn(name, f"writing failed: {_told(error)}; training goes on, later failures are not shown")
 
     def close(self) -> None:
-        """End every monitor. Called by `engine.destroy`; nothing can be written afterwards."""
+        """Close every monitor. Called by `engine.destroy`. Events are not written afterwards."""
         monitors, self.monitors = self.monitors, {}
         for name, monitor in monitors.items():
             try:
@@ -156,7 +155,7 @@ class MonitorMaster:
             except Exception as error:  # noqa: BLE001 - nor does its end
                 _warn(name, f"closing failed: {_told(error)}")
 
-    # The monitors by the names that DeepSpeed gives them; None where one is off, failed, or does not write here.
+    # The monitors under DeepSpeed's names; None if disabled, failed, or on a rank that does not write.
 
     @property
     def tb_monitor(self) -> Any:
@@ -174,7 +173,7 @@ class MonitorMaster:
     def csv_monitor(self) -> Any:
         return self.monitors.get("csv_monitor")
 
-    # ---- making them --------------------------------------------------------------------------------------------
+    # ---- creating monitors --------------------------------------------------------------------------------------
 
     def _create(self, name: str, section: Section | dict[str, Any]) -> Any:
         offered = self._offered(name, section.model_dump() if isinstance(section, Section) else section)
@@ -195,7 +194,7 @@ class MonitorMaster:
         return None
 
     def _offered(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A plugin's monitor, if one has any under this name."""
+        """Return the monitor of the first plugin that provides this name, or None."""
         try:
             return plugin_manager().hook.ds_monitor(name=name, arguments=dict(arguments))
         except Exception as error:  # noqa: BLE001 - nor does a plugin
@@ -212,4 +211,4 @@ def _told(error: Exception) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing, at the end of a plugin's monitor that has no `close`."""
+    """Do nothing: a plugin's monitor may have no `close`."""

@@ -1,6 +1,6 @@
 """The built-in monitors: TensorBoard, CSV files, Weights & Biases, Comet.
 
-A package is imported when the first monitor that needs it is made.
+A package is imported when the first monitor that needs it is created.
 """
 
 import csv
@@ -15,7 +15,7 @@ from deepspeed.monitor.monitor import Event, Monitor, as_number, folder_of, is_w
 
 @absent_members("monitor.tensorboard:TensorBoardMonitor")
 class TensorBoardMonitor(Monitor):
-    """Writes scalars below `output_path/job_name`: `tensorboard --logdir output_path` shows them.
+    """Writes scalars to `output_path/job_name`; `tensorboard --logdir output_path` shows them.
 
     Args:
         tensorboard_config: the section `tensorboard`.
@@ -37,7 +37,7 @@ class TensorBoardMonitor(Monitor):
             self.summary_writer = SummaryWriter(log_dir=self.log_dir)  # type: ignore[no-untyped-call]
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """Write scalars; with `flush` they are on disk afterwards."""
+        """Write scalars. With `flush` they are on disk afterwards."""
         if self.summary_writer is None:
             return
         for name, value, step in event_list:
@@ -52,16 +52,16 @@ class TensorBoardMonitor(Monitor):
 
 @absent_members("monitor.csv_monitor:csvMonitor")
 class csvMonitor(Monitor):
-    """Appends to `output_path/job_name/<event name>.csv`, where `/` and spaces of the name are `_`.
+    """Appends to `output_path/job_name/<event name>.csv`, with `_` for `/` and spaces of the name.
 
-    The first line is `step,<last part of the name>`; a run that goes on with an earlier one's folder appends to its
-    files. Each row is on disk when `write_events` returns.
+    The first line is `step,<last part of the name>`. A run with the folder of an earlier run appends to its files. Each
+    row is on disk when `write_events` returns.
 
     Args:
         csv_config: the section `csv_monitor`.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
 
     section = "csv_monitor"
@@ -78,7 +78,7 @@ class csvMonitor(Monitor):
         if not self.enabled:
             return
         for name, value, step in event_list:
-            # Opened per row: a killed run loses nothing, and a file that was moved away is started again.
+            # Open the file per row: a killed run loses nothing, and a file that was moved away is created again.
             path = os.path.join(self.log_dir, name.replace("/", "_").replace(" ", "_") + ".csv")
             with open(path, "a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file, lineterminator="\n")
@@ -89,14 +89,14 @@ class csvMonitor(Monitor):
 
 @absent_members("monitor.wandb:WandbMonitor")
 class WandbMonitor(Monitor):
-    """Logs to one run, events of one step together.
+    """Logs to one W&B run, with one call per step.
 
     Args:
-        wandb_config: the section `wandb`; `team` is what W&B calls the entity.
+        wandb_config: the section `wandb`; `team` is W&B's entity.
 
     Raises:
         ImportError: the package wandb is not installed.
-        Exception: what `wandb.init` raises, for example without a login.
+        Exception: raised by `wandb.init`, for example without a login.
     """
 
     section = "wandb"
@@ -111,7 +111,7 @@ class WandbMonitor(Monitor):
             self.run = wandb.init(project=wandb_config.project, group=wandb_config.group, entity=wandb_config.team)
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """`wandb.log` of this run. W&B takes steps in ascending order only and drops what comes late."""
+        """Call `wandb.log` of this run. W&B requires ascending steps and drops data of earlier steps."""
         if self.run is not None:
             self.run.log(data, step=step, commit=commit)
 
@@ -129,19 +129,19 @@ class WandbMonitor(Monitor):
             self.run = None
 
 
-# What `comet_ml.start` is told, where the section says it; the rest is left to Comet's own defaults and environment.
+# Keys of the section that are passed to `comet_ml.start` if set; Comet's defaults and environment provide the rest.
 _START_KEYS = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
 
 
 class CometMonitor(Monitor):
-    """Logs metrics to one experiment, each name at most once in `samples_log_interval` samples.
+    """Logs metrics to one Comet experiment, each name at most once per `samples_log_interval` samples.
 
     Args:
         comet_config: the section `comet`.
 
     Raises:
         ImportError: the package comet_ml is not installed.
-        Exception: what `comet_ml.start` raises, for example without an API key.
+        Exception: raised by `comet_ml.start`, for example without an API key.
     """
 
     section = "comet"
@@ -162,11 +162,11 @@ class CometMonitor(Monitor):
 
     @property
     def experiment(self) -> Any:
-        """Comet's experiment, None on ranks that do not write."""
+        """Comet's experiment; None on ranks that do not write."""
         return self._experiment
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Log the events whose turn it is; steps are samples."""
+        """Log the events that are due; steps are numbers of samples."""
         if self._experiment is None:
             return
         for name, value, step in event_list:
