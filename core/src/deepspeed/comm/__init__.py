@@ -1,8 +1,8 @@
-"""Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the collectives of ZeRO.
+"""Communication: `import deepspeed.comm as dist` provides the API of torch.distributed and the collectives of ZeRO.
 
 May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_group.py` (the
-contract over gloo and other libraries of torch), `transports.py` (how an implementation is chosen for a group),
-`start.py` (how a process joins), then `comm.py` (the public collectives).
+contract over torch's libraries, such as gloo, and the choice of a backend for a group), `transports.py` (the
+collectives per library), `start.py` (how a process joins), then `comm.py` (the public collectives).
 """
 
 from torch.distributed import ProcessGroup, ReduceOp

@@ -1,11 +1,11 @@
 """The contracts between the core and a communication library.
 
-`GroupBackend` serves one process group: asynchronous, out of place, one call per collective. `group_backend(group)`
-gives it, and all stages of ZeRO use it. `torch_group.TorchGroup` is the implementation over `torch.distributed`; a
-plugin gives another one with the hook `ds_comm_backend`.
+`GroupBackend` serves one process group with asynchronous collectives, one call each. `group_backend(group)` returns
+the `GroupBackend` of a group; all stages of ZeRO use it. `torch_group.TorchGroup` implements it over
+`torch.distributed`; a plugin provides another implementation with the hook `ds_comm_backend`.
 
-Three kinds of `Work` are here: several of torch's as one, one with a local step after it, and one that is done.
-Functions say which libraries serve torch's process groups.
+This module has three kinds of `Work`: several torch works as one, a work followed by a local step, and a finished
+work. Its functions report which libraries serve torch's process groups.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -30,29 +30,29 @@ class Work(Protocol):
     """A collective in flight."""
 
     def poll(self) -> bool:
-        """Make the progress that is possible without blocking; True if `wait()` would not block the host.
+        """Make the progress that is possible without blocking; return True if `wait()` would not block the host.
 
-        The result may be used after `wait()` only. False may also mean that the library cannot say before `wait()`
-        (an all-reduce of three or more ranks by messages), so do not loop until it is True. Raises what `wait()` would.
+        Use the result only after `wait()`. False may also mean that the library cannot tell before `wait()` (an
+        all-reduce of three or more ranks by messages), so do not loop until True. Raises what `wait()` would raise.
         """
 
     def wait(self) -> None:
-        """Return when the result may be used: the host blocks, or on a device the current stream does. Idempotent."""
+        """Block the host, or on a device the current stream, until the result is ready. Idempotent."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """`Capabilities` says what a group's library can do, and at which sizes; the sharding plans by it.
+    """`Capabilities` describes what a group's library can do, and at which sizes; ZeRO's sharding plans with it.
 
     Args:
         native_reduce_scatter: a reduce-scatter is one operation of the library and moves (W - 1) / W of the buffer;
-            otherwise it is made of others.
-        completes_on_host: `Work.wait` blocks the host until the result is there; otherwise the current stream waits.
+            otherwise it is composed of other collectives.
+        completes_on_host: `Work.wait` blocks the host until the result is ready; otherwise the current stream waits.
         preferred_bucket_bytes: size of the full buffer at which a reduce-scatter or an all-gather is efficient and
             still overlaps.
         preferred_all_reduce_bytes: the same for an all-reduce.
-        matches_by_order: collectives are matched by their order in the group alone, so that ranks which issue different
-            ones may get wrong numbers; the next all-reduce of a few fp64 values on the host says so.
+        matches_by_order: the library matches collectives only by their order in the group, so ranks that issue
+            different collectives may get wrong numbers; the next all-reduce of a few fp64 values on the host raises.
     """
 
     native_reduce_scatter: bool
@@ -63,40 +63,40 @@ class Capabilities:
 
 
 class Messages(Protocol):
-    """Messages between two ranks of a group in host memory; see `PointToPoint`, whose tags are 0 to 7."""
+    """Messages between two ranks of a group in host memory, with tags 0 to 7; see `PointToPoint`."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to send a contiguous tensor to the rank `peer` of the group; waits for nothing."""
+        """Start to send a contiguous tensor to the rank `peer` of the group. Does not block."""
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to receive into a contiguous tensor, from the rank `peer` of the group; waits for nothing."""
+        """Start to receive into a contiguous tensor from the rank `peer` of the group. Does not block."""
 
     def abandon(self) -> None:
-        """This rank failed: peers that wait for its messages raise, and name it. Waits for nobody."""
+        """Report that this rank failed: peers that wait for its messages raise and name this rank. Does not block."""
 
 
 @runtime_checkable
 class GroupBackend(Protocol):
     """The collectives of one process group. `deepspeed.comm.group_backend(group)` makes it, once per group.
 
-    Call order: `connect` once, outside of backward, by all ranks together; then `capabilities` and `allocate` while
-    buffers are built; then collectives, each followed by `Work.wait`, or all by one `abandon` where a rank cannot go
-    on; `release` when an engine is destroyed.
+    Call order: all ranks call `connect` once, outside of backward; then `capabilities` and `allocate` while they build
+    buffers; then collectives, each followed by `Work.wait`, or one `abandon` for all of them if a rank cannot continue;
+    `release` when an engine is destroyed.
 
     All ranks of the group issue the same collectives in the same order, with the same sizes, dtypes and tags, and wait
-    for them at the same places among the collectives of the program. No call but `connect`, `barrier` and `Work.wait`
-    waits for a peer. Tensors are contiguous, 1-D, and of one dtype and device in a call. From the call until `wait()`
-    inputs are neither written nor freed and outputs neither read nor freed.
+    for them at the same places among the collectives of the program. Only `connect`, `barrier` and `Work.wait` wait
+    for a peer. Tensors are contiguous and 1-D, with one dtype and device per call. From the call until `wait()`, inputs
+    are neither written nor freed and outputs are neither read nor freed.
 
-    Sums are in the order of ranks where the core makes them, and low-precision sums of three or more ranks are then
-    made in fp32 and rounded once.
+    Where the core itself sums, it adds in the order of ranks, and sums the low-precision values of three or more ranks
+    in fp32 and rounds once.
 
-    A backend may also have `messages() -> Messages | None`, which all ranks call together after `connect`: messages
-    that are faster than those of torch.distributed.
+    A backend may also have `messages() -> Messages | None`, which all ranks call together after `connect`; these
+    messages are faster than those of torch.distributed.
 
-    A `tag` says what the collective is for, for example the path of a module. Where the transport can compare what the
-    ranks do, ranks that issue different collectives or tags get a `CommError` that names both: where they read each
-    other's memory at that collective, over gloo at the next all-reduce of a few fp64 values, or at the timeout.
+    A `tag` identifies the purpose of the collective, for example the path of a module. Where the transport can compare
+    the ranks, ranks that issue different collectives or tags get a `CommError` that names both: at that collective if
+    the ranks read each other's memory; over gloo at the next all-reduce of a few fp64 values, or at the timeout.
     """
 
     name: str
@@ -110,32 +110,32 @@ class GroupBackend(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes kept between collectives for the next ones."""
+        """Bytes of memory kept between collectives for reuse."""
 
     def connect(self) -> None:
-        """Set up what collectives need. Called by all ranks together; idempotent. The first collective does it, too."""
+        """Set up what collectives need. All ranks call it together; idempotent. The first collective calls it, too."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized 1-D tensor that this library moves well."""
+        """Return an uninitialized 1-D tensor in memory that this library moves efficiently."""
 
     def all_reduce(self, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Sum `full_N` over the ranks, in place, on every rank."""
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
-        """Write to `shard_S` the sum over the ranks of part `rank` of `full_N`.
+        """Sum part `rank` of `full_N` over the ranks, and write the sum to `shard_S`.
 
         `shard_S` may be that part of `full_N` itself, or other memory. The rest of `full_N` is undefined from this call
-        on (the library may use it as scratch memory), and free after `wait()`.
+        on (the library may use it as scratch memory), and may be reused after `wait()`.
         """
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Write the shards of all ranks to `full_N`, in rank order.
 
-        `shard_S` may be its own part of `full_N`, which saves a copy.
+        `shard_S` may be this rank's part of `full_N`, which saves a copy.
         """
 
     def broadcast(self, tensor_N: torch.Tensor, source: int, *, tag: str | int | None = None) -> Work:
-        """Copy `tensor_N` of rank `source` of the group to that of every rank."""
+        """Copy `tensor_N` from rank `source` of the group to every rank."""
 
     def all_to_all(
         self,
@@ -149,40 +149,40 @@ class GroupBackend(Protocol):
         """Send part r of `input_N` to rank r, and write what rank r sends to part r of `output_N`.
 
         Args:
-            output_N: receives; its numel is the sum of `output_numels`.
-            input_N: is sent; other memory than `output_N`.
+            output_N: the buffer to receive into; its numel is the sum of `output_numels`.
+            input_N: the buffer to send; must not share memory with `output_N`.
             output_numels: elements from each rank; None: W equal parts.
-            input_numels: elements to each rank; None: W equal parts. That of rank a for rank b equals the
-                `output_numels` of rank b for rank a.
-            tag: what it is for.
+            input_numels: elements to each rank; None: W equal parts. `input_numels[b]` of rank a equals
+                `output_numels[a]` of rank b.
+            tag: the purpose of the collective.
         """
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
+        """Leave `works` of this group unfinished; the caller no longer uses their buffers. Does not block.
 
-        `failed`: an exception, which is being handled, is the reason. Peers that wait for this rank, or come to wait
-        for it, are to raise `PeerFailed`, and to name it, once for each time that it has abandoned; when all ranks have
-        abandoned as often, collectives work again.
-        Otherwise all ranks abandon the same collectives, and go on.
+        `failed`: the reason is an exception that is being handled. Peers that wait for this rank, now or later, must
+        raise `PeerFailed` and name this rank, once for each time that it abandons. Collectives work again when all
+        ranks have abandoned equally often.
+        Without `failed`, all ranks abandon the same collectives and continue.
         """
 
     def release(self) -> None:
-        """Give back memory that is kept between collectives. Waits for nobody."""
+        """Free the memory that is kept between collectives. Does not block."""
 
 
 complete(__name__)  # DeepSpeed's base class of communication libraries
 
 
 def no_group_error(asked: str) -> CommError:
-    """Return the error for `asked`, which needs a process group where there is none."""
+    """Return the error for a call of `asked` before a process group exists."""
     return CommError(f"{asked} was asked for, but no process group exists; call deepspeed.init_distributed() first")
 
 
 def library_by_device(group: ProcessGroup) -> dict[str, str]:
-    """`"cpu:gloo,xyz:abc"` as a dict; a plain name serves every device and is stored under ""."""
+    """Return `"cpu:gloo,xyz:abc"` as a dict. A library that serves every device is stored under ""."""
     config = str(torch_dist.get_backend_config(group))
     libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return libraries or {"": str(torch_dist.get_backend(group))}
@@ -194,23 +194,23 @@ def is_gloo(group: ProcessGroup) -> bool:
 
 
 def serves(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a library for tensors on such a device."""
+    """Whether the group has a library for tensors on devices of this type."""
     return torch.device(device.type) in group._device_types
 
 
 def host_or_device(group: ProcessGroup) -> torch.device:
-    """Return where small values are sent from: the host if the group has a library for it, else this rank's device."""
+    """Return the device to send small values from: the host if the group serves it, else this rank's device."""
     host = torch.device("cpu")
     return host if serves(group, host) else torch.device(get_accelerator().current_device_name())
 
 
 def broadcast_together(tensors: Sequence[Tensor], ranks: GroupBackend, source: int, *, tag: str | int | None) -> None:
-    """Copy the tensors of rank `source`, of one dtype and on one device, to those of every rank, in one collective; by
-    this rank's device where the group has no library for theirs.
+    """Broadcast `tensors`, which share one dtype and device, from rank `source` in one collective. The broadcast goes
+    through this rank's accelerator if the group has no library for the tensors' device.
 
     Args:
-        tensors: as many on every rank, of the same shapes.
-        tag: of the broadcast.
+        tensors: the same number and the same shapes on every rank.
+        tag: the tag of the broadcast.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not serves(ranks.group, flat.device):  # stage 3 moves parameters later, shard by shard
@@ -223,9 +223,9 @@ def broadcast_together(tensors: Sequence[Tensor], ranks: GroupBackend, source: i
 
 
 def barrier_devices(group: ProcessGroup) -> list[int] | None:
-    """The index of the device on which a barrier waits: this rank's. None where it waits in host memory, or not at all.
+    """Return the index of this rank's device, on which a barrier waits; None if it waits in host memory or not at all.
 
-    Without it some libraries take the device that the global rank suggests, which another rank may have.
+    Without this index, some libraries guess the device from the global rank, and another rank may use that device.
     """
     if not isinstance(group, ProcessGroup):  # what torch gives a rank outside the group
         return None
@@ -234,12 +234,12 @@ def barrier_devices(group: ProcessGroup) -> list[int] | None:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long a collective of `group` waits for a peer, or torch's default if this torch or a plugin's library
-    does not say how long."""
+    """Return the timeout of collectives in `group`, or torch's default if this torch or a plugin's library does not
+    expose the timeout."""
     host = torch.device("cpu")
     try:
         library = group._get_backend(host if serves(group, host) else group._device_types[0])
-    except RuntimeError:  # of a group that a plugin wrote in Python
+    except RuntimeError:  # a group that a plugin implements in Python
         return torch_dist.distributed_c10d.default_pg_timeout
     timeout: timedelta = getattr(
         getattr(library, "options", None), "_timeout", torch_dist.distributed_c10d.default_pg_timeout
@@ -248,10 +248,10 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 class _Done:
-    """Nothing to wait for: one rank, or no elements."""
+    """A finished work, for a group of one rank or an empty tensor."""
 
     def poll(self) -> bool:
-        """Always done."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
@@ -262,7 +262,7 @@ DONE = _Done()
 
 
 class _Works:
-    """Several torch works, waited for once."""
+    """`_Works` waits for several torch works once."""
 
     __slots__ = ("_works",)
 
@@ -270,21 +270,21 @@ class _Works:
         self._works = works
 
     def poll(self) -> bool:
-        """Whether all are completed; an error is for `wait` to raise."""
+        """Whether all works are completed. Only `wait` raises their errors."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Wait for each, in the order of issue."""
+        """Wait for each work, in the order of issue."""
         works, self._works = self._works, ()
         for work in works:
             work.wait()
 
     def ends_within(self, limit: timedelta) -> bool:
-        """Wait for so long at most for each. Returns whether all are done; raises the error of one that failed."""
+        """Wait at most `limit` for each work. Returns whether all are done; raises the error of a work that failed."""
         for work in self._works:
             try:
                 work.wait(limit)
-            except RuntimeError:  # its own, or that of the limit
+            except RuntimeError:  # the work failed, or the limit has passed
                 if not work.is_completed():
                     return False
                 work.wait()
@@ -292,11 +292,11 @@ class _Works:
 
 
 class Followed:
-    """A work and the step of this rank that follows it: a sum of what came, a copy to where it belongs.
+    """A work and the local step that follows it, such as summing the received values or copying them to their place.
 
     Args:
-        work: in flight.
-        step: makes the result, once.
+        work: the work in flight.
+        step: produces the result; runs once.
         in_poll: the step may run in `poll`, because it works on host memory and needs no stream.
     """
 
@@ -308,7 +308,7 @@ class Followed:
         self._in_poll = in_poll
 
     def poll(self) -> bool:
-        """Whether the work is done; then also make the step where that may be."""
+        """Whether the work is done. If it is done and `in_poll` is set, also run the step."""
         if not self.work.poll():
             return False
         if self._in_poll:
@@ -316,7 +316,7 @@ class Followed:
         return True
 
     def wait(self) -> None:
-        """Wait, and make the step if it was not made yet."""
+        """Wait, then run the step unless it has run already."""
         self.work.wait()
         step, self._step = self._step, None
         if step is not None:
@@ -324,22 +324,22 @@ class Followed:
 
 
 def as_work(*works: torch_dist.Work | None) -> Work:
-    """Several torch works (None: already done) as one."""
+    """Combine several torch works into one; None stands for a work that is already done."""
     return _Works([work for work in works if work is not None])
 
 
 def ends_within(work: Work, limit: timedelta) -> bool:
-    """`work.wait()` for a limited time, without the step that follows. Returns whether `wait` will return at once."""
+    """Wait at most `limit` for `work`, without running its step. Returns whether `work.wait()` would return at once."""
     return all(part.ends_within(limit) for part in parts_of([work]) if isinstance(part, _Works))
 
 
 def is_over(work: Work) -> bool:
-    """Whether the works of torch that it is made of are completed, if with an error."""
+    """Whether all torch works inside `work` are completed, with or without an error."""
     return all(part.poll() for part in parts_of([work]) if isinstance(part, _Works))
 
 
 def parts_of(works: Sequence[Work]) -> list[Work]:
-    """The works in flight that these are made of."""
+    """Return the works in flight inside `works`, without the steps that follow them."""
     found: list[Work] = []
     for work in works:
         found += parts_of([work.work]) if isinstance(work, Followed) else [work]

@@ -1,8 +1,8 @@
-"""The public functions of `deepspeed.comm`: the surface of torch.distributed, under the names DeepSpeed gives it.
+"""The public functions of `deepspeed.comm`: the API of torch.distributed, under DeepSpeed's names.
 
-Users and libraries call them; ZeRO uses `group_backend(group)` instead. Ranks given as `src` or `dst` are global ranks,
-as in torch.distributed. Every collective takes `async_op`; with True it returns a handle with `wait()`. Each also takes
-`prof`, `log_name` and `debug` for the comms logger.
+Users and libraries call them; ZeRO uses `group_backend(group)` instead. `src` and `dst` are global ranks, as in
+torch.distributed. With `async_op=True` a collective returns a handle with `wait()`. Every operation also takes `prof`,
+`log_name` and `debug` for the comms logger.
 """
 
 import math
@@ -41,7 +41,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """True after `init_distributed`, or if a library has initialized torch.distributed itself."""
+    """True after `init_distributed`, or if other code has initialized torch.distributed."""
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
@@ -61,12 +61,12 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """The global ranks of `group`, in the order of its own ranks."""
+    """The global ranks of `group`, in the order of ranks within the group."""
     return torch_dist.get_process_group_ranks(get_world_group() if group is None else group)
 
 
 def get_world_group() -> ProcessGroup:
-    """The group of every rank; `CommError` before `init_distributed`."""
+    """Return the group of all ranks. Raises `CommError` before `init_distributed`."""
     group = torch_dist.group.WORLD if is_initialized() else None
     if group is None:
         raise backend.no_group_error("get_world_group")
@@ -77,18 +77,18 @@ def get_world_group() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None, **kwargs: Any) -> ProcessGroup:
-    """A new group of global `ranks`; every rank of the world must call it, members or not.
+    """Create a group of the global ranks `ranks`. Every rank of the world must call it, members or not.
 
-    timeout: of its collectives; None: that of the world's group.
+    timeout: the timeout of the group's collectives; None: the timeout of the world group.
     """
     timeout = backend.timeout_of(get_world_group()) if timeout is None else timeout
     return torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout, **kwargs)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh over the world with these axes, the last one varying fastest. A collective of all ranks.
+    """Create a torch DeviceMesh of these axes over the world; the last axis varies fastest. A collective of all ranks.
 
-    Its groups wait as long as the world's, where those of torch's `init_device_mesh` wait for torch's default.
+    The groups of the mesh have the timeout of the world group; torch's `init_device_mesh` uses torch's default.
 
     Raises:
         CommError: the sizes do not multiply to the world size, or there is not one name per axis.
@@ -120,20 +120,20 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 @recorded
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
-    """Wait until every rank of the group has come here.
+    """Wait until every rank of the group has called this.
 
-    Over gloo, one that waits for a rank which waits for it in another call of ds-core, or which has failed, raises
-    within seconds. Not in a thread beside the main one: its barriers may come before a collective of the engine's on
-    one rank and after it on another, so they are torch's, in the group itself.
+    Over gloo, a barrier raises within seconds if a peer has failed, or waits for this rank in another call of ds-core.
+    A thread other than the main one gets torch's barrier in the group itself, without this check: such a barrier may
+    run before a collective of the engine on one rank and after it on another.
 
     Args:
-        device_ids: the device on which to wait, for a library of devices; default: this rank's.
+        device_ids: the device to wait on, for a library that serves a device; default: this rank's device.
     """
     members = group or get_world_group()
     is_ordered = not async_op and threading.current_thread() is threading.main_thread()
     if isinstance(members, ProcessGroup) and is_ordered and backend.is_gloo(members):
         try:
-            plain(backend_for_barriers(members)).barrier()  # recorded here
+            plain(backend_for_barriers(members)).barrier()  # plain: `recorded` above records it already
         except BaseException:
             give_up()
             raise
@@ -146,7 +146,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """A barrier that names the ranks which did not come within `timeout` (gloo only)."""
+    """Wait at a barrier that names the ranks which did not reach it within `timeout` (gloo only)."""
     torch_dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
@@ -168,7 +168,7 @@ def all_reduce(
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
-    """`all_reduce` as inference calls it; a backend may answer it with one of low latency."""
+    """Run `all_reduce`, under the name that inference code calls. A backend may use a low-latency implementation."""
     return torch_dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -176,7 +176,7 @@ def inference_all_reduce(
 def all_reduce_coalesced(
     tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_reduce` of each tensor, all started before the first is waited for."""
+    """`all_reduce` each tensor; all of them start before the first wait."""
     return _wait_or_return([torch_dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
 
 
@@ -188,7 +188,7 @@ def reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Reduce into global rank `dst`; elsewhere the content is undefined afterwards."""
+    """Reduce to global rank `dst`; on other ranks `tensor` is undefined afterwards."""
     return torch_dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
 
 
@@ -200,7 +200,7 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Reduce a list of tensors and leave the r-th on rank r."""
+    """Reduce a list of tensors; rank r gets the r-th sum."""
     return torch_dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
 
 
@@ -212,7 +212,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Reduce `tensor` and leave its r-th part on rank r; it has W times the elements of `output_tensor`."""
+    """Reduce `tensor`; rank r gets the r-th part. `tensor` has W times the elements of `output_tensor`."""
     return transports.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -279,7 +279,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`all_gather_into_tensor` of each pair, all started before the first is waited for."""
+    """`all_gather_into_tensor` for each pair; all of them start before the first wait."""
     works = [
         transports.all_gather_into_tensor(output, tensor, group=group, async_op=True)
         for output, tensor in zip(output_tensors, input_tensors, strict=True)
@@ -326,7 +326,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the r-th part of `tensor` to rank r, and receive likewise."""
+    """Send the r-th part of `tensor` to rank r; part r of `output` comes from rank r."""
     return torch_dist.all_to_all_single(
         output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
     )
@@ -339,9 +339,9 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send the r-th tensor to rank r, and receive likewise.
+    """Send the r-th input tensor to rank r; output tensor r comes from rank r.
 
-    gloo has no such collective: there it is sends and receives.
+    gloo has no such collective, so over gloo this uses sends and receives.
     """
     group = get_world_group() if group is None else group
     if str(torch_dist.get_backend(group)) != "gloo":
@@ -359,13 +359,13 @@ def all_to_all(
 
 @recorded
 def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
-    """Send to global rank `dst` and return when it is on its way."""
+    """Send to global rank `dst`. Returns when `tensor` may be reused."""
     torch_dist.send(tensor, dst=dst, group=group, tag=tag)
 
 
 @recorded
 def recv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
-    """Receive from global rank `src` (None: from anyone); returns the sender."""
+    """Receive from global rank `src` (None: from any rank). Returns the sender's rank."""
     return torch_dist.recv(tensor, src=src, group=group, tag=tag)
 
 
@@ -377,7 +377,7 @@ def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag
 
 @recorded
 def irecv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Handle:
-    """Start to receive from global rank `src` (None: from anyone)."""
+    """Start to receive from global rank `src` (None: from any rank)."""
     return torch_dist.irecv(tensor, src=src, group=group, tag=tag)
 
 
@@ -419,9 +419,9 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Turn the comms logger on or off: from a config (an object or dict with `comms_logger`), then by each argument.
+    """Configure the comms logger from a config (an object or dict with `comms_logger`), then from the other arguments.
 
-    `debug` adds the calling function to the names of collectives. Raises ConfigError for a wrong section of a dict.
+    `debug` adds the calling function to the names of collectives. Raises ConfigError if the section of a dict is wrong.
     """
     section = _comms_section(deepspeed_config)
     if section is not None:
@@ -431,8 +431,8 @@ def configure(
 
 
 def _comms_section(config: Any) -> Any:
-    """The section `comms_logger` of a config, None where it has none. Raises ConfigError for a dict that is wrong."""
-    from deepspeed.config.intake import parse_section  # late: pydantic, which few callers need
+    """Return the section `comms_logger` of a config; None if absent. Raises ConfigError if the section is wrong."""
+    from deepspeed.config.intake import parse_section  # imported late: it loads pydantic, which few callers need
     from deepspeed.config.monitor import CommsLoggerConfig
 
     section = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)

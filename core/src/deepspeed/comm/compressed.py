@@ -1,21 +1,21 @@
-"""Averages over ranks in one bit per element, with error feedback: what 1-bit optimizers send in place of gradients.
+"""Average over ranks with one bit per element and error feedback. 1-bit optimizers use it in place of gradients.
 
-    average     each rank sends each peer the signs of its part and one scale; the peer averages its part, and sends
-                the signs and one scale of that to everyone: an all-to-all and an all-gather of 1 bit per element
+    average     an all-to-all and an all-gather of 1 bit per element: each rank sends each peer the signs and one scale
+                of the peer's part; the peer averages its part, and sends the signs and one scale of it to all ranks
 
-What rounding to signs loses is kept and added the next time, on the way there (`worker`) and on the way back
+The error of rounding to signs is kept and added the next time, for the all-to-all (`worker`) and for the all-gather
 (`server`). H. Tang et al., 1-bit Adam, arXiv 2102.02888, section 4.2 and algorithm 1. With x a tensor of n elements:
 
     Q(x)  = |x| / sqrt(n) * sign(x)                  | | the L2 norm, sign(0) = 1
-    c     = x + worker,     worker <- c - Q(c)       on each rank, of the whole tensor
+    c     = x + worker,     worker <- c - Q(c)       on each rank, for the whole tensor
     a     = mean of the ranks' Q(c) + server,        on the rank that has the part
             server <- a - Q(a)
     x     <- Q(a)                                    part by part, the same on all ranks
 
-Several tensors go in one message, each with a scale of its own, so what is computed does not depend on which tensors
-go together. It is made of the collectives of a `GroupBackend`, so any library serves it.
+One message carries several tensors, each with its own scale, so the result does not depend on how tensors are grouped.
+The average uses the collectives of a `GroupBackend`, so any library can serve it.
 
-Legend: N numel of a tensor, W ranks, S numel of its part on a rank (padded to whole bytes), C the same of all tensors.
+Legend: N numel of a tensor, W ranks, S numel of its part on a rank (padded to whole bytes), C sum of S over tensors.
 """
 
 import functools
@@ -34,10 +34,10 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(slots=True)
 class RoundingErrors:
-    """`RoundingErrors` keep what a tensor still has to send: fp32, zero at first."""
+    """`RoundingErrors` holds the part of a tensor's values that is not sent yet: fp32, zero at first."""
 
-    worker: Tensor  # [N], 1-D: what this rank has not sent of its own
-    server: Tensor  # [S]: what this rank has not sent of the average of its part
+    worker: Tensor  # [N]: the unsent rest of this rank's own values
+    server: Tensor  # [S]: the unsent rest of the average of this rank's part
 
     @classmethod
     def zero(cls, tensor: Tensor, world_size: int) -> "RoundingErrors":
@@ -48,7 +48,7 @@ class RoundingErrors:
 
 
 def part_numel(numel: int, world_size: int) -> int:
-    """Elements of a rank's part of a tensor, with padding: the same on all ranks, whole bytes of signs."""
+    """Return the padded numel of a rank's part of a tensor: equal on all ranks, a multiple of 8 for whole bytes."""
     return 8 * math.ceil(numel / (8 * world_size))
 
 
@@ -59,13 +59,13 @@ def average(
     *,
     tag: str | int | None = None,
 ) -> None:
-    """Replace each tensor by the average over `ranks` of all that they have in its place; see the module.
+    """Replace each tensor by its average over `ranks`; see the module docstring.
 
-    A collective, which returns when the averages are there. A group of one rank sends and rounds nothing.
+    A collective; it returns when the averages are ready. A group of one rank sends and rounds nothing.
 
     Args:
-        tensors: floating, contiguous, on one device, of the same shapes in the same order on all ranks.
-        errors: of each tensor; changed in place.
+        tensors: floating-point, contiguous, on one device, with the same shapes in the same order on all ranks.
+        errors: the rounding errors of each tensor; changed in place.
     """
     if ranks.world_size == 1 or not tensors:
         return
@@ -80,13 +80,13 @@ def average(
 
 
 class _OneBitLayout:
-    """`_OneBitLayout` puts some tensors into the B bytes for one rank: the scales of all tensors, then their signs,
-    each tensor's in whole bytes."""
+    """`_OneBitLayout` packs tensors into a message of B bytes per rank: the scales of all tensors, then the signs of
+    each tensor in whole bytes."""
 
     def __init__(self, numels: Sequence[int], world_size: int, rank: int) -> None:
         self._numels, self._world_size = numels, world_size
         self._part_numels = [part_numel(numel, world_size) for numel in numels]
-        #: elements of this rank's parts that are no padding
+        #: numel of this rank's parts without padding
         self._own_numels = [
             min(max(numel - rank * part, 0), part) for numel, part in zip(numels, self._part_numels, strict=True)
         ]
@@ -95,12 +95,12 @@ class _OneBitLayout:
         self.num_bytes = _aligned(self._signs.start + self._total_numel // 8)
 
     def allocate(self, ranks: GroupBackend, device: torch.device) -> Tensor:
-        """A message for each rank, or from it: (W, B)."""
+        """Allocate one message per rank: (W, B)."""
         num_bytes = self._world_size * self.num_bytes
         return ranks.allocate(num_bytes, torch.uint8, device).view(self._world_size, self.num_bytes)
 
     def compress(self, tensors: Sequence[Tensor], errors: Sequence[RoundingErrors], sent_WB: Tensor) -> None:
-        """Write what each rank gets to `sent_WB`, and keep the rest in the worker errors."""
+        """Write the message for each rank to `sent_WB`, and keep the rounding error in the worker errors."""
         values_WC = torch.zeros(self._world_size, self._total_numel, dtype=torch.float32, device=sent_WB.device)
         worker = [error.worker for error in errors]
         torch._foreach_add_(worker, [tensor.reshape(-1).to(torch.float32) for tensor in tensors])
@@ -114,7 +114,7 @@ class _OneBitLayout:
         self._signs_in(sent_WB).copy_(_packed(values_WC))
 
     def average_part(self, received_WB: Tensor, errors: Sequence[RoundingErrors], own_B: Tensor) -> Tensor:
-        """Average this rank's parts of all ranks, write that to `own_B`, and keep the rest in the server errors."""
+        """Average this rank's parts over all ranks into `own_B`, and keep the rounding error in the server errors."""
         sum_C = torch.zeros(self._total_numel, dtype=torch.float32, device=own_B.device)
         for message_B in received_WB:  # in the order of ranks
             sum_C += self._values(message_B)
@@ -136,7 +136,7 @@ class _OneBitLayout:
             tensor.copy_(part_WS.reshape(-1)[:numel].view(tensor.shape))
 
     def _values(self, message: Tensor) -> Tensor:
-        """Return the numbers (..., C) that messages (..., B) say."""
+        """Decode messages (..., B) into numbers (..., C)."""
         counts = torch.tensor(self._part_numels, device=message.device)
         scales = self._scales_in(message).repeat_interleave(counts, dim=-1, output_size=self._total_numel)
         return _unpacked(self._signs_in(message)).mul_(scales)
@@ -152,7 +152,7 @@ _layout = functools.lru_cache(maxsize=256)(_OneBitLayout)
 
 
 def _scales(tensors: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
-    """|x| / sqrt(n) of each, fp32, on their device."""
+    """Return |x| / sqrt(n) of each tensor, in fp32 on the tensors' device."""
     norms = torch.stack(torch._foreach_norm(list(tensors)))
     roots = torch.tensor([math.sqrt(max(numel, 1)) for numel in numels], dtype=torch.float32, device=norms.device)
     return norms / roots
@@ -164,13 +164,13 @@ def _signs_of(values: Tensor) -> Tensor:
 
 
 def _packed(values: Tensor) -> Tensor:
-    """The signs of (..., 8 B) values in (..., B) bytes, the first in the lowest bit."""
+    """Pack the signs of (..., 8 B) values into (..., B) bytes, the first in the lowest bit."""
     bits = (values >= 0).unflatten(-1, (-1, 8)).to(torch.uint8)
     return (bits * _places(values.device)).sum(-1, dtype=torch.uint8)
 
 
 def _unpacked(signs: Tensor) -> Tensor:
-    """The signs of (..., B) bytes as (..., 8 B) numbers, 1 or -1."""
+    """Unpack the signs in (..., B) bytes to (..., 8 B) numbers, 1 or -1."""
     bits = signs.unsqueeze(-1).bitwise_and(_places(signs.device)).ne(0)
     return bits.flatten(-2).to(torch.float32).mul_(2).sub_(1)
 

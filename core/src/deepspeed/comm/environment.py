@@ -1,7 +1,7 @@
-"""The starter's environment says where this process stands in a job: its rank, the world's size and the meeting point.
+"""Read this process's place in the job from the environment: its rank, the world size and the address of rank 0.
 
 `start.init_distributed` calls `find_placement`. Each reader takes the environment and returns a `RankPlacement`, or
-None if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.
+None if another launcher started this process. An incomplete environment raises `CommError` with the missing names.
 """
 
 import ipaddress
@@ -25,7 +25,7 @@ _LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One process of a job. `source` says in words where it was found."""
+    """The place of one process in a job. `source` describes, for messages, where it was found."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ class RankPlacement:
             )
 
     def export(self) -> None:
-        """Set the variables by which torch, and libraries beside us, learn the same."""
+        """Set the environment variables that torch and other libraries read."""
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world_size)
         os.environ["LOCAL_RANK"] = str(self.local_rank)
@@ -54,7 +54,7 @@ class RankPlacement:
 def find_placement(
     rank: int, world_size: int, default_port: int, use_mpi: bool, has_init_method: bool = False
 ) -> RankPlacement:
-    """The placement by the first that has an answer: arguments, launcher, MPI or Slurm, a single process."""
+    """Return the placement from the first source that has one: arguments, launcher, MPI, Slurm, a single process."""
     env = os.environ
     if rank >= 0 or world_size >= 0:
         return _from_arguments(env, rank, world_size, default_port, has_init_method)
@@ -67,7 +67,7 @@ def find_placement(
 
 
 def loopback_address(host: str) -> str | None:
-    """`host` as a loopback address, if that is what it is: only this machine reaches it."""
+    """Return `host` as a loopback address, which only this machine can reach; None if `host` is no loopback."""
     if host == "localhost":
         return _LOCALHOST
     try:
@@ -105,7 +105,7 @@ def is_rank(env: Mapping[str, str]) -> bool:
 
 
 def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: bool) -> RankPlacement | None:
-    """torchrun, the `deepspeed` launcher, accelerate, or a user's own exports."""
+    """Read the variables of torchrun, the `deepspeed` launcher, accelerate, or a user's own exports."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     source = "the environment (RANK, WORLD_SIZE)"
@@ -123,7 +123,7 @@ def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: b
 
 def _from_mpi(env: Mapping[str, str], default_port: int) -> RankPlacement | None:
     for name, rank_key, size_key, local_key in _MPI_NAMES:
-        # srun --mpi=pmi2 sets PMI_RANK too; Slurm's own variables then say more and need no library.
+        # srun --mpi=pmi2 sets PMI_RANK too; then Slurm's own variables have more details and need no library.
         if rank_key not in env or (rank_key == "PMI_RANK" and "SLURM_PROCID" in env):
             continue
         if size_key not in env:
@@ -151,7 +151,7 @@ def _master_by_mpi(name: str) -> str:
 
 
 def _own_address() -> str:
-    """The address by which other machines see this host: that of its name, unless it is a loopback one."""
+    """The address by which other machines reach this host: the address of its name, or the name if that is loopback."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -160,7 +160,7 @@ def _own_address() -> str:
 
 
 def _from_slurm(env: Mapping[str, str], default_port: int) -> RankPlacement | None:
-    """Only a task that srun started: in a batch script or an salloc shell the same names describe the whole job."""
+    """Place a task that srun started. In a batch script or an salloc shell the same names describe the whole job."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
@@ -181,7 +181,7 @@ def _from_slurm(env: Mapping[str, str], default_port: int) -> RankPlacement | No
 
 
 def _local_rank(env: Mapping[str, str], rank: int) -> int:
-    """LOCAL_RANK; where nobody set it, the ranks are taken to fill machines of as many devices as this one has."""
+    """Return LOCAL_RANK; if unset, assume that ranks fill machines that all have as many devices as this one."""
     if "LOCAL_RANK" in env and env["LOCAL_RANK"] != "-1":
         return _integer(env, "LOCAL_RANK")
     if rank == 0:
@@ -203,7 +203,7 @@ def _port(env: Mapping[str, str], default_port: int) -> int:
 
 
 def _address(env: Mapping[str, str]) -> str | None:
-    """MASTER_ADDR, which nobody would ever answer at if it were no name or number of a host."""
+    """Return MASTER_ADDR, None if unset. Raises `CommError` if it cannot be a host name or address."""
     address = env.get("MASTER_ADDR")
     if address is not None and not re.fullmatch(r"[^\s\x00-\x1f]{1,255}", address):
         raise CommError(f"the environment variable MASTER_ADDR: found {shown(address)}; set it to the host of rank 0")

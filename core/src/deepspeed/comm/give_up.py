@@ -1,15 +1,15 @@
-"""`give_up`: a rank that fails in a step leaves all of its groups together.
+"""`give_up` lets a rank that fails in a step leave all of its groups together.
 
-A step runs collectives in several groups: those of ZeRO, and the model's own (of experts, divided tensors and divided
-sequences), messages between stages of a pipeline, sums between hosts. Peers may wait for the rank that failed in any of
-them, and in others a while later. So it leaves all groups of the process that the core makes collectives in, and peers
-which meet one that it has left do the same. Then each has left each group once, and a next step, also of another
-engine, works on all ranks.
+A step runs collectives in several groups: the groups of ZeRO and of the model (experts, divided tensors and divided
+sequences), messages between pipeline stages, and sums between hosts. Peers may wait for the failed rank in any of these
+groups, now or later. So the failed rank leaves all groups of the process in which the core runs collectives, and peers
+that meet a group that it has left do the same. Then each rank has left each group once, and the next step works on all
+ranks, also with another engine.
 
-So one failure is told once per rank, however many parts of an engine see its exception pass, and whatever is done while
-it is handled, such as `destroy()`: the exception is marked. A mark is void when an engine is used again, as by a retry
-inside the `except`. Those who fail because of a peer do the same, once per step: [Note: one epoch per failed step] in
-`failure.py`.
+Each rank reports a failure once, however many parts of an engine see its exception pass, and whatever runs while the
+exception is handled, such as `destroy()`. For this, the exception is marked. The mark expires when an engine is used
+again, for example by a retry inside the `except`. Ranks that fail because of a peer do the same, once per step:
+[Note: one epoch per failed step] in `failure.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,45 +25,45 @@ from deepspeed.comm.failure import PeerFailed, handled_errors, held
 from deepspeed.comm.record import plain, unrecorded
 from deepspeed.comm.torch_group import known_backends, makes_collectives
 
-#: attribute of an exception that peers know of: the number of uses at that time
+#: attribute of an exception that this rank has reported: the value of `_num_uses` at that time
 _MARK = "_deepspeed_told_peers"
 _num_uses = 0
 
 
 class Party(Protocol):
-    """Something else in which peers may wait for this rank."""
+    """Something besides a `GroupBackend` in which peers may wait for this rank."""
 
     def abandon(self) -> None:
-        """This rank failed: peers that wait for it raise. Waits for nobody."""
+        """Report that this rank failed: peers that wait for this rank raise. Does not block."""
 
 
 _parties: WeakSet[Party] = WeakSet()
 
 
 def join(party: Party) -> None:
-    """`party` is left, too, as long as it lives."""
+    """Let `give_up` abandon `party`, too, as long as `party` lives."""
     _parties.add(party)
 
 
 def begin_use() -> None:
-    """An engine is called to compute: an exception from now on is another failure than those before."""
+    """Begin a new use of an engine: exceptions from now on count as new failures."""
     global _num_uses
     _num_uses += 1
 
 
 def makes_collectives_besides(backends: Sequence[GroupBackend]) -> bool:
-    """Whether the core makes collectives among ranks other than those of `backends`, as models do."""
+    """Whether the core runs collectives, such as a model's, in groups of several ranks other than `backends`."""
     own = [plain(backend) for backend in backends]
     others = [each for each in known_backends() if each not in own and makes_collectives(each)]
     return any(backend.world_size > 1 for backend in others)
 
 
 def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
-    """This rank has failed; called while the exception is handled. Peers that wait for it raise, and name it. Waits for
-    nobody.
+    """Leave all groups because this rank failed. Call it while the exception is handled. Peers that wait for this rank
+    raise and name this rank. Does not block.
 
     Args:
-        works: what the caller leaves unfinished, and the group of each.
+        works: the works that the caller leaves unfinished, each with its group's backend.
     """
     with held():
         if not torch_dist.is_initialized() or _is_told():
@@ -81,14 +81,14 @@ _ends_of_graphs: set[Callable[[Iterable[torch.Tensor]], None]] = set()
 
 
 def on_failure_after(end: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """`end` makes engines fail whose outputs are in the graph of these tensors."""
+    """Register `end`, which takes tensors and makes each engine fail that has outputs in their graph."""
     _ends_of_graphs.add(end)
 
 
 def give_up_after(tensors: Iterable[torch.Tensor]) -> None:
-    """`give_up` where a script computes with an engine's outputs, between its calls; called while the exception is
-    handled. No call of the engine sees it, so the engine in the graph of `tensors` is made to fail here: else this rank
-    would hear of a peer's failure twice, and lose a step that the peer makes."""
+    """Call `give_up` after a failure in a script's own computation with an engine's outputs, while the exception is
+    handled. No call of the engine sees this exception, so the engine in the graph of `tensors` fails here. Otherwise
+    this rank would react to a peer's failure twice, and miss a step that the peer makes."""
     for end in _ends_of_graphs:
         end(tensors)
     give_up()
@@ -96,13 +96,13 @@ def give_up_after(tensors: Iterable[torch.Tensor]) -> None:
 
 @runtime_checkable
 class HasEpochs(Protocol):
-    """A backend that begins an epoch when it is left after a failure; collectives work where all ranks are in one."""
+    """A backend that begins a new epoch after a failure; its collectives work if all ranks are in the same epoch."""
 
     def epoch(self) -> tuple[str, int]:
-        """A name for its epochs, the same on all ranks of the group, and the present one."""
+        """Return a name for the group's epochs, equal on all its ranks, and the current epoch."""
 
     def join_epoch(self, epoch: int) -> None:
-        """Leave what is in flight, and begin this later epoch. Waits for nobody."""
+        """Abandon the works in flight, and begin the later epoch `epoch`. Does not block."""
 
 
 def _with_epochs() -> list[HasEpochs]:
@@ -111,16 +111,16 @@ def _with_epochs() -> list[HasEpochs]:
 
 
 def standing() -> Mapping[str, Any]:
-    """Return after how many failures this rank has left its groups, and in which epoch of each group it is."""
+    """Return the number of failures for which this rank has left its groups, and the rank's epoch in each group."""
     return {"failures": failure.num_told, "epochs": dict(backend.epoch() for backend in _with_epochs())}
 
 
 def follow(standings: Sequence[Mapping[str, Any]]) -> None:
-    """Go where the rank is that has left its groups most often: this one may have heard nothing of it, as when an
-    update failed there. Then the next call works on all ranks.
+    """Move this rank to the state of the rank that has left its groups most often, so that the next call works on all
+    ranks. This rank may have missed a failure, for example when an update failed on another rank.
 
     Args:
-        standings: of all ranks, which make this call together.
+        standings: the `standing()` of all ranks, which call this together.
     """
     num_failures = max(each["failures"] for each in standings)
     is_behind = num_failures > failure.num_told
@@ -143,7 +143,7 @@ def follow(standings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _is_told() -> bool:
-    """Whether peers know of the exception that is being handled; from now on they do."""
+    """Whether this rank has reported the exception that is being handled. Marks the exception as reported."""
     errors = list(handled_errors())
     is_told = any(getattr(error, _MARK, -1) == _num_uses for error in errors)
     for error in errors[:1]:

@@ -1,14 +1,14 @@
-"""Ranks compare the collectives that they issued in a group whose library matches collectives by their order alone.
+"""Ranks compare the collectives that they issued in a group whose library matches collectives only by their order.
 
-gloo pairs the n-th collective of a rank with the n-th of its peers, whatever they are for. Ranks that take different
-paths through a model get wrong numbers where the sizes agree, and wait for each other where they do not. So
+gloo pairs the n-th collective of a rank with the n-th of its peers, whatever they are for. If ranks take different
+paths through a model, they get wrong numbers where the sizes agree, and wait for each other where they do not. So
 
-- every all-reduce of a few fp64 numbers, as each step and each evaluation at stage 3 has one, also carries a checksum
-  of what was issued before it: ranks that differ raise, all of them, before the weights are updated;
-- when a collective fails, the ranks that were in one put what they have issued into the job's store, and the error
+- every all-reduce of a few fp64 numbers also carries a checksum of the collectives issued before it; each step and each
+  evaluation at stage 3 has such an all-reduce. If the checksums differ, all ranks raise before weights are updated;
+- when a collective fails, the ranks that were in one put their issued collectives into the job's store, and the error
   names the first two that differ;
-- a rank that waits long shows there what it has issued, so that of two which wait for each other in different
-  collectives both find it, and do not wait until the group's timeout.
+- a rank that waits long also stores its issued collectives there, so two ranks that wait for each other in different
+  collectives both find the difference, and do not wait until the group's timeout.
 
 Used by `torch_group.py` and `watch.py`.
 """
@@ -29,17 +29,17 @@ from deepspeed.comm.failure import FailureRecord
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CommError, counted
 
-#: an all-reduce of at most so many fp64 numbers carries the checksum
+#: an all-reduce of at most this many fp64 numbers carries the checksum
 CARRIER_NUMEL = 1 << 16
 _NUM_KEPT = 1 << 11
 # W ranks: the sum of W squares is exact in fp64 up to 2**13 ranks.
 _CHECKSUM_BITS = 20
-# How long a rank waits for what its peers have issued: they fail, too, as soon as its connections close.
+# How long a rank waits for its peers' lists: the peers fail, too, as soon as this rank's connections close.
 GRACE_S = 10.0
 
 
 class Collective(NamedTuple):
-    """A `Collective` identifies one collective, and is equal on all ranks that issue the same one."""
+    """`Collective` identifies one collective; it is equal on all ranks that issue the same collective."""
 
     kind: str
     numel: int
@@ -55,10 +55,10 @@ class Issued:
     """The collectives of this rank in one group over gloo, in the order of issue.
 
     Args:
-        rank: of this process within the group.
-        world_size: of the group.
+        rank: the rank of this process within the group.
+        world_size: the number of ranks of the group.
         failures: the group's record in the store.
-        epoch: of the group; each has an order of its own.
+        epoch: the group's epoch; each epoch counts its collectives separately.
     """
 
     def __init__(self, rank: int, world_size: int, failures: FailureRecord, epoch: int = 0) -> None:
@@ -67,7 +67,7 @@ class Issued:
         self._failures = failures
         self._epoch = epoch
         self._collectives: deque[Collective] = deque(maxlen=_NUM_KEPT)
-        self._checksums: deque[int] = deque(maxlen=_NUM_KEPT)  # after each of them
+        self._checksums: deque[int] = deque(maxlen=_NUM_KEPT)  # the checksum after each collective
         self._number = 0
         self._checksum = 0
         self._num_compared = 0
@@ -76,7 +76,7 @@ class Issued:
         parted.count(self)
 
     def end(self) -> None:
-        """The epoch is over."""
+        """End the epoch: this order is no longer part of the notes of `parted.py`."""
         parted.count_no_more(self)
 
     @property
@@ -85,11 +85,11 @@ class Issued:
         return self._number
 
     def num_started(self) -> dict[str, int]:
-        """Return the number of issued collectives by the name of this order, for `parted.py`."""
+        """Return the number of issued collectives, under this object's name, for `parted.py`."""
         return {self.name: self._number}
 
     def add(self, collective: Collective) -> None:
-        """One more is issued."""
+        """Record that this rank issues `collective`."""
         self._collectives.append(collective)
         self._number += 1
         kind, numel, dtype, tag = collective
@@ -97,26 +97,26 @@ class Issued:
         self._checksums.append(self._checksum)
 
     def with_checksum(self, values_N: torch.Tensor) -> torch.Tensor:
-        """fp64 values to all-reduce, followed by the checksum c of what was issued so far, and c**2."""
+        """Return the fp64 values to all-reduce, with the checksum c of the issued collectives and c**2 appended."""
         checksum = self._checksum >> (32 - _CHECKSUM_BITS)
         return torch.cat([values_N, values_N.new_tensor([checksum, checksum**2])])
 
     def check(self, total: float, total_squares: float) -> None:
         """Compare the checksums of all ranks by their sum and the sum of their squares.
 
-        By the inequality of Cauchy and Schwarz (sum c)**2 <= W sum c**2, and both are equal if all c are.
+        By the Cauchy-Schwarz inequality, (sum c)**2 <= W sum c**2, with equality exactly if all c are equal.
 
         Raises:
-            CommError: on every rank, if they differ.
+            CommError: on every rank, if the checksums differ.
         """
         if total * total != self._world_size * total_squares:
             raise CommError(self.difference() or f"the ranks have issued different collectives; {_ADVICE}")
 
     def difference(self, grace_s: float = GRACE_S) -> str:
-        """Say where the ranks differ; "" where that is not known. Called by all ranks that fail together.
+        """Describe where the ranks differ; "" if unknown. All ranks that fail together call it.
 
         Args:
-            grace_s: how long to wait for what the peers have issued.
+            grace_s: how long to wait for the peers' lists of issued collectives.
         """
         deadline_s = time.monotonic() + grace_s
         key = f"issued/{self._epoch}/{self._num_compared}"
@@ -129,10 +129,8 @@ class Issued:
         return ""
 
     def crossing(self) -> str:
-        """Say where a peer that waits long has issued another collective than this rank; "" while none is known.
-
-        Called now and then while this rank waits long.
-        """
+        """Describe where a long-waiting peer has issued a different collective than this rank; "" if no such peer is
+        known. Called now and then while this rank waits long."""
         key = f"issued/{self._epoch}/waits"
         if self._num_shown != self._number:
             self._num_shown = self._number
@@ -147,14 +145,14 @@ class Issued:
         return parted.few_of([rank for rank in range(self._world_size) if rank != self._rank])
 
     def _show(self, key: str) -> None:
-        """Put what this rank has issued into the store, and its checksum, which most readers need alone."""
+        """Put this rank's issued collectives into the store, and their checksum, which is enough for most readers."""
         self._failures.note(f"{key}/{self._rank}/all", json.dumps(self._told()))
         self._failures.note(f"{key}/{self._rank}", f"{self._number} {self._checksum}")
 
     def _shown(self, key: str, wait_s: float, *, is_longer: bool = False) -> dict[str, Any]:
-        """Return what a peer has put under `key`; empty if nothing is there, or the peer issued the same as this rank.
+        """Return what a peer has stored under `key`; empty if nothing is there or the peer issued the same collectives.
 
-        A peer that issued fewer, but the same so far, is left out, too, unless `is_longer`.
+        Unless `is_longer`, the result is also empty if the peer issued the same collectives so far, but fewer.
         """
         said = self._failures.noted(key, wait_s)
         if not said:
@@ -168,7 +166,7 @@ class Issued:
         return dict(json.loads(noted)) if noted else {}
 
     def _told(self) -> dict[str, Any]:
-        """Return the collectives that this rank has issued and still keeps, as text, for its peers."""
+        """Return the last `_NUM_KEPT` collectives that this rank has issued, as text for its peers."""
         first = self._number - len(self._collectives)
         return {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
 

@@ -1,22 +1,22 @@
-"""Process groups that their members make alone, while other ranks of the world are elsewhere.
+"""Process groups that only their members create, while other ranks of the world are elsewhere.
 
-`own_group` is one over gloo for the engine, where the library matches collectives by their order in a group.
-The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they are
-full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
-model's collective there. Called by `TorchGroup.connect`.
+`own_group` creates a gloo group for the engine, since gloo matches collectives by their order in a group. The model may
+run collectives in its backward (experts, SyncBatchNorm), and the engine launches each bucket between them when the
+bucket is full. That place differs between ranks that skip different parameters. In a shared group, gloo would match a
+bucket of one rank with the model's collective of another. `Watch.connect` calls it.
 
-`host_group` is one over host memory, where the library serves a device only. Called by `step_agreement.py`.
+`host_group` creates a gloo group over host memory if the library serves only a device. `step_agreement.py` calls it.
 
-Torch's `new_group` needs all ranks of the world, or a name that the members agree on, and counts the
-group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for.
+Torch's `new_group` needs all ranks of the world, or a name that the members agree on, and registers the group in the
+process. So these two functions build groups from torch's classes, under a name that the ranks have agreed on.
 
-`group_of_members` is one of `torch.distributed`, for the mesh. torch has
-`new_group(ranks, use_local_synchronization=True)` for that, and names the group after its ranks and the
-number of groups that this process is in. Members that are in different numbers of groups use different names, so each
-waits for the others' addresses under its own; and a group that is made again after one was destroyed finds the
-addresses of the former. From 2.14 on such a group counts on its members alone, so that the next `new_group` of the
-world has another name on them than on other ranks, and hangs. torch has no public way to give a name (2.15), so the
-function that makes it is replaced for the time of the call, and for the calling thread alone.
+`group_of_members` creates a registered group of `torch.distributed`, for the mesh. torch has
+`new_group(ranks, use_local_synchronization=True)` for that, and names the group after its ranks and the number of
+groups of this process. Members with different numbers of groups use different names, so each waits for the others'
+addresses under its own name; and a group that is created again after it was destroyed finds the old addresses. From
+torch 2.14 on only the members count such a group, so the next `new_group` of the world has different names on members
+and other ranks, and hangs. torch has no public way to give a name (2.15), so the function that makes the name is
+replaced during the call, for the calling thread only.
 """
 
 import threading
@@ -36,18 +36,17 @@ from deepspeed.comm.values import Arrivals, all_gather_values, name_of
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once
 
-#: the ranks of a `host_group` begin together, and can do without it
+#: timeout for connecting a `host_group`: its ranks begin together, and can do without the group
 CONNECT_LIMIT = timedelta(minutes=1)
 
 
 def own_group(group: ProcessGroup, meet: Callable[[], str]) -> ProcessGroup:
-    """A gloo group of the same ranks as `group`, with its timeout; `group` itself where it is not gloo's, or one rank.
-
-    All ranks of `group` call it together. torch has no record of the new group, which ends when nothing refers to it;
-    it is for functions of `torch.distributed` that take ranks within a group.
+    """Create a gloo group with the ranks and the timeout of `group`. Returns `group` itself if gloo does not serve it
+    or it has one rank. All ranks of `group` call this together. torch does not register the new group; it ends when
+    nothing refers to it. Use it with functions of `torch.distributed` that take ranks within a group.
 
     Args:
-        meet: waits until all ranks have come, and returns the same name on each.
+        meet: waits for all ranks, and returns the same name on each.
     """
     if not is_gloo(group) or group.size() == 1:
         return group
@@ -56,20 +55,20 @@ def own_group(group: ProcessGroup, meet: Callable[[], str]) -> ProcessGroup:
 
 
 def host_group(group: ProcessGroup, name: str) -> ProcessGroup | None:
-    """A gloo group as `own_group` gives it, whatever the library of `group`; None on all ranks where a rank cannot
-    connect to the others.
+    """Create a gloo group like `own_group`, whatever the library of `group`. Returns None on all ranks if any rank
+    cannot connect to the others.
 
     All ranks of `group` call it together.
 
     Args:
-        name: the same on all ranks, and of no other group.
+        name: equal on all ranks, and unique among groups.
     """
     store, rank, size = _store(name), group.rank(), group.size()
     limit = timeout_of(group)
     library, error = None, ""
     try:
         library = _connect(store, rank, size, min(CONNECT_LIMIT, limit))
-    except RuntimeError as found:  # the network's; what torch's classes are asked for is outside this block
+    except RuntimeError as found:  # a network error; calls of other torch classes stay outside this block
         error = first_line(found)
     for peer, its_error in enumerate(all_gather_values(error, group)):
         if its_error:
@@ -89,39 +88,39 @@ def _store(name: str) -> PrefixStore:
 
 
 def _connect(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Connect the ranks. Raises RuntimeError where gloo finds no way to a peer."""
+    """Connect the ranks. Raises RuntimeError if gloo cannot reach a peer."""
     library = ProcessGroupGloo(store, rank, size, timeout)
-    # a rank that drops the group at once would break the connections that a peer still makes
+    # without a barrier, a rank that drops the group at once would break connections that a peer is still making
     library.barrier().wait()  # type: ignore[attr-defined]  # torch's stub lacks it
     return library
 
 
 def _group_over(store: PrefixStore, library: ProcessGroupGloo) -> ProcessGroup:
-    """The class that functions of `torch.distributed` take. It has no rank of its own before its backend is set."""
+    """Wrap `library` in the class that functions of `torch.distributed` take."""
     own, kind = ProcessGroup(store, library.rank(), library.size()), ProcessGroup.BackendType.GLOO
     own._set_default_backend(kind)
     own._register_backend(torch.device("cpu"), kind, library)
     return own
 
 
-# By world group, how many groups of the same ranks were made: all members have made as many.
+# By world group and ranks, the number of groups made: all members have made equally many.
 _num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 _arrivals: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Arrivals]] = WeakKeyDictionary()
-_lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
-_thread = threading.local()  # `name`: of the group that the thread makes
-_num_threads = 0  # that make one
+_lock = threading.Lock()  # not held while a group is made, since that waits for other ranks
+_thread = threading.local()  # `name`: the name of the group that the thread is making
+_num_threads = 0  # threads that are making a group
 _torchs_name = distributed_c10d._process_group_name
 
 
 def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
-    """A new process group over the library of the world, with its timeout. Called by these ranks together, and by no
-    other.
+    """Create a process group of `ranks` with the library and the timeout of the world group. Only these ranks call it,
+    together.
 
     Args:
-        ranks: global ranks, of which this process is one.
+        ranks: global ranks, including this process.
 
     Raises:
-        CommError: not all of them came, or one has failed before.
+        CommError: not all ranks came, or one has failed before.
     """
     world = torch_dist.group.WORLD
     assert world is not None
@@ -138,13 +137,13 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
     with _named(name):
         group = torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
     with _lock:
-        num_made[members] += 1  # ranks of which one fails here try the same name again
+        num_made[members] += 1  # not counted after a failure, so the ranks try the same name again
     return group
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, torch calls a group that this thread makes `name`; groups of other threads keep torch's own names."""
+    """Make torch name the group that this thread creates `name`; groups of other threads keep torch's names."""
     global _num_threads
     with _lock:
         _num_threads += 1

@@ -1,24 +1,24 @@
-"""Ranks that wait for each other in different calls: found while they wait, and raised on all of them.
+"""Detect ranks that wait for each other in different calls, while they wait, and raise on all of them.
 
-One rank calls `save_checkpoint`, under `if rank == 0:`, and another one goes on with a step. Neither can finish: the
-first waits for the second in the job's store (`values.py`), the second for the first in a collective. After a second,
-who waits in the store notes there in which call, and how many collectives and messages it has started. Who waits
-elsewhere looks at these notes after two seconds: a rank that has not started what it is waited for in, and waits in a
-call that this rank has not made, will never start it. So nothing is guessed from the time. Who finds that ends the call
-of the other, in one operation of the store, and both raise `RanksParted`.
+Suppose one rank calls `save_checkpoint` under `if rank == 0:`, and another rank continues with a step. Neither can
+finish: the first waits for the second in the job's store (`values.py`), the second for the first in a collective. A
+rank that waits in the store notes there, after one second, its call and the numbers of collectives and messages that
+it has started. A rank that waits elsewhere reads these notes after two seconds. If a peer has not started the awaited
+collective, and waits in a call that this rank has not made, the peer will never start that collective. So nothing is
+guessed from elapsed time. The rank that finds this ends the peer's call, in one operation of the store; both raise
+`RanksParted`.
 
-Who waits in a collective or a message notes that, too, when it looks. So two ranks that wait in collectives of
-different groups, such as those of two engines, find each other. The one that does raises, and the other one with it, as
-after any failure.
+A rank that waits in a collective or a message notes that, too, when it looks. So two ranks that wait in collectives of
+different groups, such as the groups of two engines, find each other. The rank that finds the other raises, and the
+other rank raises as after any failure.
 
-A rank that does neither, and stays away, is not in these notes. Inside a call that users make, such as
-`GatheredParameters`, a wait of ten seconds is told with the ranks that are not in it (`in_call`); in a step ranks may
-well wait so long.
+A rank that does neither is not in these notes. A wait of ten seconds inside a user's call, such as
+`GatheredParameters`, logs the missing ranks (`in_call`); steps do not, since ranks may well wait that long there.
 
-In a large group all ranks wait for one that is slow, and all of them look. So a rank asks first whether anybody waits
-elsewhere than it does, then reads the notes of a few ranks, drawn by lot; and few say who is missing.
+In a large group all ranks wait for one slow rank, and all of them look. So a rank first checks whether any rank waits
+elsewhere, then reads the notes of a few random ranks; and only a few ranks log who is missing.
 
-A wait in a library cannot look; `looking` has a thread do it, which then makes the wait raise.
+A rank that waits in a library cannot look, so `looking` lets a thread look, which then makes the wait raise.
 """
 
 import json
@@ -39,14 +39,14 @@ from deepspeed.log import logger
 
 #: how long a rank waits before it notes its call, and before it looks at the notes of others
 NOTED_S, FIRST_LOOK_S = 1.0, 2.0
-#: how long it waits before it says who is missing
+#: how long a rank waits before it logs which ranks are missing
 WARNING_S = 10.0
-#: begins the end of a call that was ended so; other ends are names of ranks
+#: first character of the end of a call that was ended because ranks parted; other ends are ranks
 PARTED = "!"
-_NUM_NOTES = "deepspeed/parted/notes"  # of ranks that wait now; where it is 0 nobody looks further
-#: peers whose notes a rank reads in one look; and ranks that say who is missing, at either end of a group
+_NUM_NOTES = "deepspeed/parted/notes"  # number of ranks that wait now; if 0, nobody looks further
+#: number of peers whose notes a rank reads per look; also the ranks at either end of a group that log missing ranks
 FEW = 8
-_lot = random.SystemRandom()  # a rank that was forked draws others
+_lot = random.SystemRandom()  # forked ranks draw different peers
 T = TypeVar("T")
 
 
@@ -55,13 +55,13 @@ class RanksParted(CommError):
 
 
 class PartedByFailure(RanksParted, PeerFailed):
-    """One of them has failed before, and went on to a call in which it waits for this rank."""
+    """Another rank has failed before, and then entered a call in which it waits for this rank."""
 
 
 def ranks_parted(text: str) -> RanksParted:
-    """Return the error for a rank that waits for others which are in another call, as `text` says.
+    """Return the error for ranks that wait for each other in different calls; `text` describes the calls.
 
-    Where a rank has failed before and this rank has not heard of that, the error is a `PartedByFailure`.
+    If a rank has failed before and this rank has not counted that failure, the error is a `PartedByFailure`.
     """
     heard = unheard()
     if heard is None or RanksParted.__name__ in heard.cause:  # the rank that found this has raised it already
@@ -77,7 +77,7 @@ class Counted(Protocol):
 
 
 class Wait(NamedTuple):
-    """A `Wait` describes what a rank waits for in a collective or a message."""
+    """`Wait` describes what a rank waits for in a collective or a message."""
 
     what: object
     """The collective or message, whose text is for error messages and is made only where the wait is long."""
@@ -90,22 +90,22 @@ class Wait(NamedTuple):
 
 
 _counted: WeakSet[Counted] = WeakSet()
-#: the calls that this rank has ended; a slow rank may not have taken its note back when this one waits again
+#: calls that this rank has ended; a slow peer may not have removed its note yet when this rank waits again
 _ended: set[str] = set()
 
 
 def count(each: Counted) -> None:
-    """Put what `each` has started into the notes of this rank, as long as `each` lives."""
+    """Include the counts of `each` in the notes of this rank, as long as `each` lives."""
     _counted.add(each)
 
 
 def count_no_more(each: Counted) -> None:
-    """It has ended, and others may refer to it still."""
+    """Exclude the counts of `each` from now on, even if other objects still refer to it."""
     _counted.discard(each)
 
 
 class Note(NamedTuple):
-    """A `Note` is put into the store by a rank that waits for others."""
+    """`Note` is what a waiting rank puts into the store."""
 
     call: str
     """The call in which the rank waits, for error messages."""
@@ -125,7 +125,7 @@ class Note(NamedTuple):
 def put_note(
     store: Store, call: str, kind: str, end: str, ranks: Sequence[int], number: int = 0, *, is_alone: bool = True
 ) -> None:
-    """Note that this rank waits."""
+    """Put a note into the store: this rank waits in `call`."""
     note = Note(call, kind, end, ranks, _all_started(), number, is_alone)
     store.set(_key(torch_dist.get_rank()), json.dumps(note))
     store.add(_num_of(kind), 1)
@@ -133,7 +133,7 @@ def put_note(
 
 
 def take_note_back(store: Store, kind: str) -> None:
-    """This rank waits no more. Never deleted: another rank may be about to read it, and would wait for it."""
+    """Clear this rank's note. The key is never deleted: another rank may be about to read it, and would block."""
     store.set(_key(torch_dist.get_rank()), "")
     store.add(_NUM_NOTES, -1)
     store.add(_num_of(kind), -1)
@@ -144,17 +144,17 @@ def _all_started() -> dict[str, int]:
 
 
 def few_of(peers: Sequence[T]) -> Sequence[T]:
-    """Return those of `peers` that this rank looks at now: few of a large group, as all its ranks ask the store."""
+    """Return the peers to look at now: a random few of a large group, since all its ranks query the store."""
     return peers if len(peers) <= FEW else _lot.sample(peers, FEW)
 
 
 def says_who_is_missing(ranks: Sequence[int]) -> bool:
-    """Whether this one of `ranks` does, for which it asks for all of them."""
+    """Whether this rank logs which of `ranks` are missing, which takes a query for all of them."""
     return len(ranks) <= 2 * FEW or torch_dist.get_rank() in (*ranks[:FEW], *ranks[-FEW:])
 
 
 def values_in(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """The values of those of `keys` that the store has; in few questions where it has nearly all."""
+    """Return the values of those `keys` that the store has, with few queries if it has nearly all of them."""
     if not keys:
         return {}
     if store.check(list(keys)):
@@ -166,8 +166,8 @@ def values_in(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
 def find(
     ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, kind: str | None = None
 ) -> RanksParted | None:
-    """Return the error for a rank that waits for others of `ranks` in a collective or a message, see `parting`; None
-    while they may still come."""
+    """Return the error for a rank that waits for other `ranks` in a collective or a message; None while they may still
+    come. See `parting`."""
     text = parting(ranks, waits_in, never_comes, kind=kind)
     return ranks_parted(text) if text else None
 
@@ -180,14 +180,14 @@ def parting(
     calls: bool = False,
     kind: str | None = None,
 ) -> str:
-    """Say why those of `ranks` that this rank waits for will never come, for `ranks_parted`; "" while they may.
+    """Return the text for `ranks_parted` if a rank that this rank waits for will never come; "" while all may come.
 
     Args:
-        ranks: as the job counts them.
+        ranks: global ranks.
         waits_in: what this rank waits in, for messages.
-        never_comes: whether a rank with such a note will never come to that.
+        never_comes: takes a rank and its note; whether that rank will never come to what this rank waits in.
         calls: `waits_in` names a call.
-        kind: the kind of the notes of ranks that wait in the same.
+        kind: the `Note.kind` of ranks that wait in the same call or collective as this rank.
     """
     own = torch_dist.get_rank()
     with _unless_store_is_gone():
@@ -196,9 +196,9 @@ def parting(
         for rank, note in _few_notes(store, ranks, kind):
             if note.end in _ended or own not in note.ranks or not note.is_alone or not never_comes(rank, note):
                 continue
-            if calls and not note.end:  # that rank finds this one
+            if calls and not note.end:  # that rank finds this rank's note
                 continue
-            # a name that this rank does not count is that of a group which it has left, or not made yet
+            # a name that this rank does not count belongs to a group that it has left, or not made yet
             if not note.end and started.get(note.kind, note.number) >= note.number:
                 continue
             where = f"{'called' if note.end else 'waits in'} {note.call}"
@@ -214,7 +214,7 @@ def parting(
 
 @contextmanager
 def _unless_store_is_gone() -> Iterator[None]:
-    """The rank that has the store may have ended, and others go on without it: notes are for messages only."""
+    """Ignore errors of the store: its host rank may have ended, and notes only improve messages."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -222,8 +222,8 @@ def _unless_store_is_gone() -> Iterator[None]:
 
 
 def advice(call: str) -> str:
-    """Say what a user is to do where not all ranks make a call."""
-    if " " in call:  # no function
+    """Return advice for a user whose ranks do not all make the call `call`."""
+    if " " in call:  # not the name of a function
         return _SAME_ORDER
     named = f"{call} ({_ALSO_BY[call]})" if call in _ALSO_BY else call
     return (
@@ -232,13 +232,13 @@ def advice(call: str) -> str:
     )
 
 
-#: by what calls users make another one, without its name in their program
+#: calls that a user's program makes only through another call, and that other call
 _ALSO_BY = {"zero.Init": "transformers' from_pretrained() does, at stage 3"}
 _SAME_ORDER = "All ranks make the same calls in the same order, also where these have collectives of different groups."
 
 
 def _few_notes(store: Store, ranks: Sequence[int], kind: str | None) -> Iterator[tuple[int, Note]]:
-    """None where all who wait, wait in `kind`."""
+    """Yield the notes of a few of `ranks`, or nothing if every waiting rank waits in `kind`."""
     num_notes = store.add(_NUM_NOTES, 0)
     if num_notes == 0 or (kind is not None and num_notes == store.add(_num_of(kind), 0)):
         return
@@ -264,7 +264,7 @@ def _key(rank: int) -> str:
 
 
 class _Calls(threading.local):
-    """The calls of `in_call` that a thread is in, the outermost first."""
+    """The `in_call` names that are active in a thread, the outermost first."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -275,7 +275,7 @@ _calls = _Calls()
 
 @contextmanager
 def in_call(name: str) -> Iterator[None]:
-    """Inside are collectives of the call `name`, of which a long wait tells; of nested ones, the outermost."""
+    """Attribute long waits of collectives in this context to the call `name`; nested calls use the outermost name."""
     _calls.names.append(name)
     try:
         yield
@@ -284,10 +284,10 @@ def in_call(name: str) -> Iterator[None]:
 
 
 class Noting:
-    """One wait for a collective or a message, which is noted when it is long.
+    """One wait for a collective or a message. A long wait puts a note into the store.
 
-    Where another thread than the main one has waited for such, it may start what peers wait for: a note then says no
-    more than who is there, and is that of the main thread, or of one that is in a call.
+    Once a thread other than the main one has waited, that thread may start what peers wait for. From then on notes
+    only show which ranks are present, and only the main thread or a thread inside `in_call` puts them.
     """
 
     _lock = threading.Lock()
@@ -303,7 +303,7 @@ class Noting:
             Noting._threads_wait = True
 
     def note(self) -> None:
-        """Called by any thread, also where the wait has just ended."""
+        """Put the note, and log missing ranks after `WARNING_S`. Any thread may call it, even just after the wait."""
         with self._lock:
             is_alone = not self._threads_wait
             if Noting._noted is None and not self._is_over and (is_alone or self._is_main or self._call):
@@ -329,7 +329,7 @@ class Noting:
             logger.warning("%s waits in %s: rank %s is not in it. %s", call, what, named, advice(call))
 
     def end(self) -> None:
-        """The wait is over."""
+        """End the wait, and clear its note."""
         self._is_over = True
         with self._lock:
             if Noting._noted is self:
@@ -338,16 +338,16 @@ class Noting:
                     take_note_back(torch_dist.distributed_c10d._get_default_store(), self._wait.name)
 
 
-#: by thread, since when it waits in a library, and how to look
+#: by thread id, the time when the thread began to wait in a library, and its function that looks
 _looks: dict[int, tuple[float, Callable[[], None]]] = {}
 _lookout: list[threading.Thread] = []
 
 
 @contextmanager
 def looking(wait: Wait, look: Callable[[], None]) -> Iterator[None]:
-    """Let another thread call `look` now and then while this thread waits long in a library, inside this context.
+    """Let another thread call `look` now and then while this thread waits long in a library inside this context.
 
-    A signal handler may wait inside another wait, as one does that saves a checkpoint.
+    Waits may nest: a signal handler that saves a checkpoint may wait inside another wait.
     """
     if not _lookout:
         _lookout.append(threading.Thread(target=_look_out, name="deepspeed lookout", daemon=True))
@@ -381,5 +381,5 @@ def _look_after_waits(now_s: float) -> None:
         if now_s - since_s > FIRST_LOOK_S:
             try:
                 look()
-            except RuntimeError as error:  # the store of the job is gone; other waits are still looked after
+            except RuntimeError as error:  # the store of the job is gone; keep looking after other waits
                 logger.debug("a wait was not looked after: %s", first_line(error))

@@ -1,7 +1,7 @@
-"""`PointToPoint`: messages between single ranks of a group, such as those of neighboring pipeline stages.
+"""`PointToPoint` sends messages between two ranks of a group, such as neighboring pipeline stages.
 
-Messages from one rank to another with one tag arrive in the order in which they were sent. Nothing here waits for a
-peer but `Work.wait` and `connect`.
+Messages with one tag from one rank to another arrive in the order in which they were sent. Only `Work.wait` and
+`connect` wait for a peer.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from deepspeed.comm.watch import Watch
 
 
 class PointToPoint:
-    """Messages go over the group's backend for host memory, where it has some, and else over torch.distributed.
+    """`PointToPoint` sends host tensors with the backend's `messages()` if it has them; else with torch.distributed.
 
     Args:
-        group: this process is a member of it.
+        group: a process group that includes this process.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -40,11 +40,11 @@ class PointToPoint:
 
     @property
     def completes_on_host(self) -> bool:
-        """Whether messages move while the host computes, and `wait` blocks the host; else streams do both."""
+        """Whether messages move while the host computes and `wait` blocks the host; else device streams do both."""
         return group_backend(self.group).capabilities.completes_on_host
 
     def connect(self) -> None:
-        """Set up what messages need; again after a failure. Called by all ranks together."""
+        """Set up the connections; after a failure, set them up again. All ranks call it together."""
         if not self._is_connected:
             self._own = self._watch.connect()
             backend = group_backend(self.group)
@@ -54,21 +54,21 @@ class PointToPoint:
             self._is_connected = True
 
     def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
-        """Start to send a contiguous tensor; it is neither written nor freed before `wait()`.
+        """Start to send a contiguous tensor, which must not be written or freed before `wait()`.
 
         Args:
             peer: rank within the group.
-            tag: 0 to 7, as the receive has it.
+            tag: 0 to 7, equal to the tag of the receive.
         """
         return counted(self._start("a send to", tensor, peer, tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
-        """Start to receive into a contiguous tensor of the shape and dtype that is sent."""
+        """Start to receive into a contiguous tensor with the shape and dtype of the sent tensor."""
         return counted(self._start("a receive from", tensor, peer, tag))
 
     def abandon(self) -> None:
-        """This rank failed, and leaves its messages unfinished: peers that wait for it raise, and name it. Waits for
-        nobody. `give_up` calls it."""
+        """Abandon all messages because this rank failed: peers that wait for this rank raise and name it. Does not
+        block. `give_up` calls it."""
         if self._host is not None:
             self._host.abandon()
         self._watch.abandon([], failed=True)
@@ -97,12 +97,12 @@ class PointToPoint:
         return _Message(work, self._watch, message, ranks[peer], lane + other, self._started[lane + own])
 
     def num_started(self) -> Mapping[str, int]:
-        """Return the number of messages started so far, by the name that both ends know, for `parted.py`."""
+        """Return the number of messages started so far, by a name that both ends know, for `parted.py`."""
         return self._started
 
 
 class _Message:
-    """A send or a receive in flight, the message `number` of those that the rank `peer` counts under `name`."""
+    """A send or a receive in flight. On the rank `peer` it is message `number` of those counted under `name`."""
 
     __slots__ = ("_message", "_name", "_number", "_peer", "_watch", "_work")
 
@@ -115,11 +115,11 @@ class _Message:
         self._peer, self._name, self._number = peer, name, number
 
     def poll(self) -> bool:
-        """Whether it is complete; an error is for `wait` to raise."""
+        """Whether the message is complete. Only `wait` raises its error."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait; a failure names the rank that failed first."""
+        """Wait. An error names the rank that failed first."""
         work, self._work = self._work, None
         if work is None:
             return

@@ -1,13 +1,13 @@
-"""The comms logger: per operation and message size, how often it was called and how long the caller waited.
+"""The comms logger counts calls and sums their durations, per operation and message size.
 
-`comm.py` reports every collective here while recording is on (config section `comms_logger`, or `comm.configure`), and
-the backends of groups every collective of ZeRO. Durations are what the calling host sees: a call with `async_op=True`
-counts the time to start it, a collective of ZeRO the time to start it and the time in its `wait`.
+While recording is on (config section `comms_logger`, or `comm.configure`), `comm.py` records every collective here, and
+`RecordedGroup` records every collective of ZeRO. Durations are as seen by the calling host: a call with `async_op=True`
+counts the time to start it; a collective of ZeRO counts the time to start it and the time in its `wait`.
 
-`waited` sums how long this rank has waited for others: `watch.slow_rank_window` subtracts it from the time of a step.
-Whatever waits for a peer in a step does so inside of `waited`: collectives of ZeRO and messages of pipelines
-(here, and `point_to_point.py`), sums of hosts, and the synchronous operations of `deepspeed.comm`. On a device that
-works while the host goes on, what is measured is how long its current stream stood still.
+`waited` sums how long this rank has waited for others; `watch.slow_rank_window` subtracts the sum from the time of a
+step. Everything in a step that waits for a peer runs inside `waited`: collectives of ZeRO and pipeline messages (here,
+and `point_to_point.py`), sums between hosts, and the synchronous operations of `deepspeed.comm`. On an asynchronous
+device, the stopwatch measures how long the current stream stood still.
 """
 
 import functools
@@ -30,36 +30,36 @@ _T = TypeVar("_T")
 
 
 class Waits:
-    """The waits of this process. While nobody watches, a wait costs no look at the clock."""
+    """`Waits` measures the waits of this process. Without a watcher, a wait does not read the clock."""
 
     def __init__(self) -> None:
         self._watchers: WeakSet[object] = WeakSet()
         self._stopwatch: Stopwatch | None = None
         self._depth = 0
         self._total_ms = 0.0
-        self._thread = 0  # that makes the steps; others hold nobody up
+        self._thread = 0  # the thread that runs the steps; waits of other threads do not count
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody asks for the waits."""
+        """Whether there is a watcher."""
         return len(self._watchers) > 0
 
     def watch(self, watcher: object) -> None:
-        """Measure from now on, in this thread, as long as `watcher` lives or until it calls `unwatch`."""
+        """Measure waits of this thread from now on, until `watcher` dies or calls `unwatch`."""
         self._watchers.add(watcher)
         self._thread = threading.get_ident()
         if self._stopwatch is None:
             self._stopwatch = create_stopwatch()
 
     def unwatch(self, watcher: object) -> None:
-        """It asks no more."""
+        """Remove `watcher`."""
         self._watchers.discard(watcher)
 
     def begin(self) -> bool:
-        """A wait begins. Waits may lie in one another.
+        """Begin a wait. Waits may nest.
 
         Returns:
-            Whether `end` is to be called.
+            Whether the caller must call `end`.
         """
         if not self.is_watched or threading.get_ident() != self._thread:
             return False
@@ -69,16 +69,16 @@ class Waits:
         return True
 
     def end(self) -> None:
-        """It is over."""
+        """End a wait."""
         self._depth -= 1
         if self._depth == 0 and self._stopwatch is not None:
             self._stopwatch.stop()
 
     def total_ms(self, *, wait: bool) -> float:
-        """Milliseconds of all waits so far.
+        """Return the milliseconds of all waits so far.
 
         Args:
-            wait: for the device; else its last answers may be missing.
+            wait: wait for the device; otherwise its most recent measurements may be missing.
         """
         if self._stopwatch is not None:
             self._total_ms += sum(self._stopwatch.collect(wait))
@@ -89,7 +89,7 @@ waits = Waits()
 
 
 def waited(call: Callable[[], _T]) -> _T:
-    """`call()`, which waits for peers: `waits` counts it."""
+    """Return `call()`, which waits for peers; `waits` measures it."""
     is_counted = waits.begin()
     try:
         return call()
@@ -126,7 +126,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class CommsLogger:
-    """`CommsLogger` keeps which operations are recorded, and the record so far, in DeepSpeed's shape.
+    """`CommsLogger` holds which operations to record, and the record so far, in DeepSpeed's format.
 
     `comms_dict[op][num_bytes]` is `[count, latencies in ms, algorithm bandwidths in Gbit/s, bus bandwidths in Gbit/s]`,
     with one entry of each list per call.
@@ -148,7 +148,7 @@ class CommsLogger:
         verbose: bool | None = None,
         debug: bool | None = None,
     ) -> None:
-        """Change what is given; None leaves a setting as it is."""
+        """Change the given settings; None leaves a setting unchanged."""
         self.enabled = self.enabled if enabled is None else enabled
         self.prof_all = self.prof_all if prof_all is None else prof_all
         self.prof_ops = self.prof_ops if prof_ops is None else frozenset(prof_ops)
@@ -156,7 +156,7 @@ class CommsLogger:
         self.debug = self.debug if debug is None else debug
 
     def wants(self, op: str, prof: bool) -> bool:
-        """True if this call is to be recorded; `prof` is the caller's own wish."""
+        """True if this call is to be recorded; `prof` is the caller's request to record it."""
         return self.enabled and (self.prof_all or prof or op in self.prof_ops)
 
     def add(self, op: str, num_bytes: int, duration_s: float) -> None:
@@ -195,9 +195,9 @@ class CommsLogger:
     def stragglers(self) -> dict[str, dict[int, dict[str, float]]]:
         """Return how long this rank waited for the slowest, by operation and message size. A collective of all ranks.
 
-        Of each call the shortest time of any rank is the communication's, since the last rank to come waits for nobody;
-        what this rank spent beyond it is its wait (DeepSpeed, tutorial "Communication Logging"). Left out is what the
-        ranks did not call equally often.
+        The shortest time of a call over the ranks counts as communication, since the last rank to arrive waits for no
+        other. The rest of this rank's time is its wait (DeepSpeed, tutorial "Communication Logging"). Entries that the
+        ranks did not call equally often are left out.
         """
         own = {op: {str(size): row[1] for size, row in sizes.items()} for op, sizes in self.comms_dict.items()}
         every = all_gather_values(own) if torch_dist.is_initialized() else [own]
@@ -223,9 +223,9 @@ comms_logger = CommsLogger()
 
 
 def recorded(function: _F) -> _F:
-    """Decorator of a public operation. Adds DeepSpeed's arguments `prof`, `log_name` and `debug`.
+    """Decorate a public operation: record its calls, and add DeepSpeed's arguments `prof`, `log_name` and `debug`.
 
-    When recording is off, and nobody watches waits, this costs two attribute tests.
+    When recording is off and waits have no watcher, this costs two attribute tests.
     """
     op = function.__name__
 
@@ -299,32 +299,32 @@ class RecordedGroup:
         )
 
     def barrier(self) -> None:
-        """Recorded without bytes, as one that was waited for."""
+        """Recorded with 0 bytes."""
         start = time.perf_counter()
         waited(self.recorded.barrier)
         if comms_logger.wants("barrier", prof=False):
             comms_logger.add("barrier", 0, time.perf_counter() - start)
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """The recorded backend's; what was abandoned is not recorded."""
+        """Abandon the backend's works. Abandoned works are not recorded."""
         self.recorded.abandon(unrecorded(works), failed=failed)
 
 
 def plain(backend: GroupBackend) -> GroupBackend:
-    """The backend whose collectives are not recorded."""
+    """Return the backend inside a `RecordedGroup`, or `backend` itself."""
     return backend.recorded if isinstance(backend, RecordedGroup) else backend
 
 
 def unrecorded(works: Sequence[Work]) -> list[Work]:
-    """The works in flight, as their backend made them."""
+    """Return the works in flight as their backend made them, without the wrappers that record."""
     return [work.recorded if isinstance(work, _RecordedWork) else work for work in parts_of(works)]
 
 
 class _RecordedWork:
-    """A collective in flight that is recorded when it was waited for.
+    """A collective in flight; `wait` records it.
 
     Args:
-        started_s: what it took to start it; None: it is not recorded.
+        started_s: the time it took to start the collective; None: do not record.
     """
 
     def __init__(self, work: Work, op: str = "", num_bytes: int = 0, started_s: float | None = None) -> None:
@@ -334,11 +334,11 @@ class _RecordedWork:
         self._spent_s = started_s
 
     def poll(self) -> bool:
-        """The recorded work's."""
+        """Poll the recorded work."""
         return self.recorded.poll()
 
     def wait(self) -> None:
-        """Wait; the first time counts."""
+        """Wait. The first call records the collective."""
         start = time.perf_counter()
         waited(self.recorded.wait)
         spent_s, self._spent_s = self._spent_s, None
@@ -347,7 +347,7 @@ class _RecordedWork:
 
 
 def counted(work: Work) -> Work:
-    """The work; `waits` counts the time in its `wait`."""
+    """Return `work`, wrapped so that `waits` measures its `wait` if `waits` has a watcher."""
     return _RecordedWork(work) if waits.is_watched else work
 
 
@@ -363,15 +363,15 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str 
     """Print the table on rank 0 and return it. Called by users at the end of training.
 
     Args:
-        show_straggler: every rank prints its table, and a second one of how long it waited for the slowest rank
-            (`CommsLogger.stragglers`). A collective then: every rank calls it.
-        return_dict: return numbers in place of the text: `{"summary": {op: {num_bytes: {"count", "total_latency_ms",
+        show_straggler: every rank prints its table, and a second table of how long it waited for the slowest rank
+            (`CommsLogger.stragglers`). This is a collective: every rank must call it.
+        return_dict: return numbers instead of the text: `{"summary": {op: {num_bytes: {"count", "total_latency_ms",
             "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps"}}}, "straggler_analysis": None or {op: {num_bytes:
             {"count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"}}},
             "metadata": {"world_size", "rank"}}`.
 
     Raises:
-        CommError: with `show_straggler`, a rank did not come or ended.
+        CommError: with `show_straggler`, a rank did not call it or has ended.
     """
     if not comms_logger.enabled:
         logger.warning("comm.log_summary: nothing was recorded; set comms_logger.enabled in the config first")
@@ -393,7 +393,7 @@ def _straggler_table(stragglers: dict[str, dict[int, dict[str, float]]]) -> str:
 
 
 def _table(columns: Sequence[str], figures: dict[str, dict[int, dict[str, float]]]) -> str:
-    """An operation, and below it a line per message size: the count, and the numbers that follow it."""
+    """Format one line per operation, and below it one line per message size with the count and the other figures."""
     lines = [tuple(columns)]
     for op, sizes in figures.items():
         lines.append((op,))
@@ -403,10 +403,10 @@ def _table(columns: Sequence[str], figures: dict[str, dict[int, dict[str, float]
 
 
 def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in Gbit/s. Bus bandwidth is what a link carries, to compare it with its peak.
+    """Return algorithm and bus bandwidth in Gbit/s. Bus bandwidth is the load of a link, comparable with its peak.
 
-    With W ranks of the world, a link carries 2 (W - 1) / W of the bytes of an all-reduce, (W - 1) / W of those of a
-    collective with one part per rank, and all of the others'.
+    With W ranks in the world, a link carries 2 (W - 1) / W of the bytes of an all-reduce, (W - 1) / W of the bytes of a
+    collective with one part per rank, and all bytes of other operations.
     """
     num_ranks = torch_dist.get_world_size() if torch_dist.is_initialized() else 1
     rate = num_bytes * 8 / max(duration_s, 1e-9) / 1e9
@@ -426,7 +426,7 @@ def readable(num_bytes: int) -> str:
 
 
 def _num_bytes(values: tuple[Any, ...]) -> int:
-    """Bytes of the largest tensor or list of tensors: the whole message of a gather or scatter."""
+    """Return the bytes of the largest tensor or list of tensors, which is the whole message of a gather or scatter."""
     largest = 0
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,15 +1,15 @@
-"""`init_distributed`: from whatever started this process to a process group, and what serves its collectives.
+"""`init_distributed` creates the world group, whatever started this process, and sets what serves its collectives.
 
-The order in which an environment is looked for: arguments, torchrun and the `deepspeed` launcher (RANK, WORLD_SIZE),
-MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unless MPI started us.
+It searches for this process's placement in this order: arguments, torchrun and the `deepspeed` launcher (RANK,
+WORLD_SIZE), MPI, Slurm, none. `environment.py` reads them; mpi4py is imported only if MPI started this process.
 
-[Note: threads at exit] Before the interpreter ends, `settle_at_exit` lets the threads of collectives come to rest. A
-gloo thread that has just completed a collective still holds its tensors for a moment. If the main thread ends the
-interpreter in that moment, letting go of them asks for Python's lock, which ends the thread in a way that C++ answers
-with `terminate called without an active exception`: the process dies of SIGABRT after all its work was done
-(pytorch/pytorch issue 190489). Scripts rarely call `destroy_process_group()`, and it does not help while an engine
-holds the group. On a loaded machine 2 of 5 jobs of four ranks died so, and 1 of 19 of two; with the wait 0 of 12. It
-narrows the race and cannot close it.
+[Note: threads at exit] Before the interpreter ends, `settle_at_exit` lets the threads of collectives finish. A gloo
+thread that has just completed a collective still holds its tensors for a moment. If the main thread ends the
+interpreter in that moment, the thread needs the GIL to release the tensors. Python then ends the thread, and C++ calls
+`terminate called without an active exception`: the process dies of SIGABRT although its work is done (pytorch/pytorch
+issue 190489). Scripts rarely call `destroy_process_group()`, and that call does not help while an engine holds the
+group. On a loaded machine, 2 of 5 jobs of four ranks died this way, and 1 of 19 jobs of two ranks; with the wait, 0 of
+12. The wait narrows the race and cannot close it.
 """
 
 import atexit
@@ -40,22 +40,22 @@ from deepspeed.uncaught import report_to_launcher
 _TASKS = Path("/proc/self/task")
 _LIMIT_S = 0.5
 _PAUSE_S = 0.001
-_NUM_QUIET = 3  # looks in a row; between two of them a thread that waited for Python's lock has got it
+_NUM_QUIET = 3  # quiet checks in a row; between two checks a thread that waits for the GIL gets it
 
 
 @functools.cache
 def settle_at_exit() -> None:
-    """Wait for threads to settle when the process ends. Called by `init_distributed`; the first call counts."""
+    """Register `settle` to run when the process exits. `init_distributed` calls it; later calls do nothing."""
     atexit.register(settle)
 
 
 def settle(limit_s: float = _LIMIT_S) -> bool:
-    """Wait until no other thread of this process is running or ready to run; returns whether it came to that.
+    """Wait until no other thread of this process is running or ready to run. Returns whether that state was reached.
 
-    The wait leaves Python's lock to the other threads. Without /proc it is a fixed pause.
+    The wait releases the GIL for the other threads. Without /proc it is a fixed pause.
 
     Args:
-        limit_s: longest wait, for programs whose threads never rest.
+        limit_s: longest wait, for programs with threads that never rest.
     """
     if not _TASKS.is_dir():
         time.sleep(min(limit_s, 0.05))
@@ -88,13 +88,13 @@ def _is_another_thread_running() -> bool:
 DEFAULT_PORT = 29500
 TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
 _DEFAULT_MINUTES = "10"
-_LONGEST = timedelta(days=3650)  # what torch and the system can wait for
+_LONGEST = timedelta(days=3650)  # the longest timeout that torch and the system support
 
 
 def default_timeout() -> timedelta:
-    """Return how long collectives wait where `init_distributed` gets no timeout: DEEPSPEED_TIMEOUT minutes, or 10.
+    """Return the timeout of collectives if `init_distributed` gets none: DEEPSPEED_TIMEOUT minutes, or 10.
 
-    Raises `CommError` unless the variable is a positive number.
+    Raises `CommError` unless the variable is a positive number of at most 10 years.
     """
     value = os.environ.get(TIMEOUT_VARIABLE) or _DEFAULT_MINUTES
     try:
@@ -127,13 +127,13 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the world group, once; called by users, by libraries and by `deepspeed.initialize`.
+    """Create the world group, once; called by users, by libraries and by `deepspeed.initialize`.
 
-    `dist_backend` None asks the accelerator; a name that torch does not know is a plugin's (`ds_comm_backend`).
-    `distributed_port` serves where the environment names none. With `dist_init_required=False` the group must exist
-    already. Does nothing but `configure(config)` if it exists. Afterwards RANK, WORLD_SIZE and LOCAL_RANK are in the
-    environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`
-    (None: see `default_timeout`), saying what is missing or what cannot be reached.
+    With `dist_backend` None the accelerator chooses; a plugin provides a name that torch does not know
+    (`ds_comm_backend`). `distributed_port` is used if the environment has no port. With `dist_init_required=False` the
+    group must exist already. If the group exists, only `configure(config)` is called. Afterwards RANK, WORLD_SIZE and
+    LOCAL_RANK are in the environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises
+    `CommError` within `timeout` (None: see `default_timeout`), which names what is missing or cannot be reached.
     """
     if not (timeout is None or isinstance(timeout, timedelta)):
         raise CommError(f"timeout: found {timeout!r}; give a datetime.timedelta, such as timedelta(minutes=30)")
@@ -168,9 +168,9 @@ def init_distributed(
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """End `group`, or all groups; staging memory of the backend is given back.
+    """Destroy `group`, or all groups, and free the staging memory of their backends.
 
-    Waits for nobody. While an exception is being handled, as in a `finally`, peers that wait for this rank raise.
+    Does not block. While an exception is being handled, as in a `finally`, peers that wait for this rank raise.
     """
     ends_all = group is None or group is torch_dist.group.WORLD
     try:
@@ -182,16 +182,16 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def set_backend() -> None:
-    """Choose again what serves each group of the current world, as if `init_deepspeed_backend` was never called."""
+    """Choose the backend of each group of the current world again, and undo `init_deepspeed_backend`."""
     serve_by(None)
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Serve all groups of the current world by the collectives that a plugin's `ds_comm_backend` gives for this name,
-    or by torch.distributed's ("torch").
+    """Use one backend for all groups of the current world: the backend that a plugin's `ds_comm_backend` returns for
+    the name `ds_backend`, or torch.distributed for "torch".
 
     Raises:
-        CommError: before `init_distributed`, or if no plugin gives collectives of this name.
+        CommError: before `init_distributed`, or if no plugin provides a backend of this name.
     """
     if not comm.is_initialized():
         raise no_group_error("deepspeed.comm.init_deepspeed_backend()")
@@ -200,7 +200,7 @@ def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, in
         return
     serve_by(functools.partial(_served_by, ds_backend))
     try:
-        group_backend()  # of all ranks: a name that nobody knows is refused here
+        group_backend()  # for the world group: raises if no plugin knows the name
     except CommError:
         set_backend()
         raise
@@ -217,7 +217,7 @@ def _served_by(name: str, group: ProcessGroup) -> GroupBackend:
 
 
 def is_backend(name: str) -> bool:
-    """True if the collectives of all ranks are served by a backend of this name, for example "gloo"."""
+    """True if the backend of the world group has this name, for example "gloo"."""
     return comm.is_initialized() and group_backend().name == name
 
 
@@ -241,7 +241,7 @@ def _require_library(library: str) -> None:
     """Let a plugin register the library with torch if torch does not know the name.
 
     Raises:
-        CommError: neither torch nor a plugin has all of it.
+        CommError: neither torch nor a plugin has every library that `library` names.
     """
     if _unknown_to_torch(library) is None:
         return
@@ -264,10 +264,10 @@ def _unknown_to_torch(library: str) -> str | None:
 
 
 def _join(library: str, placement: RankPlacement, init_method: str | None, timeout: timedelta) -> None:
-    """Enter the world group; every error becomes a `CommError` that says where we tried to go."""
+    """Join the world group. Every error becomes a `CommError` with the address that this process tried to reach."""
     start: Callable[[], None]
     if init_method is None and placement.world_size == 1:
-        # Nobody to meet: a store in this process, so no port is taken and no network is needed.
+        # A single rank needs no peers: a store in this process takes no port and needs no network.
         start = _starter(library, timeout, store=torch_dist.HashStore(), rank=0, world_size=1)
     elif init_method is None and (address := loopback_address(placement.master_addr)) and not _has_agent_store():
         start = _loopback_starter(library, timeout, placement, address)
@@ -285,12 +285,12 @@ def _join(library: str, placement: RankPlacement, init_method: str | None, timeo
 
 
 def _has_agent_store() -> bool:
-    """Whether torchrun has a store for us already; `env://` finds it."""
+    """Whether torchrun already runs a store for this process; `env://` finds it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _loopback_starter(library: str, timeout: timedelta, placement: RankPlacement, address: str) -> Callable[[], None]:
-    """Return a function that starts as `env://` does, with a store on `address` alone instead of all interfaces."""
+    """Return a function that starts like `env://`, but with a store that listens on `address` only."""
 
     def start() -> None:
         is_master = placement.rank == 0
@@ -309,8 +309,8 @@ def _loopback_starter(library: str, timeout: timedelta, placement: RankPlacement
 
 
 def _listen(address: str, port: int) -> int | None:
-    """A listening socket, which the store takes over; None if the port is taken, maybe by a store of this process,
-    which torch then shares."""
+    """Return a listening socket for the store; None if the port is taken, maybe by a store of this process, which torch
+    then shares."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=1024).detach()

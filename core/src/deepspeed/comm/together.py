@@ -1,14 +1,14 @@
-"""`together`: what all ranks build at the same place succeeds on all of them, or raises on all.
+"""`together` makes a call that all ranks build something in succeed on all of them, or raise on all.
 
-A rank that fails alone in `initialize`, or while it builds the layers of its stage, is one that its peers wait for at
-the next place where ranks agree, until the group's time limit. So it comes there too, and brings its failure in place
-of a value (`values.py`); then each rank has made the same calls, and a program that catches the error can go on. Other
-collectives that peers may be in are given up first, so that they come there as well.
+If one rank fails alone in `initialize`, or while it builds the layers of its stage, its peers would wait for it at the
+next place where ranks agree, until the group's timeout. So the failed rank goes there too, and brings its failure
+instead of a value (`values.py`). Then all ranks have made the same calls, and a program that catches the error can
+continue. The failed rank first gives up other collectives that peers may be in, so that these peers go there as well.
 
-A rank that comes to the begin of such a call waits for the others in the store (`values.py`): where one of them waits
-for it elsewhere, in a step, both raise. But a rank of which an engine was destroyed or dropped before waits on, and
-only the other one raises: that is in a step of the engine which is gone here, as after a failure in the script's own
-code, and comes when it has heard.
+At the begin of such a call, a rank waits for the others in the store (`values.py`). If a peer waits for this rank
+elsewhere, in a step, both raise. But a rank that has destroyed or dropped an engine keeps waiting, and only the peer
+raises: the peer is in a step of that engine, for example after a failure in the script's own code on this rank, and
+comes to this call after it has raised.
 """
 
 import gc
@@ -28,21 +28,21 @@ from deepspeed.comm.values import Arrivals, HeardFailure, all_gather_values, all
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
-#: why a rank need not wait any longer, see `Arrivals`
+#: returns the error that ends a wait early, see `Arrivals`
 Refusal: TypeAlias = Callable[[], CommError | None]
-_LIMIT_S = 300.0  # for peers that are still busy with what comes before
-_SHORT_LIMIT_S = 5.0  # for those who are at the same place already
-_MAX_STAYS = 3  # in one call: each time the others have raised
+_LIMIT_S = 300.0  # for peers that are still busy with earlier work
+_SHORT_LIMIT_S = 5.0  # for peers that are at the same place already
+_MAX_STAYS = 3  # how often one call keeps waiting after the other ranks have raised
 _arrivals: WeakKeyDictionary[ProcessGroup, dict[str, Arrivals]] = WeakKeyDictionary()
 _is_engine_gone = False
 
 
 @contextmanager
 def together(call: str) -> Iterator[None]:
-    """Enter and leave a call together with all ranks of the world. A collective, and nothing on one rank.
+    """Enter and leave a call together with all ranks of the world. A collective; on one rank it does nothing.
 
     Args:
-        call: names it, for errors on the other ranks.
+        call: the name of the call, for errors on the other ranks.
 
     Raises:
         HeardFailure: another rank failed, or made another call.
@@ -68,8 +68,8 @@ def together(call: str) -> Iterator[None]:
 
 
 def note_engine_gone() -> None:
-    """An engine of this rank was destroyed or collected: the next step with the others is one of an engine that all
-    ranks build together."""
+    """Note that an engine of this rank was destroyed or collected, so this rank takes no more steps with the others
+    until all ranks build an engine together."""
     global _is_engine_gone
     _is_engine_gone = True
 
@@ -79,8 +79,8 @@ def _no_refusal() -> None:
 
 
 def _arrive_or_stay(call: str, group: ProcessGroup, refusal: Refusal = _no_refusal) -> None:
-    """`_wait_for_all` in a call that builds: where an engine of this rank is gone, the peers that wait for it elsewhere
-    raise alone, and are waited for."""
+    """Call `_wait_for_all` at the begin of a call that builds. If an engine of this rank is gone, peers that wait for
+    this rank elsewhere raise alone, and this rank keeps waiting for them."""
     global _is_engine_gone
     num_stays = 0
     while True:
@@ -91,7 +91,7 @@ def _arrive_or_stay(call: str, group: ProcessGroup, refusal: Refusal = _no_refus
             if not _is_engine_gone or num_stays == _MAX_STAYS:
                 raise
             num_stays += 1
-            begin_use()  # what is raised from now on is another failure
+            begin_use()  # exceptions from now on count as new failures
             logger.warning("%s waits on for the other ranks, since an engine of this one is gone: %s", call, error)
         else:
             _is_engine_gone = False
@@ -99,21 +99,21 @@ def _arrive_or_stay(call: str, group: ProcessGroup, refusal: Refusal = _no_refus
 
 
 def arrive_in(group: ProcessGroup, call: str) -> None:
-    """Return when all ranks of `group` have come to the same call, which has collectives. Asks no library.
+    """Wait until all ranks of `group` have come to the same call, which runs collectives. Uses only the store.
 
     Raises:
-        CommError: a rank has ended without it, or did not come within the time limit of the group.
-        RanksParted: another rank is in another call, in which it waits for this one; it raises, too.
+        CommError: a rank has ended without the call, or did not come within the group's timeout.
+        RanksParted: another rank waits for this rank in another call; that rank raises, too.
     """
     if group.size() > 1:
         _wait_for_all(call, group)
 
 
 def begin_in(group: ProcessGroup, call: str) -> None:
-    """Return when all ranks of `group` have come to the same call, which builds a model. Asks no library.
+    """Wait until all ranks of `group` have come to the same call, which builds a model. Uses only the store.
 
     Raises:
-        CommError: a rank has ended without it, or failed before, or did not come within the time limit of the group.
+        CommError: a rank has ended without the call, has failed before, or did not come within the group's timeout.
         RanksParted: see `arrive_in`.
     """
     if group.size() > 1:
@@ -135,7 +135,7 @@ def _wait_for_all(call: str, group: ProcessGroup, refusal: Refusal = _no_refusal
 
 
 def _has_peers() -> bool:
-    """Over host memory: where a device's library has other collectives under way, another one would wait for these."""
+    """Whether there are peers to meet over host memory. On a device, a collective would wait for others in flight."""
     if not (torch_dist.is_available() and torch_dist.is_initialized()) or torch_dist.get_world_size() == 1:
         return False
     world = torch_dist.group.WORLD
@@ -144,7 +144,7 @@ def _has_peers() -> bool:
 
 def _bring(call: str, error: Exception) -> None:
     text = f"rank {torch_dist.get_rank()} failed in {call} with {type(error).__name__}: {first_line(error)}"
-    is_consequence = isinstance(error, CommError)  # then the rank that failed is there
+    is_consequence = isinstance(error, CommError)  # then the rank that failed first is at this place already
     try:
         bring_failure(text, give_up, _SHORT_LIMIT_S if is_consequence else _LIMIT_S)
     except RuntimeError as found:
@@ -154,7 +154,7 @@ def _bring(call: str, error: Exception) -> None:
 
 
 def _level() -> None:
-    """All ranks know of a failure, for which some have left their groups: then all do."""
+    """Let all ranks leave their groups if some did, after a failure that all ranks know of."""
     try:
         follow(all_gather_within(standing(), _SHORT_LIMIT_S))
     except RuntimeError as error:
