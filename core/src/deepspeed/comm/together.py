@@ -68,8 +68,8 @@ def together(call: str) -> Iterator[None]:
 
 
 def note_engine_gone() -> None:
-    """Note that an engine of this rank was destroyed or collected, so this rank takes no more steps with the others
-    until all ranks build an engine together."""
+    """Note that an engine of this rank was destroyed or collected. The next call that builds then keeps waiting for
+    peers that are still in a step of that engine; see `_arrive_or_stay`."""
     global _is_engine_gone
     _is_engine_gone = True
 

@@ -1,5 +1,5 @@
-"""`GroupBackend` over torch.distributed: one process group, whatever its library. `group_backend(group)` chooses the
-`GroupBackend` of a process group and makes it once.
+"""`TorchGroup` is the `GroupBackend` over torch.distributed, for a process group of any library. `group_backend(group)`
+chooses the `GroupBackend` of a process group and creates it once.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -32,9 +32,9 @@ from deepspeed.log import warn_once
 from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
-# Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
+# Two buckets of the preferred size, kept between steps: allocating fresh memory costs more than the sum itself.
 DEFAULT_STAGING_BYTES = 16 << 20
-# Libraries that have no reduce-scatter and all-gather of whole tensors, or slow ones, and that complete on the host.
+# Libraries that complete on the host, with no reduce-scatter and all-gather of whole tensors, or only slow ones.
 _HOST_LIBRARIES = ("gloo", "mpi")
 
 
@@ -42,13 +42,13 @@ class TorchGroup:
     """The collectives of one process group of torch.distributed.
 
     Args:
-        group: this process is a member of it.
-        staging_bytes: limit on the memory that is kept for values that are still to be added.
+        group: a process group that includes this process.
+        staging_bytes: limit on the memory that is kept to receive values before they are summed.
     """
 
     def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         self.group = group
-        self.own_group = group  # in which the collectives run; another one from `connect` on, where they need it
+        self.own_group = group  # the group in which the collectives run; `connect` may replace it
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
         self.name = str(torch_dist.get_backend(group))
@@ -60,12 +60,12 @@ class TorchGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the library that serves the group's device, or host memory where the group has no other.
+        """The capabilities of the library for the group's device, or for host memory if the group has no device.
 
-        64 MiB on a device: a bucket costs the host what the backward of a layer does, and a block of up to 16 million
-        elements is one unit of stage 3. 8 MiB for few ranks of a host library: a byte costs little less beyond it, and
-        less of the last bucket is waited for. An all-reduce of two ranks: 16 MiB, which gloo steps through 3% faster
-        than 4.
+        Buckets have 64 MiB on a device: launching a bucket costs the host as much as the backward of a layer, and a
+        block of up to 16 million elements is one unit of stage 3. They have 8 MiB for up to 8 ranks of a host library:
+        larger buckets hardly lower the cost per byte, and lengthen the wait for the last bucket. An all-reduce of two
+        ranks has 16 MiB: gloo steps are 3% faster than with 4 MiB.
         """
         device = next((kind for kind in self._libraries if kind != "cpu"), "cpu")
         if self.library(device) not in _HOST_LIBRARIES:
@@ -81,14 +81,14 @@ class TorchGroup:
         return self.staging.held_bytes
 
     def connect(self) -> None:
-        """Create a process group for these collectives alone, where the library needs one; see `own_group.py`."""
+        """Create a separate process group for these collectives if the library needs one; see `own_group.py`."""
         if self._is_connected:
             return
         self.own_group = self.watch.connect()
         self._is_connected = True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized 1-D tensor of torch's own allocator."""
+        """Return an uninitialized 1-D tensor from torch's allocator."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def all_reduce(self, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
@@ -101,7 +101,7 @@ class TorchGroup:
         return self._start("an all-reduce", tag, full_N, lambda transport, text: transport.all_reduce(full_N, text))
 
     def _all_reduce_few(self, values_N: torch.Tensor, tag: str | int | None) -> Work:
-        """Sum with a checksum of what was issued before, where the library would not notice that ranks differ."""
+        """Sum a few values; over gloo on the host, also compare checksums of the collectives issued before."""
         if not isinstance(self._transport_for(values_N), GlooOnHost):
             return self._start("an all-reduce", tag, values_N, lambda way, text: way.all_reduce(values_N, text))
         carrier_N = self.watch.issued.with_checksum(values_N)
@@ -159,7 +159,7 @@ class TorchGroup:
         *,
         tag: str | int | None = None,
     ) -> Work:
-        """Swap parts."""
+        """Exchange parts."""
         _check("all_to_all", output_N, input_N)
         outputs = self._parts("output_numels", output_N, output_numels)
         inputs = self._parts("input_numels", input_N, input_numels)
@@ -176,18 +176,18 @@ class TorchGroup:
             tag,
             output_N,
             lambda transport, text: transport.all_to_all(outputs, inputs, output_N, input_N, text),
-            numel=self.world_size,  # that of the tensors may differ
+            numel=self.world_size,  # the numels of the tensors may differ between ranks
         )
 
     def barrier(self) -> None:
-        """Wait for every rank of the group; on the host as in other collectives, where one that cannot come is seen."""
+        """Wait for every rank of the group; over gloo like other collectives, so a rank that cannot come is noticed."""
         if self.world_size == 1:
             return
         nothing = torch.zeros(1, device="cpu")
         if self.library("cpu") != "gloo":
             torch_dist.barrier(group=self.group, device_ids=barrier_devices(self.group))
         elif isinstance(self._transport_for(nothing), GlooOnHost):
-            # gloo ends a process where two all-reduces of different sizes meet
+            # not an all-reduce: gloo aborts the process if it pairs all-reduces of different sizes
             barrier = Collective("a barrier", 0, nothing.dtype, "")
             self.watch.start(lambda: as_work(torch_dist.barrier(group=self.own_group, async_op=True)), barrier).wait()
         else:
@@ -212,24 +212,24 @@ class TorchGroup:
         self._is_connected = False
         self.own_group = self.group
         self._transports.clear()
-        self.staging = StagingPool(self.staging.limit_bytes)  # works that were left may still write the other's
+        self.staging = StagingPool(self.staging.limit_bytes)  # abandoned works may still write the old pool's buffers
 
     def release(self) -> None:
         """Drop the staging memory."""
         self.staging.release()
 
     def close(self) -> None:
-        """This rank leaves the group because it failed; peers that wait for it raise. Waits for nobody."""
+        """Leave the group because this rank failed; peers that wait for this rank raise. Does not block."""
         self.abandon([], failed=True)
         if self.library("cpu") == "gloo":
             self.watch.close()
 
     def library(self, device_type: str) -> str:
-        """The library that moves tensors of such a device: "gloo", ..."""
+        """Return the library that moves tensors of this device type: "gloo", ..."""
         return self._libraries.get(device_type, self._libraries.get("", ""))
 
     def transport(self, device_type: str) -> Transport:
-        """Return the transport that moves tensors of such a device."""
+        """Return the transport that moves tensors of this device type."""
         library = self.library(device_type)
         if library == "gloo" and device_type == "cpu":
             return GlooOnHost(self.own_group, self.staging)
@@ -243,10 +243,8 @@ class TorchGroup:
         call: Callable[[Transport, str], Work],
         numel: int | None = None,
     ) -> Work:
-        """Start a collective; over gloo its errors name it, and the rank that failed or what the ranks do instead.
-
-        `numel`: of the tensor on all ranks, where it is not this one's.
-        """
+        """Start a collective. Over gloo and MPI, its errors name the collective, and the rank that failed or how the
+        ranks differ. `numel`: a number that is equal on all ranks, if the numel of `tensor` is not."""
         transport = self._transport_for(tensor)
         text = "" if tag is None else str(tag)
         if isinstance(transport, OnlyAllReduceAndBroadcast):
@@ -283,7 +281,7 @@ class TorchGroup:
 
 
 def _check(asked: str, *tensors: torch.Tensor) -> None:
-    """`CommError` for tensors that break the contract."""
+    """Raise `CommError` for tensors that violate the contract of `GroupBackend`."""
     for tensor in tensors:
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise CommError(
@@ -305,19 +303,19 @@ def _copied(source: torch.Tensor, target: torch.Tensor) -> Work:
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
 _for_barriers: set[ProcessGroup] = set()
-# What makes them; None: the choice is made for each group.
+# The function that makes all backends; None: choose per group.
 _make: Callable[[ProcessGroup], GroupBackend] | None = None
-# Of which world group they are: a new world, also one that a library made, gets new ones.
+# The world group of these backends: a new world, also one that other code made, gets new backends.
 _world: ProcessGroup | None = None
 
 
 def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
-    """The collectives of `group`; called while an engine is built, by all ranks of the group in the same order.
+    """Return the backend of `group`. All ranks of the group call it in the same order, while they build an engine.
 
-    While the comms logger is on, one whose collectives it sees.
+    While the comms logger is on or waits are watched, the result is a `RecordedGroup`.
 
     Args:
-        group: this process is a member of it; None: all ranks.
+        group: a process group that includes this process; None: all ranks.
 
     Raises:
         CommError: before `init_distributed`.
@@ -338,7 +336,7 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
 
 
 def backend_for_barriers(group: ProcessGroup | None = None) -> GroupBackend:
-    """`group_backend`, for a caller that makes nothing but barriers."""
+    """Return `group_backend(group)`, for a caller that runs only barriers."""
     own = _current_world() if group is None else group
     is_asked = own in _backends and own not in _for_barriers
     backend = group_backend(group)
@@ -348,19 +346,19 @@ def backend_for_barriers(group: ProcessGroup | None = None) -> GroupBackend:
 
 
 def makes_collectives(backend: GroupBackend) -> bool:
-    """Whether anything but barriers was asked of it."""
+    """Whether `group_backend` was called for the group of `backend`, not only `backend_for_barriers`."""
     return backend.group not in _for_barriers
 
 
 def known_backends() -> list[GroupBackend]:
-    """The backends that were made for groups of the current world."""
+    """Return the backends that were made for groups of the current world."""
     return list(_backends.values()) if _world is _current_world() else []
 
 
 def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
-    """Release the backend of `group` (None: of all groups), which ends.
+    """Release and drop the backend of `group` (None: all groups).
 
-    Called by `destroy_process_group` and between tests. `failed`: peers that wait for this rank raise.
+    `destroy_process_group` and tests call it. `failed`: peers that wait for this rank raise.
     """
     for ended in [group] if group is not None else list(_backends):
         backend = _backends.pop(ended, None)
@@ -373,19 +371,19 @@ def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
 
 
 def serve_by(make: Callable[[ProcessGroup], GroupBackend] | None) -> None:
-    """Make the backends of groups of the current world this way; None: choose for each group again."""
+    """Use `make` to create the backends of the current world's groups; None: choose per group again."""
     global _make, _world
     forget()
     _make, _world = make, _current_world()
 
 
 def plugin_backend(name: str, group: ProcessGroup | None) -> GroupBackend | None:
-    """Ask plugins for the collectives of `group` over the library `name`; the hook is called once per group, never per
+    """Ask plugins for the backend of `group` over the library `name`. The hook is called once per group, never per
     bucket.
 
-    Asked are the active plugins, and then the host extension, whichever accelerator was chosen.
+    The active plugins are asked first, then the host extension, whichever accelerator was chosen.
     """
-    get_accelerator()  # its plugin is among those that are asked
+    get_accelerator()  # activates the accelerator's plugin, which is asked, too
     offered = plugin_manager().hook.ds_comm_backend(name=name, group=group)
     if offered is None and HOST not in plugin_manager().providers("ds_comm_backend"):
         offered = _ask_host_extension(name, group)
@@ -418,8 +416,8 @@ def _create(group: ProcessGroup) -> GroupBackend:
 
 
 def library_of(group: ProcessGroup) -> str:
-    """The name by which plugins know the library of `group`.
+    """Return the name by which plugins know the library of `group`.
 
-    gloo where that serves the host, also beside another library for the device: a plugin for the host serves both.
+    The name is "gloo" if gloo serves the host, even with another library for the device: a host plugin serves both.
     """
     return "gloo" if library_by_device(group).get("cpu") == "gloo" else str(torch_dist.get_backend(group))

@@ -1,11 +1,10 @@
-"""A transport makes the collectives of a group from what torch.distributed's library has for tensors of a device.
+"""A transport implements a group's collectives with the operations that a torch.distributed library has for a device.
 
-`torch_group.py` chooses a transport per device, and has checked the arguments. All start without waiting for a peer.
+`torch_group.py` chooses a transport per device, and checks the arguments. Starting a collective does not block.
 
-Transports that add by themselves, instead of the library, add in the order of ranks, so that every rank computes the
-same bits. They take a buffer of a `StagingPool` per collective or sum for the values of other ranks, and give it back
-when these are added: fresh memory would cost a page fault per 4 KiB at every bucket, which is as long as the sum
-itself.
+Transports that sum themselves, instead of the library, add in the order of ranks, so every rank computes the same bits.
+For the values of other ranks they take a buffer from a `StagingPool`, and give it back after the sum. Fresh memory
+would cost a page fault per 4 KiB for every bucket, which takes as long as the sum itself.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -21,16 +20,16 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import Followed, Work, as_work
 
 _ROUND_BYTES = 1 << 12
-# A free buffer more than this many times larger than asked for is left for a larger collective.
+# A free buffer more than this many times larger than requested is left for a larger collective.
 _MAX_WASTE = 4
 
 
 class StagingPool:
-    """Byte buffers per device, at most `limit_bytes` in all, or a single larger one."""
+    """`StagingPool` keeps byte buffers for reuse, at most `limit_bytes` over all devices, or a single larger one."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()  # groups share the pool, and threads may have a group each
+        self._lock = threading.Lock()  # groups share the pool, and each thread may use another group
         self._free: list[torch.Tensor] = []
         self._taken_bytes = 0
 
@@ -40,7 +39,8 @@ class StagingPool:
         return self._taken_bytes + sum(buffer.numel() for buffer in self._free)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A buffer to give back later (None for nothing) and its first `numel` elements of `dtype`, uninitialized."""
+        """Return a buffer to give back later (None if `numel` is 0), and its first `numel` elements of `dtype`,
+        uninitialized."""
         if numel == 0:
             return None, torch.empty(0, dtype=dtype, device=device)
         num_bytes = numel * dtype.itemsize
@@ -66,7 +66,7 @@ class StagingPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor | None) -> None:
-        """Return a buffer from `take`; it is kept if the limit allows."""
+        """Give back a buffer from `take`. The pool keeps the buffer if the limit allows."""
         if buffer is None:
             return
         with self._lock:
@@ -85,15 +85,15 @@ class StagingPool:
             self._free.pop(0)
 
 
-# A low-precision sum of three or more ranks goes through fp32 in blocks that stay in a core's cache (512 KiB).
+# Low-precision sums of three or more ranks run in fp32, in blocks that fit in a core's cache (512 KiB).
 _BLOCK_NUMEL = 1 << 17
 
 
 def add_in_rank_order(own: torch.Tensor, others: list[torch.Tensor], rank: int) -> None:
     """`own = x_0 + x_1 + ... + x_{W-1}`, left to right, where `own` is `x_rank` and `others` the rest by rank.
 
-    `others` are overwritten. With three or more low-precision summands the sum runs in fp32 and is rounded once, as
-    one addition of two does anyway.
+    `others` may be overwritten. With three or more low-precision summands the sum runs in fp32 and is rounded once, as
+    a single addition of two values is anyway.
     """
     if own.dtype in (torch.bfloat16, torch.float16) and len(others) > 1:
         _add_in_fp32(own, others, rank)
@@ -125,7 +125,7 @@ _ALL_GATHER = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_g
 
 
 class Transport(Protocol):
-    """The collectives of `GroupBackend` for groups of two ranks and more; tensors hold something and fit."""
+    """The collectives of `GroupBackend` for two or more ranks. Arguments are checked, and tensors are not empty."""
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
         """Sum in place."""
@@ -147,11 +147,11 @@ class Transport(Protocol):
         input_N: torch.Tensor,
         tag: str,
     ) -> Work:
-        """Swap parts; `outputs` and `inputs` are views of the parts by rank, which may be empty."""
+        """Exchange parts; `outputs` and `inputs` are views of the parts by rank, which may be empty."""
 
 
 class TensorCollectives:
-    """A library that has each collective as one operation on whole tensors (those of devices)."""
+    """A library with each collective as one operation on whole tensors, as the libraries of devices have."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -187,20 +187,20 @@ class TensorCollectives:
         return as_work(torch_dist.all_to_all_single(output_N, input_N, *sizes, group=self.group, async_op=True))
 
     def part(self, full_N: torch.Tensor, rank: int) -> torch.Tensor:
-        """Part `rank` of W equal ones."""
+        """Return part `rank` of W equal parts."""
         return full_N.narrow(0, rank * (full_N.numel() // self.world_size), full_N.numel() // self.world_size)
 
 
 class OnlyAllReduceAndBroadcast(TensorCollectives):
-    """gloo on memory of a device, and MPI."""
+    """The transport of gloo on device memory, and of MPI."""
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
-        """All-reduce, and copy the own part."""
+        """All-reduce, then copy this rank's part."""
         own = self.part(full_N, self.rank)
         return Followed(self.all_reduce(full_N, tag), lambda: copy(own, shard_S), in_poll=False)
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
-        """A broadcast from each rank."""
+        """Broadcast from each rank."""
         copy(shard_S, self.part(full_N, self.rank))
         return as_work(
             *[
@@ -217,22 +217,22 @@ class OnlyAllReduceAndBroadcast(TensorCollectives):
         input_N: torch.Tensor,
         tag: str,
     ) -> Work:
-        """Exchange by way of the host; the copy of `input_N` to the host waits for the device."""
+        """Exchange through host memory; the copy of `input_N` to the host waits for the device."""
         on_host = torch.empty(output_N.shape, dtype=output_N.dtype, device="cpu")
         work = super().all_to_all(outputs, inputs, on_host, input_N.to("cpu"), tag)
         return Followed(work, lambda: copy(on_host, output_N), in_poll=False)
 
 
 class GlooOnHost(OnlyAllReduceAndBroadcast):
-    """gloo on host memory: its all-to-all with a sum made here is three times as fast as its reduce-scatter, and a
-    broadcast from each rank as its all-gather; `benchmarks/collectives.md` has the figures."""
+    """The transport of gloo on host memory. gloo's all-to-all with a local sum is three times as fast as its
+    reduce-scatter, and so are broadcasts from each rank as its all-gather; see `benchmarks/collectives.md`."""
 
     def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
         super().__init__(group)
         self._staging = staging
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
-        """One all-reduce; of low precision among three or more ranks one in fp32, as gloo would round each sum."""
+        """All-reduce; low precision with three or more ranks runs in fp32, since gloo would round each partial sum."""
         if self.world_size == 2 or full_N.dtype not in (torch.bfloat16, torch.float16):
             return super().all_reduce(full_N, tag)
         buffer, wide_N = self._staging.take(full_N.numel(), torch.float32, full_N.device)
@@ -245,7 +245,7 @@ class GlooOnHost(OnlyAllReduceAndBroadcast):
         return Followed(work, round_off, in_poll=True)
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
-        """All-to-all, and the sum of what came in the order of ranks."""
+        """Exchange parts with an all-to-all, then sum the received parts in the order of ranks."""
         buffer, staged_N = self._staging.take(full_N.numel(), full_N.dtype, full_N.device)
         work = as_work(torch_dist.all_to_all_single(staged_N, full_N, group=self.group, async_op=True))
 
@@ -270,16 +270,16 @@ class GlooOnHost(OnlyAllReduceAndBroadcast):
 
 
 def reduce_scatter_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
-    """`torch.distributed.reduce_scatter_tensor` under the name that this torch gives it without a warning."""
+    """Call `torch.distributed.reduce_scatter_tensor` under the name that does not warn in this torch version."""
     return _REDUCE_SCATTER(output, input_, **kwargs)
 
 
 def all_gather_into_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
-    """`torch.distributed.all_gather_into_tensor` under the name that this torch gives it without a warning."""
+    """Call `torch.distributed.all_gather_into_tensor` under the name that does not warn in this torch version."""
     return _ALL_GATHER(output, input_, **kwargs)
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy, unless both are the same memory."""
+    """Copy, unless both tensors begin at the same memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

@@ -1,19 +1,19 @@
-"""Ranks exchange small values here: `all_gather_values` gives plain values of every rank, as JSON text in
-tensors; nothing is pickled. `check_same` compares texts. At `Arrivals` a rank that does not come is named.
+"""Ranks exchange small values: `all_gather_values` gathers plain values of all ranks, as JSON text in tensors; nothing
+is pickled. `check_same` compares texts between ranks. `Arrivals` names ranks that do not come to a call.
 
-Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times. A rank that
-has nothing to agree on, because it failed before, brings that in place of a value (`bring_failure`).
+Ranks use these functions to agree on something other than a tensor: what failed in a save, tags, measured times. A rank
+that has failed before brings its failure instead of a value (`bring_failure`).
 
-`Arrivals` is a call that every rank of a group makes, at which a rank that does not come is named. A collective cannot
-do that: a library waits until its time limit, half an hour by default, and then names its own call. Here each rank
-enters its name in the job's store and waits there for the others. Nothing is in flight in the group meanwhile, so after
-a failure the ranks go on. Called at the begin of `save_checkpoint`, `load_checkpoint`, `initialize` and `zero.Init`,
-and before ranks connect in a group.
+`Arrivals` is a call that all ranks of a group make; its error names each rank that does not come. A collective cannot
+do that: a library waits until its timeout, half an hour by default, and then names its own call. In `Arrivals` each
+rank registers in the job's store and waits there for the others. No collective is in flight in the group meanwhile, so
+the ranks can continue after a failure. Called at the begin of `save_checkpoint`, `load_checkpoint`, `initialize` and
+`zero.Init`, and before ranks connect in a group.
 
-The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
-one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
-(`parted.py`: then all that are in it raise). After the latter, ranks that wait or come later meet in the next round. A
-rank that is interrupted when all have come goes on with them, and is interrupted later (`failure.py`).
+The ranks meet in rounds. One operation of the store ends a round for all ranks. The rank that ends it came last, has
+reached its time limit, was interrupted, sees that a peer has ended, or sees that a peer waits for this rank elsewhere
+(`parted.py`; then all ranks in the round raise). Unless all ranks came, ranks that still wait or come later meet in the
+next round. A rank that is interrupted after all ranks came continues with them and is interrupted later (`failure.py`).
 """
 
 import hashlib
@@ -34,22 +34,22 @@ from deepspeed.comm.failure import PeerFailed, any_held, clause_of, ended_clause
 from deepspeed.errors import CommError, ConfigError, first_line
 from deepspeed.log import logger
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5  # between two questions to the store
-_POLLS_PER_S = 10_000  # of all ranks together
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5  # between two queries of the store
+_POLLS_PER_S = 10_000  # limit for all ranks together
 _LONGEST_NAME = 40
-_ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
-#: objects made in this process by name; ranks make them in the same order, so the count is part of the key
+_ALL = "all"  # the end of a round in which all ranks came; other ends are the rank that gave up, or a text of `parted`
+#: number of objects made in this process, by name; ranks make them in the same order, so keys contain the number
 _num_made: Counter[str] = Counter()
 
 
 class Arrivals:
-    """The calls that some ranks make together.
+    """`Arrivals` lets some ranks wait for each other at calls that they make together.
 
     Args:
-        ranks: more than one, as the job counts them.
-        name: the same on all of them.
-        limit_s: how long a rank waits for the others; after 10 s it warns.
-        refusal: why a rank need not wait any longer; asked now and then.
+        ranks: global ranks, more than one.
+        name: equal on all of these ranks.
+        limit_s: how long a rank waits for the others; it warns after 10 s.
+        refusal: returns an error that ends the wait, or None; called now and then.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Arrivals:
         self.limit_s = limit_s
         self._ranks, self._refusal = list(ranks), refusal
         self._prefix = f"deepspeed/arrivals/{name}/{_num_made[name]}"
-        self._num_ended: Counter[str] = Counter()  # rounds of a call whose end this rank has seen
+        self._num_ended: Counter[str] = Counter()  # number of rounds that this rank has seen end, by call
         self._num_deleted: Counter[str] = Counter()
         _num_made[name] += 1
 
     def wait_for_all(self, call: str) -> int:
-        """Wait until every rank has called this with the same `call`, which is how messages name it. Returns a number
-        that is the same on all of them, and another one the next time.
+        """Wait until every rank has called this with the same `call`, the name of the call in messages. Returns a
+        number that is equal on all ranks, and differs the next time.
 
         Raises:
-            CommError: a rank did not come within `limit_s`; it is named. The group can be used as before. Or what
-                `refusal` gives.
-            RanksParted: a rank is in another call, in which it waits for this one. The caller has failed in a step.
+            CommError: a rank did not come within `limit_s`, or has ended; the error names it, and the group can be used
+                as before. Also the error of `refusal`.
+            RanksParted: a rank waits for this rank in another call. The caller must treat that as a failed step.
         """
         with held():
             return self._wait_for_all(call)
@@ -90,7 +90,7 @@ class Arrivals:
                 wait.begin_next()
                 continue
             if ended_by == str(own):
-                handle_held()  # raises, or only notes the signal: then this rank waits on, in the next round
+                handle_held()  # if this does not raise, this rank waits again in the next round
                 if wait.refused is not None:
                     raise wait.refused
                 if wait.absent:
@@ -100,7 +100,7 @@ class Arrivals:
                     raise CommError(f"rank {own} called {call} {waited}. {parted.advice(call)}")
             wait.begin_next(ended_by)
         if own == self._ranks[0]:
-            for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
+            for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen these rounds end
                 store.delete_key(wait.key(number, "count"))
                 store.delete_key(wait.key(number, "end"))
             self._num_deleted[call] = self._num_ended[call]
@@ -109,11 +109,11 @@ class Arrivals:
 
 
 class _Wait:
-    """One rank in one call.
+    """The wait of this rank in one call.
 
     Args:
-        prefix: of the call's keys.
-        number: of its first round.
+        prefix: the prefix of the call's keys.
+        number: the number of its first round.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _Wait:
         """The error that ended such a round otherwise."""
 
     def meet(self, limit_s: float) -> str:
-        """Come to the round. Returns how it ended."""
+        """Join the round and wait for its end. Returns how it ended."""
         self.came_late = True
         if self._store.add(self.key(self._number, "count"), 1) == len(self._ranks):
             return self._end(_ALL)
@@ -177,34 +177,34 @@ class _Wait:
         return self._store.get(end).decode()
 
     def begin_next(self, gave_up: str = "") -> None:
-        """Go to the next round, after this one was ended, by a rank that gave up or as ranks had parted."""
+        """Go to the next round, after the rank `gave_up` ended this one, or ("") because ranks had parted."""
         if gave_up and int(gave_up) != self._own:
             self._gave_up.add(int(gave_up))
         self._number += 1
 
     def _find_ended(self) -> str:
-        """The ranks that have ended and are not in the round, as a clause."""
+        """Return a clause that names the ranks that have ended and are not in the round; "" if there are none."""
         if ended := ended_of(self._ranks):
             rounds = self._last_rounds()
             self.ended = clause_of(rank for rank in ended if rounds[rank] < self._number)
         return self.ended
 
     def _find_parted(self) -> str:
-        """Return, as a text, which rank waits for this rank in another call; "" if none is known."""
+        """Return a text that names a rank that waits for this rank in another call; "" if none is known."""
         kind = self._prefix
         return parted.parting(self._ranks, self._call, lambda _, note: note.kind != kind, calls=True, kind=kind)
 
     def _last_rounds(self) -> dict[int, int]:
-        """Return the last round that each rank came to, by rank; -1 for a rank that came to none."""
+        """Return the last round that each rank joined, by rank; -1 for a rank that joined none."""
         keys = {rank: self.key("last round of", rank) for rank in self._ranks}
         found = parted.values_in(self._store, list(keys.values()))
         return {rank: int(found.get(key, -1)) for rank, key in keys.items()}
 
     def _find_absent(self) -> str:
-        """The ranks that are not in the round, as the job counts them, as a clause."""
+        """Return a clause that names the global ranks that are not in the round."""
         rounds = self._last_rounds()
         left = {rank for rank in self._gave_up if rounds[rank] < self._number}
-        # a rank that has not seen the end of the former round yet is named only where no other is absent
+        # if a rank gave up, do not name ranks that have not seen the end of the previous round yet
         begin = self._first if left else self._number
         missing = {rank for rank, number in rounds.items() if number < begin}
         found = [f"rank {_named(missing)} has not called it"] if missing else []
@@ -215,12 +215,12 @@ class _Wait:
         return "/".join(map(str, (self._prefix, *names)))
 
     def _end(self, by: str) -> str:
-        """End the round, if no other rank has. Returns how it ended."""
+        """End the round, unless another rank has. Returns how it ended."""
         return self._store.compare_set(self.key(self._number, "end"), "", by).decode()
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """A name for some ranks, equal on all of them. It is part of many keys, so it stays short."""
+    """Return a name for `ranks`, equal on all of them, and short since many keys contain it."""
     text = "_".join(map(str, ranks))
     return text if len(text) <= _LONGEST_NAME else f"{len(ranks)}_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
@@ -229,31 +229,31 @@ def _named(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-_FAILURE, _MEETING = b"!", b"="  # begin no JSON
+_FAILURE, _MEETING = b"!", b"="  # prefixes; no JSON text begins with them
 _SOON_S, _LONGEST_PAUSE_S = 0.5, 0.05
 
 
 class HeardFailure(PeerFailed):
-    """A rank brought its failure to the place where others bring a value: all ranks have been there."""
+    """A rank brought its failure to a gather where the other ranks brought a value. All ranks took part."""
 
 
 def all_gather_values(
     value: Any, group: ProcessGroup | None = None, *, backend: GroupBackend | None = None, call: str = "values"
 ) -> list[Any]:
-    """Every rank's `value`, in rank order. A collective: every rank of `group` calls it.
+    """Return every rank's `value`, in rank order. A collective: every rank of `group` calls it.
 
     Args:
-        value: what JSON can hold: None, booleans, numbers (infinity and NaN too), strings, lists, dicts with string
-            keys. Tuples arrive as lists.
+        value: a JSON value: None, booleans, numbers (infinity and NaN too), strings, lists, dicts with string keys.
+            Tuples arrive as lists.
         group: default: all ranks.
-        backend: of the group, for values that are gathered in a step: a peer that has failed in it is named
-            (`give_up`).
-        call: with `backend`, what is called together: a rank that gathers for another call is told of both.
+        backend: the group's backend, for values that are gathered in a step; errors then name a peer that has failed
+            in the step (`give_up`).
+        call: with `backend`, the name of the common call; if ranks gather for different calls, the error names both.
 
     Raises:
-        TypeError: `value` holds something else; raised before the collective begins.
-        CommError: there is no process group, or a rank of it did not come until the group's timeout, or ended.
-        HeardFailure: a rank came with a failure.
+        TypeError: `value` is not a JSON value; raised before the collective begins.
+        CommError: there is no process group, or a rank of it did not come within the group's timeout, or has ended.
+        HeardFailure: a rank brought a failure.
     """
     group = group if backend is None else backend.group
     group = torch_dist.group.WORLD if group is None else group
@@ -265,10 +265,10 @@ def all_gather_values(
 
 
 def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> None:
-    """Compare texts with the other ranks, which give the same keys. A collective over `group`.
+    """Compare texts with the other ranks, which pass the same keys. A collective over `group`.
 
     Raises:
-        ConfigError: on every rank, for the first key whose text differs; it names the ranks.
+        ConfigError: on every rank, for the first key with texts that differ; names the ranks that differ from rank 0.
     """
     everything = _digest("".join(map(_digest, facts.values())))
     if len(set(all_gather_values(everything, group))) == 1:
@@ -286,15 +286,15 @@ def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> N
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", or "ranks 1, 2"."""
+    """Return "rank 1", or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def meet(call: str) -> None:
-    """All ranks come to the end of the same call. A collective.
+    """Meet all ranks at the end of the same call. A collective.
 
     Raises:
-        HeardFailure: a rank came with a failure, or is at another place.
+        HeardFailure: a rank brought a failure, or is at another place.
     """
     group = torch_dist.group.WORLD
     assert group is not None
@@ -304,7 +304,7 @@ def meet(call: str) -> None:
 
 
 def _refuse_other_calls(texts: Sequence[bytes], call: str) -> None:
-    """`call`: at whose end this rank is; "": it brings a value."""
+    """Raise `HeardFailure` unless all `texts` are for the end of `call`, or with `call` "" all are values."""
     for text in texts:
         if text.startswith(_FAILURE):
             cause = text.removeprefix(_FAILURE).decode()
@@ -316,24 +316,24 @@ def _refuse_other_calls(texts: Sequence[bytes], call: str) -> None:
 
 
 def bring_failure(cause: str, give_up: Callable[[], None], limit_s: float) -> None:
-    """Come to the next `all_gather_values` of all ranks without a value: it raises there. A collective.
+    """Take part in the next `all_gather_values` of all ranks with a failure, which makes it raise. A collective.
 
     Args:
         cause: which rank failed, and why.
-        give_up: called where the others do not come soon, as they may be in another collective.
+        give_up: called if the other ranks do not come soon, since they may be in another collective.
         limit_s: how long to wait for them.
 
     Raises:
-        CommError: they did not come within it.
+        CommError: a rank did not come within `limit_s`.
     """
     _all_gather_texts(_FAILURE + cause.encode(), lambda tensor: _gather_within(tensor, limit_s, give_up))
 
 
 def all_gather_within(value: Any, limit_s: float) -> list[Any]:
-    """`all_gather_values` of all ranks, with a time limit.
+    """Call `all_gather_values` over all ranks with a time limit.
 
     Raises:
-        CommError: a rank did not come within it.
+        CommError: a rank did not come within `limit_s`.
     """
     texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _gather_within(tensor, limit_s))
     _refuse_other_calls(texts, "")
@@ -373,7 +373,7 @@ def _all_gather_texts(text: bytes, gather: Callable[[torch.Tensor], list[torch.T
 def _all_gather(
     tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None, call: str = ""
 ) -> list[torch.Tensor]:
-    """Every rank's 1-D tensor of one size, on the host."""
+    """Gather 1-D tensors of equal size from every rank. Returns them on the host."""
     tensor = tensor.to(host_or_device(group))
     if backend is not None:
         gathered_N = tensor.new_empty(tensor.numel() * backend.world_size)
@@ -385,7 +385,7 @@ def _all_gather(
     except RuntimeError as error:
         waited = f"rank {torch_dist.get_rank()} waited for a value from every rank of its group, and "
         calls = "All ranks call initialize(), save_checkpoint(), save_16bit_model() and load_checkpoint()"
-        if ended := ended_clause(group):  # which says more than the library's words about a connection
+        if ended := ended_clause(group):  # more informative than the library's message about a connection
             own_words = "its own output says why, or it left this call out"
             raise CommError(f"{waited}{ended}: {own_words}. {calls}") from None
         raise CommError(

@@ -1,10 +1,10 @@
-"""gloo's collectives of one group, watched: errors name the rank that failed first, and a rank can leave.
+"""`Watch` watches gloo's collectives in one group: errors name the rank that failed first, and a rank can leave.
 
-[Note: what gloo does not end] Where a peer closes a connection, gloo ends what waits for it, but for the message that
-is under way at that time: `Pair::signalException` (gloo/transport/tcp/pair.cc) signals the buffers that are still to
-be sent or received, and not those of which a part was. Both ranks of that connection then have a thread of gloo that
-waits until the group's timeout. So who waits in a collective looks whether a rank has left the group, and gives up;
-and a group that is left with works in flight is never freed, since that would wait for its threads.
+[Note: what gloo does not end] When a peer closes a connection, gloo ends the waits for that peer, except for a message
+that is in transfer at that time: `Pair::signalException` (gloo/transport/tcp/pair.cc) signals the buffers that are
+still to be sent or received, but not partly transferred buffers. On both ranks of that connection, a gloo thread then
+waits until the group's timeout. So a rank that waits in a collective checks whether a rank has left the group, and then
+gives up. A group that is left with works in flight is never freed, since freeing would wait for its threads.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from deepspeed.comm.own_group import own_group
 from deepspeed.comm.values import Arrivals
 from deepspeed.errors import CommError, first_line
 
-#: of messages that nobody sends
+#: tag of messages that no rank sends
 _UNUSED_TAG = 1 << 22
-#: between two looks of a rank that waits; after so many that a rank has left nothing more will come
+#: time between two checks of a waiting rank; after `_NUM_LOOKS` checks that find a rank gone, nothing more will come
 _PAUSE = timedelta(seconds=1)
 _NUM_LOOKS = 3
 
 
 class Watch:
-    """A `Watch` starts the collectives of this rank in one group over gloo, and says why they failed.
+    """`Watch` starts the collectives of this rank in one group over gloo, and explains why they fail.
 
     Args:
-        group: this process is a member of it.
+        group: a process group that includes this process.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group  # whose connections `close` closes
+        self.group = group  # the group that runs the works; `close` closes its connections
         self._of = group
         self.ranks = torch_dist.get_process_group_ranks(group)
         self._failures = FailureRecord(group)
@@ -49,11 +49,11 @@ class Watch:
             timeout_of(group).total_seconds(),
             lambda: self._failures.refusal(self._epoch, has_met=self._has_met),
         )
-        self._has_met = False  # all ranks know this group, and leave it after a failure
+        self._has_met = False  # True: all ranks know this group, and leave it after a failure
         self._epoch = 0
         self._begin_epoch()
-        self._failure: CommError | None = None  # where no connections of this group can be made again
-        self._kept: list[object] = []  # gloo may still write the buffers of works, over the connections of groups
+        self._failure: CommError | None = None  # set if this group cannot connect again
+        self._kept: list[object] = []  # works and groups kept alive: gloo may still write the buffers of works
 
     def _begin_epoch(self) -> None:
         if self._epoch > 0:
@@ -63,20 +63,20 @@ class Watch:
         self._parted: CommError | None = None
 
     def connect(self) -> ProcessGroup:
-        """The group in which works run: one of its own where the library needs it, and a new one after a failure.
-        Called by all ranks together."""
+        """Return the group in which works run: a separate group if the library needs one, a new one after a failure.
+        All ranks call it together."""
         self.group = own_group(self._of, self.meet)
         return self.group
 
     def meet(self) -> str:
-        """Return when all ranks of the group have come to this epoch, to connect in it, with a name for what they make.
+        """Wait until all ranks of the group have come to this epoch to connect. Returns a name for the new group.
 
         Raises:
             PeerFailed: a rank failed before all had come.
-            CommError: a rank has ended, waits for this one in another call, or did not come within the group's timeout.
+            CommError: a rank has ended, waits for this rank in another call, or did not come within the timeout.
         """
         if not self._has_met and (num_told := failure.num_told) > self._epoch:
-            # those that have heard of a failure wait for the others until these have heard, too, and failed
+            # ranks that know of a failure wait in a later epoch until the other ranks have failed, too
             self.join_epoch(num_told)
         after = f" after failure {self._epoch}" if self._epoch else ""
         number = self._arrivals.wait_for_all(f"the first collective of {len(self.ranks)} ranks{after}")
@@ -84,7 +84,7 @@ class Watch:
         return f"{self._failures.name}/{self._epoch}/{number}"
 
     def start(self, call: Callable[[], Work], collective: Collective) -> Work:
-        """Start a collective of gloo in this group, whose errors then say what it is and which rank failed first."""
+        """Start a gloo collective in this group; its errors name the collective and the rank that failed first."""
         if self._failure is not None:
             raise self._failure
         self.issued.add(collective)
@@ -94,14 +94,14 @@ class Watch:
             raise self.explained(error, collective) from error
 
     def explained(self, error: RuntimeError, collective: Collective) -> CommError:
-        """Return what a collective that fails with `error` is to raise: who failed before, or how the ranks differ."""
+        """Return the error to raise for a failed collective: it names the first failed rank, or how ranks differ."""
         if isinstance(error, CommError):
             return error
         if self._parted is not None:
             return self._parted
         asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
         if cause := self._failures.first(self._epoch):
-            if crossing := self.issued.crossing():  # the peer that failed found it, and closed the connections
+            if crossing := self.issued.crossing():  # the failed peer found it first, and closed the connections
                 return CommError(crossing)
             return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why", cause)
         if ended := ended_clause(self._of):
@@ -112,19 +112,19 @@ class Watch:
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
     def is_left(self, epoch: int) -> bool:
-        """Whether a rank has left the group in this epoch."""
+        """Whether a rank has left the group in `epoch`."""
         return self._parted is not None or bool(self._failures.first(epoch))
 
     def cause(self) -> str:
-        """Say which rank left the group first in this epoch, and why; "" where none did."""
+        """Describe which rank left the group first in this epoch, and why; "" if none did."""
         return self._failures.first(self._epoch)
 
     def looker(
         self, waits_in: object, never_comes: Callable[[int, parted.Note], bool], kind: str | None = None
     ) -> Callable[[], None]:
-        """Return the function that another thread calls while this rank waits, see `parted.find`; if the function finds
-        an error, the wait raises that error."""
-        # the wait may fail meanwhile, and this rank begin the next epoch
+        """Return a function for another thread to call while this rank waits, see `parted.looking`; if the function
+        finds an error, the wait raises that error."""
+        # meanwhile the wait may fail, and this rank may begin the next epoch
         group, epoch, issued = self.group, self._epoch, self.issued
 
         def look() -> None:
@@ -134,7 +134,7 @@ class Watch:
             if error is None and (crossing := issued.crossing()):
                 error = CommError(crossing)
             if error is not None:
-                self._failures.claim(epoch, error)  # before peers see that the connections are closed
+                self._failures.claim(epoch, error)  # before peers see the closed connections
                 if self._epoch == epoch:
                     self._parted = error
                 self._close(group)
@@ -142,10 +142,10 @@ class Watch:
         return look
 
     def _difference(self, error: RuntimeError) -> str:
-        """Say how the ranks differ; from the second call of an epoch on, say only where to read the cause."""
+        """Describe how the ranks differ; from the second call in an epoch on, only point to the other rank's output."""
         if not self._is_compared:
             self._is_compared = True
-            is_late = "timed out" in str(error).lower()  # else a peer ended, or its connections are closed
+            is_late = "timed out" in str(error).lower()  # else a peer has ended or closed its connections
             if found := self.issued.difference(GRACE_S if is_late else GRACE_S / 5):
                 return found
         return "The output of the rank that failed first says why"
@@ -153,8 +153,8 @@ class Watch:
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `GroupBackend.abandon`.
 
-        Nobody can know whether the peers issued the same collectives. So after a failure the connections are closed.
-        `connect` makes new ones, unless they are those that torch made for the group.
+        After a failure, no rank knows whether its peers issued the same collectives, so the connections are closed.
+        `connect` makes new connections, unless they are the ones that torch made for the group.
         """
         over_gloo = [work for work in works if isinstance(work, _Watched)]
         for work in works:
@@ -169,7 +169,7 @@ class Watch:
         self.join_epoch(self._epoch + 1, leaves_works=bool(over_gloo))
 
     def never_free(self) -> None:
-        """Keep the group as long as the process, since one of its threads may wait for what does not end."""
+        """Keep the group alive as long as the process, since one of its threads may wait until the timeout."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def epoch(self) -> tuple[str, int]:
@@ -177,7 +177,7 @@ class Watch:
         return self._failures.name, self._epoch
 
     def join_epoch(self, epoch: int, *, leaves_works: bool = False) -> None:
-        """Close the connections of the present epoch, and begin another."""
+        """Close the connections of the current epoch, and begin `epoch`."""
         self._epoch = epoch
         if self.group is not self._of:
             self.close()
@@ -192,10 +192,10 @@ class Watch:
         self._begin_epoch()
 
     def close(self) -> None:
-        """Close the connections of this rank in the group: peers that wait for it there raise.
+        """Close the connections of this rank in the group: peers that wait for this rank there raise.
 
-        gloo has no call for it (`abort` and `shutdown` of its process groups do nothing), but it closes the connections
-        of a group in which a receive runs into its time limit.
+        gloo has no call for this (`abort` and `shutdown` of its process groups do nothing), but gloo closes the
+        connections of a group when a receive times out.
         """
         self._close(self.group)
 
@@ -242,7 +242,7 @@ class _Watched:
             raise self._watch.explained(error, self._collective) from error
 
     def is_over(self) -> bool:
-        """Whether gloo does nothing for it any more."""
+        """Whether gloo has finished the work, with or without an error."""
         return is_over(self._work)
 
     def _never_comes(self, rank: int, note: parted.Note) -> bool:
