@@ -1,4 +1,4 @@
-"""This package says which ranks work together on what: the axes of the device mesh, and the process groups along them.
+"""This package defines which ranks work together: the axes of the device mesh, and the process groups along them.
 
 May import `comm` and below. Read `mesh.py` (axes and sizes), then `groups.py` (the API of `deepspeed.utils.groups`).
 """

@@ -1,9 +1,9 @@
-"""The API of `deepspeed.utils.groups`: which ranks share data, model, sequence or expert parallelism with this one.
+"""The API of `deepspeed.utils.groups`: the groups of data, model, sequence and expert parallelism of this rank.
 
-A view of one mesh: that of the engine built last, or the one that the user made here (`set_mesh`, `set_mpu`,
-`initialize`), or else all ranks data parallel. An engine's own parts use `engine.mesh`, and so should a program with
-several engines. Engines that are given neither `mpu` nor `mesh_param` use the mesh that the user made here. That of
-`tp_model_init` serves engines of divided models alone.
+These functions read one mesh: the mesh of the engine built last or the mesh that the user made here (`set_mesh`,
+`set_mpu`, `initialize`), whichever is newer; by default all ranks are data parallel. The parts of an engine use
+`engine.mesh`, and so should a program with several engines. An engine that gets neither `mpu` nor `mesh_param` uses the
+mesh that the user made here. Only engines of divided models use the mesh of `tp_model_init`.
 
 Every function raises `CommError` before `init_distributed`.
 """
@@ -23,9 +23,9 @@ from deepspeed.parallel.layout import grid, read_layout
 from deepspeed.parallel.mesh import Mesh, RankGrid, mesh_of_mpu
 from deepspeed.parallel.model_part import EXPERT_PREFIX
 
-_viewed: Mesh | None = None  # what the functions below answer from
-_default: Mesh | None = None  # of engines that are given no other: the user's own, or all ranks data parallel
-_divided: Mesh | None = None  # of `tp_model_init`: for engines of divided models that are given no other
+_viewed: Mesh | None = None  # the mesh that the functions below read
+_default: Mesh | None = None  # for engines that get no other mesh: the user's own, or all ranks data parallel
+_divided: Mesh | None = None  # the mesh of `tp_model_init`, for engines of divided models that get no other mesh
 _world_clones: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -33,10 +33,10 @@ _world_clones: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary
 
 
 def set_mesh(param: object) -> Mesh:
-    """Lay the ranks out as `mesh_param` says. A collective: every rank calls it with the same `param`.
+    """Arrange the ranks in a mesh. A collective: every rank calls it with the same `param`.
 
     Args:
-        param: as `deepspeed.initialize(mesh_param=...)` takes it.
+        param: the same forms as `deepspeed.initialize(mesh_param=...)`.
 
     Raises:
         ConfigError: if the sizes do not fit the world.
@@ -45,20 +45,20 @@ def set_mesh(param: object) -> Mesh:
 
 
 def set_mpu(new: Any) -> Mesh:
-    """Take the layout and the groups of an `mpu`. A collective of the ranks that its groups connect.
+    """Use the layout and the groups of an `mpu`. A collective of the ranks that its groups connect.
 
     Raises:
-        ConfigError: if the mpu has no data-parallel group, or its answers contradict each other.
+        ConfigError: if the mpu has no data-parallel group, or its methods contradict each other.
     """
     return _choose(mesh_of_mpu(new))
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Make the groups of experts. A collective of all ranks.
+    """Create the groups of experts. A collective of all ranks.
 
     Args:
         ep_size: number of ranks over which the experts of a layer are divided.
-        mpu: lays the ranks out; default: the mesh that is set already.
+        mpu: defines the layout of the ranks; default: the mesh that is set already.
 
     Raises:
         ConfigError: if `ep_size` does not divide the ranks that average a gradient.
@@ -75,17 +75,17 @@ def create_mesh(
     *,
     is_divided: bool = False,
 ) -> Mesh:
-    """The mesh of a new engine, called by `deepspeed.initialize`. A collective.
+    """Return the mesh of a new engine; called by `deepspeed.initialize`. A collective.
 
     Args:
-        mpu: of the caller; or
-        mesh_param: of the caller; or else the mesh that the user made here, or one of the sizes in `asked`.
-        asked: by axis the size that the configuration or the model asks for, and its key.
-        is_divided: ranks have parts of the model's parameters, so that the mesh of `tp_model_init` may be its own.
+        mpu: the caller's `mpu`, if any.
+        mesh_param: the caller's `mesh_param`, if any. Without both: the mesh that the user made here, or a new mesh of
+            the sizes in `asked`.
+        asked: per axis, the size that the configuration or the model requests, and its key.
+        is_divided: ranks hold parts of the model's parameters, so the mesh may be the one of `tp_model_init`.
 
     Raises:
-        ConfigError: the sizes do not fit the world, differ from rank to rank, or the mesh that the caller made has
-            others than those of `asked`.
+        ConfigError: the sizes do not fit the world, differ between ranks, or differ from the caller's own mesh.
     """
     asked = asked or {}
     if mpu is not None:
@@ -114,7 +114,7 @@ def create_mesh(
 
 
 def _check_same(mesh_param: object, asked: Mapping[str, tuple[int, str]], *, is_divided: bool) -> None:
-    """Ranks that ask for different meshes would wait for each other while they make the groups. A collective."""
+    """Raise on all ranks if they ask for different meshes: they would hang while making the groups. A collective."""
     own = {} if mesh_param is None else {"mesh_param": str(mesh_param)}
     own |= {"the mesh of tp_model_init": "parameters are marked tensor_model_parallel"} if is_divided else {}
     own |= {f"{key} ({axis})": str(size) for axis, (size, key) in asked.items()}
@@ -136,25 +136,25 @@ def _checked(mesh: Mesh, asked: Mapping[str, tuple[int, str]], made_by: str) -> 
 
 
 def keep_for_divided(mesh: Mesh) -> None:
-    """Use `mesh` for engines of divided models that are built later and given no other."""
+    """Use `mesh` for engines of divided models that are built later and get no other mesh."""
     global _divided
     _divided = mesh
     view(mesh)
 
 
 def view(mesh: Mesh) -> None:
-    """Answer from `mesh` from now on; called when an engine is built."""
+    """Make the functions of this module read `mesh` from now on; called when an engine is built."""
     global _viewed
     _viewed = mesh
 
 
 def viewed_mesh() -> Mesh:
-    """The mesh that the functions below answer from."""
+    """Return the mesh that the functions of this module read."""
     return _mesh()
 
 
 def mesh_of_whole_models() -> Mesh:
-    """The mesh of engines of whole models that are given no other."""
+    """Return the mesh of engines of whole models that get no other mesh."""
     return _default_mesh()
 
 
@@ -168,14 +168,14 @@ def reset() -> None:
 
 
 def _get_world_group() -> ProcessGroup:
-    """Every rank."""
+    """The group of all ranks."""
     return dist.get_world_group()
 
 
 def _clone_world_group() -> ProcessGroup:
-    """A group of its own over every rank, made once: its messages do not queue behind those of the world group.
+    """Return a separate group of all ranks, created once. Its messages do not queue behind the world group's.
 
-    Collective on the first call.
+    A collective on the first call.
     """
     world = dist.get_world_group()
     if world not in _world_clones:
@@ -184,12 +184,12 @@ def _clone_world_group() -> ProcessGroup:
 
 
 def _get_broadcast_src_rank() -> int:
-    """Global rank from which the parameters that this rank holds get their first values."""
+    """Global rank that broadcasts the initial values of this rank's parameters."""
     return _mesh().ranks("dp", "sp")[0]
 
 
 def _get_local_all_to_all_group() -> ProcessGroup:
-    """Refused: there are no groups per machine."""
+    """Raise `CommError`: there are no groups per machine."""
     raise CommError("_get_local_all_to_all_group: groups per machine (ZeRO++) are not supported by this version")
 
 
@@ -207,7 +207,7 @@ def _get_data_parallel_world_size() -> int:
 
 
 def _get_data_parallel_rank() -> int:
-    """This rank's place in the data-parallel group."""
+    """This rank's index in the data-parallel group."""
     return _mesh().rank("dp")
 
 
@@ -230,7 +230,7 @@ def _get_model_parallel_world_size() -> int:
 
 
 def _get_model_parallel_rank() -> int:
-    """This rank's place in the model-parallel group."""
+    """This rank's index in the model-parallel group."""
     return _mesh().rank("tp")
 
 
@@ -245,12 +245,12 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in the model-parallel group."""
+    """This rank's index in the model-parallel group."""
     return _get_model_parallel_rank()
 
 
 def _create_model_parallel(model_parallel_size: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Lay the ranks out with `model_parallel_size` ranks per model; returns (data group, model group). Collective."""
+    """Use `model_parallel_size` ranks per model. Returns (data group, model group). A collective of all ranks."""
     new = set_mesh({"tp": model_parallel_size})
     return new.group("dp"), new.group("tp")
 
@@ -269,12 +269,12 @@ def _get_sequence_parallel_world_size() -> int:
 
 
 def _get_sequence_parallel_rank() -> int:
-    """This rank's place in the sequence-parallel group."""
+    """This rank's index in the sequence-parallel group."""
     return _mesh().rank("sp")
 
 
 def _get_sequence_data_parallel_group() -> ProcessGroup:
-    """Ranks that average a gradient: data and sequence parallel together. ZeRO divides its states over this group."""
+    """Ranks that average a gradient: data and sequence parallel combined. ZeRO shards its states over this group."""
     return _mesh().gradient_group()
 
 
@@ -284,7 +284,7 @@ def _get_sequence_data_parallel_world_size() -> int:
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    """This rank's place in the sequence- and data-parallel group."""
+    """This rank's index in the sequence- and data-parallel group."""
     return _mesh().rank("dp", "sp")
 
 
@@ -297,17 +297,17 @@ def _get_zero_param_intra_parallel_group() -> ProcessGroup:
 
 
 def _get_zero_param_intra_parallel_group_world_size() -> int:
-    """Ranks in that group."""
+    """Ranks that hold the shards of one copy of the weights."""
     return _mesh().size("dp_shard", "sp")
 
 
 def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
-    """This rank's place in that group."""
+    """This rank's index among the ranks that hold the shards of one copy."""
     return _mesh().rank("dp_shard", "sp")
 
 
 def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
-    """Global ranks of that group."""
+    """Global ranks that hold the shards of one copy."""
     return list(_mesh().ranks("dp_shard", "sp"))
 
 
@@ -317,10 +317,10 @@ def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Make the groups of experts that are divided over so many ranks, once. A collective of all ranks.
+    """Create the groups for experts that are divided over `expert_parallel_size_` ranks, once. A collective of all
+    ranks.
 
-    Raises:
-        ConfigError: if the size does not divide the ranks that average a gradient.
+    Raises ConfigError if the size does not divide the ranks that average a gradient.
     """
     _mesh().experts(expert_parallel_size_, data_before_expert=use_data_before_expert_parallel_)
 
@@ -331,12 +331,12 @@ def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    """Ranks over which the experts are divided."""
+    """Number of ranks over which the experts are divided."""
     return _experts(group_name).size("ep")
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    """This rank's place among them."""
+    """This rank's index among the ranks over which the experts are divided."""
     return _experts(group_name).rank("ep")
 
 
@@ -346,12 +346,12 @@ def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup:
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    """Ranks that hold the same experts."""
+    """Number of ranks that hold the same experts."""
     return _experts(group_name).size("edp")
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    """This rank's place among them."""
+    """This rank's index among the ranks that hold the same experts."""
     return _experts(group_name).rank("edp")
 
 
@@ -371,7 +371,7 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    """Name of the groups of that size."""
+    """Name of the groups with the largest expert-parallel size."""
     return f"{EXPERT_PREFIX}{_get_max_expert_size()}"
 
 
@@ -386,18 +386,18 @@ def _choose(mesh: Mesh) -> Mesh:
 
 
 def _of_this_world(mesh: Mesh | None) -> Mesh | None:
-    """`mesh`, unless its world was destroyed."""
+    """Return `mesh`, or None if its world was destroyed."""
     return mesh if mesh is not None and mesh.world is dist.get_world_group() else None
 
 
 def _default_mesh() -> Mesh:
     global _default
-    _default = _of_this_world(_default) or Mesh(grid(dp=dist.get_world_group().size()))  # the latter makes no group
+    _default = _of_this_world(_default) or Mesh(grid(dp=dist.get_world_group().size()))  # this mesh creates no group
     return _default
 
 
 def _mesh() -> Mesh:
-    """The mesh that is viewed."""
+    """Return the mesh that this module reads."""
     return _of_this_world(_viewed) or _default_mesh()
 
 
@@ -431,7 +431,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among the ranks that see different samples."""
+    """This rank's index among the ranks that see different samples."""
     return _get_data_parallel_rank()
 
 
@@ -446,5 +446,5 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place among the ranks that share the layers of a model."""
+    """This rank's index among the ranks that share the layers of a model."""
     return _get_model_parallel_rank()

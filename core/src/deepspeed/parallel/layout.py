@@ -1,7 +1,7 @@
-"""The grid of ranks: its axes, their sizes, and which ranks differ along which axes only. Pure integers.
+"""The grid of ranks: its axes, their sizes, and its lines, which are sets of ranks that differ only along some axes.
 
-Axes, outermost first: pp (pipeline stages), dp_replicate and dp_shard (data), sp (sequence), tp (tensor). Ranks next to
-each other differ in tp, so the heaviest traffic stays on one machine. `mesh.py` makes process groups of the lines.
+Axes, outermost first: pp (pipeline stages), dp_replicate and dp_shard (data), sp (sequence), tp (tensor). Neighboring
+ranks differ in tp, so the heaviest traffic stays on one machine. `mesh.py` creates process groups from the lines.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.errors import ConfigError, counted, either
 
-#: ranks along these see different samples; "dp" names both
+#: ranks along these axes see different samples; "dp" means both axes
 DATA_AXES = ("dp_replicate", "dp_shard")
 AXES = ("pp", *DATA_AXES, "sp", "tp")
 
@@ -35,10 +35,10 @@ Lines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Global ranks in a grid.
+    """`Layout` arranges global ranks in a grid.
 
     shape: (axis, number of ranks along it) for every axis, outermost first.
-    ranks: the global ranks, row by row: the last axis varies fastest.
+    ranks: the global ranks in row-major order: the last axis varies fastest.
     """
 
     shape: tuple[tuple[str, int], ...]
@@ -53,12 +53,12 @@ class Layout:
         return tuple(axis for axis, _ in self.shape)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks that differ along `axes` only; "dp" is both data axes."""
+        """Number of ranks that differ only along `axes`; "dp" means both data axes."""
         sizes = dict(self.shape)
         return math.prod(sizes[axis] for axis in self._single(axes))
 
     def lines(self, *axes: str) -> Lines:
-        """Every set of ranks that differ along `axes` only, each in rank order. Together they are all ranks."""
+        """Return every set of ranks that differ only along `axes`, each in rank order. The sets cover all ranks."""
         free = self._single(axes)
         lines: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
@@ -67,18 +67,18 @@ class Layout:
         return tuple(tuple(sorted(line)) for line in lines.values())
 
     def line(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `lines(*axes)` with global rank `rank`."""
+        """Return the line of `lines(*axes)` that contains global rank `rank`."""
         return next(line for line in self.lines(*axes) if rank in line)
 
     def split_data(self, shard_ranks: int, asked_by: str) -> "Layout":
-        """The same grid with dp divided into dp_replicate x dp_shard.
+        """Return the same grid with dp divided into dp_replicate x dp_shard.
 
         Args:
-            shard_ranks: ranks that hold the shards of one copy, next to each other: dp_shard x sp.
+            shard_ranks: number of neighboring ranks that hold the shards of one copy: dp_shard x sp.
             asked_by: the config key, for the error.
 
         Raises:
-            ConfigError: if copies of that many ranks do not divide the ranks that average a gradient.
+            ConfigError: if `shard_ranks` is not sp times a divisor of dp.
         """
         dp, sp = self.size("dp"), self.size("sp")
         if shard_ranks % sp or dp % (shard_ranks // sp):
@@ -91,11 +91,11 @@ class Layout:
         return grid(dp=dp, shard=shard_ranks // sp, **sizes, ranks=self.ranks)
 
     def experts(self, ep_size: int, *, data_before_expert: bool = False) -> "Layout":
-        """The ranks of dp x sp laid out again as (edp, ep); pp and tp stay.
+        """Return a layout with the ranks of dp x sp rearranged as (edp, ep); pp and tp stay.
 
         Args:
-            ep_size: ranks over which the experts are divided: neighbors along dp x sp.
-            data_before_expert: lay them out as (ep, edp), so that replicas of an expert are neighbors instead.
+            ep_size: number of ranks over which the experts are divided: neighbors along dp x sp.
+            data_before_expert: use (ep, edp), so that replicas of an expert are neighbors instead.
 
         Raises:
             ConfigError: if `ep_size` does not divide dp x sp.
@@ -133,7 +133,7 @@ def grid(
     shard: int | None = None,
     ranks: tuple[int, ...] | None = None,
 ) -> Layout:
-    """A layout of these sizes.
+    """Return a layout with these sizes.
 
     Args:
         shard: size of dp_shard, a divisor of dp; default: dp, so that dp_replicate is 1.
@@ -145,13 +145,13 @@ def grid(
 
 
 def read_layout(param: object, world_size: int, asked_by: str = "mesh_param") -> Layout:
-    """The layout that the user gave as `initialize(mesh_param=...)`.
+    """Return the layout that the user passed as `initialize(mesh_param=...)`.
 
     Args:
         param: a pair (data parallel, sequence parallel); or a mapping of axes ("dp" or "data_parallel", ...) to sizes,
-            where an absent dp gets the ranks that remain; None is all dp.
-        world_size: the sizes multiply to it.
-        asked_by: where the sizes were given, for the errors.
+            where a missing dp gets the remaining ranks; None: all ranks are data parallel.
+        world_size: the product of the sizes.
+        asked_by: where the sizes come from, for the errors.
 
     Raises:
         ConfigError: for another form, an unknown axis, or sizes that do not fit.
@@ -176,13 +176,13 @@ def read_layout(param: object, world_size: int, asked_by: str = "mesh_param") ->
 
 
 def merge_sizes(asked: Iterable[tuple[str, str, int | None]]) -> dict[str, tuple[int, str]]:
-    """The size of each axis, and who asked for it, from several places that may say the same.
+    """Merge the axis sizes of several settings. Returns per axis its size and the config key that set it first.
 
     Args:
-        asked: (config key, axis, size or None) of every place.
+        asked: (config key, axis, size or None) for every setting.
 
     Raises:
-        ConfigError: two places ask for different sizes of one axis.
+        ConfigError: two settings have different sizes for one axis.
     """
     merged: dict[str, tuple[int, str]] = {}
     for name, axis, size in asked:

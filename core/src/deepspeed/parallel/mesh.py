@@ -1,12 +1,12 @@
 """The process groups of a grid of ranks, and torch's `DeviceMesh` over them.
 
-`engine/build.py` makes one `Mesh` per engine, from `mesh_param`, the caller's `mpu` or all ranks; the engine owns it
-(`engine.mesh`), and whoever reduces or gathers gets its group from there. `groups.py` is a view of it for libraries.
+`engine/build.py` makes one `Mesh` per engine, from `mesh_param`, the caller's `mpu` or all ranks. The engine owns the
+mesh (`engine.mesh`); code that reduces or gathers gets its group from there. `groups.py` exposes the mesh to libraries.
 
     mesh.group("tp")                          # this rank's process group along an axis
     mesh["tp"]                                # torch's DeviceMesh, for DTensor and parallelize_module
-    mesh["dp_replicate", "dp_shard"]          # the same for fully_shard
-    mesh.gradient_group()                     # who averages a gradient
+    mesh["dp_replicate", "dp_shard"]          # a two-dimensional DeviceMesh for fully_shard
+    mesh.gradient_group()                     # the ranks that average a gradient
 
 A caller's model parallel unit (Megatron's `mpu`) has `get_data_parallel_group()`, `..._world_size()` and `..._rank()`,
 and the same for other kinds of parallelism under the names below. Its groups need not cover the world: two models may
@@ -30,30 +30,30 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.layout import DATA_AXES, Layout, Lines, grid
 
-# By world group, the groups that were made in it: meshes with equal lines share them, and they go with their world.
-# The key is every line of the mesh, not only this rank's, so that all ranks of the mesh find a group or none does.
+# By world group, the groups that were made in it: meshes with equal lines share groups, and groups die with their
+# world. The key has every line of the mesh, not only this rank's, so either all ranks of the mesh find a group or none.
 _made: WeakKeyDictionary[ProcessGroup, dict[Lines, ProcessGroup]] = WeakKeyDictionary()
 
 
 class RankGrid:
-    """A layout with process groups: this rank's, along each axis or several axes at once.
+    """A layout with this rank's process groups, along one axis or several axes at once.
 
-    Making it is a collective of all its ranks (of all ranks of the world, if it covers the world).
+    The constructor is a collective of all ranks in the layout.
     """
 
     def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
         """Make this rank's group along each axis.
 
         Args:
-            layout: the grid; this rank is in it.
-            given: groups that exist already, by the axes along which their ranks differ.
+            layout: the grid; it must contain this rank.
+            given: existing groups, by the axes along which their ranks differ.
         """
         self.layout = layout
         self.world = dist.get_world_group()
         self._global_rank = dist.get_rank()
         self._given = {layout.lines(*axes): group for axes, group in (given or {}).items()}
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
-        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}  # libraries ask in every forward
+        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}  # a cache: libraries ask in every forward
         for axis in layout.axes:
             self._connect(axis)
 
@@ -68,14 +68,14 @@ class RankGrid:
         return self._ranks[axes]
 
     def rank(self, *axes: str) -> int:
-        """This rank's place in its group along `axes`."""
+        """This rank's index in its group along `axes`."""
         return self.ranks(*axes).index(self._global_rank)
 
     def group(self, *axes: str) -> ProcessGroup:
         """This rank's group along `axes`: ("tp",), ("dp",), ("dp", "sp") and so on.
 
-        Groups along one axis exist. Another combination is made when it is first asked for, by all ranks of the mesh
-        together.
+        Groups along one axis exist already. The first call for another combination creates its groups, and all ranks of
+        the mesh must make that call together.
         """
         if axes not in self._groups:
             self._groups[axes] = self._find(self.layout.lines(*axes))
@@ -83,7 +83,7 @@ class RankGrid:
 
     @functools.cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of torch over the same groups, which has one dimension per axis, axes of size 1 included."""
+        """torch's `DeviceMesh` over the same groups, with one dimension per axis, including axes of size 1."""
         return DeviceMesh.from_group(
             [self.group(axis) for axis in self.layout.axes],
             _device_type(),
@@ -92,7 +92,7 @@ class RankGrid:
         )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return torch's submesh along `axes`, one dimension each; "dp" alone is one dimension over both data axes."""
+        """Return torch's submesh with one dimension per axis; "dp" alone is one dimension over both data axes."""
         if axes != "dp":
             return self.device_mesh[axes]
         parts = [axis for axis in DATA_AXES if self.size(axis) > 1]
@@ -111,7 +111,7 @@ class RankGrid:
             return self.world
         made = _made.setdefault(self.world, {})
         if len(lines[0]) == 1:
-            lines = ((self._global_rank,),)  # needs nobody else, and serves every axis of size 1
+            lines = ((self._global_rank,),)  # needs no other rank, and serves every axis of size 1
         if lines not in made:
             made[lines] = self._make(lines)
         return made[lines]
@@ -120,23 +120,21 @@ class RankGrid:
         (own,) = (line for line in lines if self._global_rank in line)
         if torch.distributed.get_backend(self.world) != "mpi" or len(lines) * len(own) < self.world.size():
             return group_of_members(own)  # other ranks of the world may be elsewhere
-        # With MPI all ranks make all groups, and each keeps its own.
+        # With MPI all ranks create all groups, and each rank keeps its own group.
         groups = {line: dist.new_group(line) for line in lines}
         return groups[own]
 
 
 class Mesh(RankGrid):
-    """The mesh of an engine, with the meaning of its axes.
+    """The mesh of an engine; it defines the meaning of the axes (see `layout.py`):
 
-    Axes: see `layout.py`. The definitions that everything else uses:
-
-    - dp: ranks that see different samples (`size("dp")`, `rank("dp")`); batch sizes and data loaders count them.
-    - dp x sp: ranks that average a gradient (`gradient_group()`); edp for the parameters of experts.
+    - dp: ranks that see different samples (`size("dp")`, `rank("dp")`); batch sizes and data loaders count these ranks.
+    - dp x sp: ranks that average a gradient (`gradient_group()`); for the parameters of experts, edp.
     """
 
     def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
         super().__init__(layout, given)
-        #: the order of `experts` where its caller asks for none
+        #: the default of `data_before_expert` in `experts`
         self.data_before_expert = False
         self._experts: dict[int, RankGrid] = {}
         self._tied: dict[tuple[int, ...], ProcessGroup] = {}
@@ -144,30 +142,30 @@ class Mesh(RankGrid):
             self._connect(*axes)
 
     def gradient_group(self, ep_size: int = 1) -> ProcessGroup:
-        """Ranks that hold the same parameter and average its gradient: dp x sp.
+        """Return the group of ranks that hold the same parameter and average its gradient: dp x sp.
 
         Args:
-            ep_size: for a parameter of experts that are divided over that many ranks; then it is edp.
+            ep_size: the number of ranks over which experts are divided, for an expert's parameter; its group is edp.
         """
         return self.group("dp", "sp") if ep_size == 1 else self.experts(ep_size).group("edp")
 
     def shard_group(self, ep_size: int = 1) -> ProcessGroup:
-        """Ranks that together hold the shards of one copy: dp_shard x sp, or edp for experts.
+        """Return the group of ranks that together hold the shards of one copy: dp_shard x sp, or edp for experts.
 
-        Without `mics_shard_size` and `zero_hpz_partition_size` this is `gradient_group(ep_size)`. With MiCS it is the
-        shard group: reduce-scatter in it, then all-reduce the shard in `replicate_group`. With hpZ it holds the second
-        copy of the weights; gradients and states are sharded over `gradient_group`.
+        Without `mics_shard_size` and `zero_hpz_partition_size` this is `gradient_group(ep_size)`. With MiCS, gradients
+        are reduce-scattered in this group, then all-reduced in `replicate_group`. With hpZ, this group holds the second
+        copy of the weights, and gradients and states are sharded over `gradient_group`.
         """
         return self.group("dp_shard", "sp") if ep_size == 1 else self.gradient_group(ep_size)
 
     def replicate_group(self, ep_size: int = 1) -> ProcessGroup:
-        """Ranks that hold the same shard, one in each copy: dp_replicate. One rank alone if there is one copy, as
-        there is of experts."""
+        """Return the group of ranks that hold the same shard in different copies: dp_replicate. With one copy, which
+        experts always have, the group is this rank alone."""
         return self.group("dp_replicate") if ep_size == 1 else self.group()
 
     def tied_group(self, stages: tuple[int, ...]) -> ProcessGroup:
-        """The peers of this rank in these stages, which hold copies of a parameter. The first call is a collective of
-        them."""
+        """Return the group of this rank's pipeline peers in `stages`, which hold copies of a parameter. Its members
+        make the first call together."""
         if stages not in self._tied:
             members = self.ranks("pp")
             is_all = len(stages) == len(members)
@@ -176,10 +174,10 @@ class Mesh(RankGrid):
 
     @property
     def norm_group(self) -> ProcessGroup:
-        """All ranks of the mesh, which agree on norm, overflow and the decision to step.
+        """The group of all ranks of the mesh, which agree on norm, overflow and the decision to step.
 
-        A sum over it counts an element once if the axes over which that element is replicated contribute from their
-        first rank only. It is the world group if the mesh covers the world.
+        To count a replicated element once in a sum over this group, only the first rank along the axes that replicate
+        the element contributes it. This is the world group if the mesh covers the world.
         """
         return self.group(*self.layout.axes)
 
@@ -190,17 +188,17 @@ class Mesh(RankGrid):
 
     @property
     def model_rank(self) -> int:
-        """The place that this rank has among the ranks of one model."""
+        """This rank's index among the ranks of one model."""
         return self.rank("pp", "tp")
 
     def experts(self, ep_size: int, *, data_before_expert: bool | None = None) -> RankGrid:
-        """The ranks of dp x sp laid out again as (edp, ep); axes pp, edp, ep, tp. A collective on the first call.
+        """Return the grid with the ranks of dp x sp rearranged as (edp, ep); axes pp, edp, ep, tp. The first call is a
+        collective.
 
         Args:
-            ep_size: ranks over which the experts are divided; group("ep") is for the all-to-all of tokens,
-                group("edp") averages gradients of experts.
-            data_before_expert: see `Layout.experts`; counts on the first call with this `ep_size`. None: as the
-                attribute of this name says.
+            ep_size: number of ranks over which the experts are divided; group("edp") averages the gradients of experts.
+            data_before_expert: see `Layout.experts`; only the first call with this `ep_size` uses it. None: use the
+                attribute of this name.
 
         Raises:
             ConfigError: if `ep_size` does not divide dp x sp.
@@ -217,9 +215,9 @@ class Mesh(RankGrid):
         return self._experts
 
     def split_data(self, shard_ranks: int, asked_by: str) -> "Mesh":
-        """A mesh of the same ranks and groups, with dp divided into dp_replicate x dp_shard; see `Layout.split_data`.
+        """Return a mesh of the same ranks and groups, with dp split into dp_replicate x dp_shard; a collective.
 
-        A collective. Raises `ConfigError` if the size does not fit.
+        See `Layout.split_data`. Raises `ConfigError` if the size does not fit.
         """
         layout = self.layout.split_data(shard_ranks, asked_by)
         mesh = Mesh(layout, self._groups_along("pp", "dp", "sp", "tp"))
@@ -244,7 +242,7 @@ _NAMES = {
 
 
 class _Axis(NamedTuple):
-    """One kind of parallelism as an mpu has it."""
+    """One kind of parallelism of an mpu."""
 
     size: int
     rank: int
@@ -252,10 +250,10 @@ class _Axis(NamedTuple):
 
 
 def mesh_of_mpu(mpu: Any) -> Mesh:
-    """The mesh that `initialize(mpu=...)` asks for. A collective of all ranks that the mpu's groups connect.
+    """Return the mesh for `initialize(mpu=...)`. A collective of all ranks that the mpu's groups connect.
 
     Raises:
-        ConfigError: if a method is absent, or the answers contradict each other; it names the method.
+        ConfigError: if a method is missing, or the methods contradict each other; the error names them.
     """
     found = {axis: _read_axis(mpu, axis, names) for axis, names in _NAMES.items()}
     layout = _lay_out(mpu, found)
@@ -271,7 +269,7 @@ def _read_axis(mpu: Any, axis: str, names: Sequence[str]) -> _Axis:
     if size == 1 and axis != "dp":
         return _Axis(1, 0, None)
     group = _call(mpu, f"get_{name}_group")
-    group = dist.get_world_group() if group is None else group  # as torch reads it
+    group = dist.get_world_group() if group is None else group  # None means the world, as in torch
     ranks = dist.get_all_ranks_from_group(group)
     rank = int(_call(mpu, f"get_{name}_rank"))
     if len(ranks) != size or ranks[rank : rank + 1] != [dist.get_rank()]:
@@ -289,7 +287,7 @@ def _call(mpu: Any, method: str) -> Any:
 
 
 def _lay_out(mpu: Any, found: Mapping[str, _Axis]) -> Layout:
-    """The grid, from what every connected rank says about its own place in it."""
+    """Build the grid from the places that all connected ranks report."""
     groups = [each.group for each in found.values() if each.group is not None]
     sizes = {axis: each.size for axis, each in found.items()}
     own = {"rank": dist.get_rank(), "sizes": sizes, "at": [each.rank for each in found.values()]}
@@ -306,7 +304,7 @@ def _lay_out(mpu: Any, found: Mapping[str, _Axis]) -> Layout:
 
 
 def _gather(values: list[Any], groups: Iterable[ProcessGroup]) -> list[Any]:
-    """The values of all ranks that `groups` connect, each once."""
+    """Gather the values of all ranks that `groups` connect, without duplicates."""
     for group in groups:
         gathered = [value for theirs in all_gather_values(values, group) for value in theirs]
         values = [value for place, value in enumerate(gathered) if value not in gathered[:place]]
@@ -314,7 +312,7 @@ def _gather(values: list[Any], groups: Iterable[ProcessGroup]) -> list[Any]:
 
 
 def _contradiction(members: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> str | None:
-    """Return why the members are no grid; None if they are one."""
+    """Describe why the members do not form a grid; None if they do."""
     by_sizes = {str(member["sizes"]): member["rank"] for member in members}
     if len(by_sizes) > 1:
         return "has different sizes on different ranks: " + ", ".join(
@@ -330,7 +328,7 @@ def _contradiction(members: Sequence[Mapping[str, Any]], sizes: Mapping[str, int
 
 
 def _misplaced(layout: Layout, found: Mapping[str, _Axis]) -> str | None:
-    """Return which group has other ranks than the places of its members say; None if no group has."""
+    """Describe a group with other ranks than the layout has along its axis; None if there is none."""
     rank = dist.get_rank()
     for axis, each in found.items():
         if each.group is None:

@@ -1,28 +1,28 @@
-"""A mark says which part of a whole parameter a rank holds where tensor or expert parallelism divides the model.
+"""Marks record which part of a whole parameter a rank holds if tensor or expert parallelism divides the model.
 
-The layers that divide a parameter mark it; norms, checkpoints and consolidated weights read the mark, and know nothing
-of the layers:
+The layers that divide a parameter mark it. Norms, checkpoints and consolidated weights read only the mark, not the
+layers:
 
     mark_part(linear.weight, ModelPart(torch.Size([12, 4]), dim=0, ranges=((0, 2), (4, 6))))
 
-Here the rank holds rows 0, 1, 4 and 5 of a [12, 4] weight, in this order, as a fused query-key-value weight does. A
-parameter without a mark is whole on every rank that has one of its name.
+Here the rank holds rows 0, 1, 4 and 5 of a [12, 4] weight, in this order, as for a fused query-key-value weight. A
+parameter without a mark is whole on every rank that has a parameter of this name.
 
-Parameters that several pipeline stages hold copies of, and sum the gradients of, have another mark, which
-`PipelineModule` sets (`mark_tied`).
+`PipelineModule` sets another mark (`mark_tied`) on parameters that several pipeline stages hold copies of. These stages
+sum the gradients of such a parameter.
 
-Some parameters are sharded before a model is divided: `zero.Init` releases the weights of a module as it is built. What
-divides a model changes them through the object that sharded them, and knows nothing of shards:
+Some parameters are sharded before a model is divided: `zero.Init` releases the weights of a module as it is built. Code
+that divides a model changes such parameters through the object that sharded them, and does not handle shards itself:
 
     reshard(linear.weight, part.take, mesh.gradient_group())
 
 Parameters with the attribute `allreduce` set to False belong to experts, as documented. `deepspeed.moe.utils` has these
-functions. The layers of `deepspeed.moe` mark their experts; so may any other layer:
+functions. The layers of `deepspeed.moe` mark their experts; any other layer may do the same:
 
     param.allreduce = False
     param.group_name = "ep_size_2"      # the experts are divided over two ranks
 
-Their gradients are summed over the ranks that hold the same experts (`zero/unit_groups.py`).
+Gradients of experts are summed over the ranks that hold the same experts (`zero/unit_groups.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,36 +40,36 @@ from deepspeed.errors import ConfigError
 
 
 class Reshard(Protocol):
-    """Replaces the values of a sharded parameter, and the ranks that hold them."""
+    """Replace the values of a sharded parameter, and the ranks that hold its shards."""
 
     def __call__(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
         """`reshard` for one parameter."""
 
 
 def whole_shape(param: Tensor) -> torch.Size:
-    """The shape of a parameter's weight, also where it is sharded, and its own shape is that of nothing."""
+    """Return the shape of a parameter's weight, even if the parameter is sharded and its own shape is empty."""
     shape: torch.Size = getattr(param, "ds_shape", param.shape)
     return shape
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether another object has the weight of a parameter."""
+    """Whether the parameter is sharded, so another object holds its weight."""
     return hasattr(param, "ds_id")
 
 
 def can_reshard(param: Tensor) -> bool:
-    """Whether a sharded parameter may still be given other values: no engine has it."""
+    """Whether a sharded parameter may still get other values: no engine owns it."""
     return _of(param) is not None
 
 
 def reshard(param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
-    """Shard another value of a parameter over other ranks. One weight is whole meanwhile.
+    """Replace the value of a sharded parameter, and shard it over other ranks. Only this weight is whole meanwhile.
 
-    A collective of the ranks that hold the shards now, which call it for the same parameters in the same order.
+    A collective of the ranks that hold the shards now; they call it for the same parameters in the same order.
 
     Args:
-        take: gives the new value from the present one.
-        group: the ranks that hold the new one, equal on all of them.
+        take: returns the new value for the current value.
+        group: the ranks that hold the new value, which is equal on all of them.
     """
     change = _of(param)
     assert change is not None, "asked for by can_reshard"
@@ -91,11 +91,11 @@ class ModelPart:
     """A part of a whole parameter.
 
     Args:
-        shape: of the whole parameter.
-        dim: along which it is divided.
-        ranges: [start, stop) along `dim` that this rank holds, in the order in which it holds them.
-        name: of the whole parameter in an undivided model, where it is not the name here: an expert is the
-            third of its layer, and the first of its rank. "": the name here.
+        shape: the shape of the whole parameter.
+        dim: the dim along which it is divided.
+        ranges: the [start, stop) ranges along `dim` that this rank holds, in the order in which it holds them.
+        name: the name of the whole parameter in an undivided model, if different from the name here: an expert may be
+            the third of its layer, and the first of its rank. "": the name here.
     """
 
     shape: torch.Size
@@ -105,12 +105,12 @@ class ModelPart:
 
     @classmethod
     def all_of(cls, shape: torch.Size, name: str = "") -> "ModelPart":
-        """Make the part of a parameter that this rank has whole, and with a name, other ranks others beside it."""
+        """Return the part that is the whole parameter. With a name, other ranks hold other parameters like it."""
         return cls(shape, ranges=((0, shape[0]),) if shape else (), name=name)
 
     @classmethod
     def all_elements(cls, shape: torch.Size) -> "ModelPart":
-        """Make the part that has all elements, to read from files: of no dimensions as one element of one."""
+        """Return the part that has all elements, to read from files. A scalar gets the shape [1]."""
         return cls.all_of(shape or torch.Size([1]))
 
     @property
@@ -124,19 +124,19 @@ class ModelPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank holds all of it; other ranks hold other parameters."""
+        """Whether this rank holds the whole parameter."""
         return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the part as values of JSON, for a file or a peer."""
+        """Return the part as JSON values, for a file or a peer."""
         return {"shape": list(self.shape), "dim": self.dim, "ranges": [*map(list, self.ranges)], "name": self.name}
 
     @classmethod
     def of_plain(cls, value: Mapping[str, Any]) -> "ModelPart":
-        """Make the part of the values that `to_plain` gave.
+        """Return the part from the values of `to_plain`.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: the value is something else.
+            KeyError, TypeError, ValueError, IndexError: `value` is no valid part.
         """
         shape, dim = torch.Size(value["shape"]), int(value["dim"])
         ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
@@ -147,7 +147,7 @@ class ModelPart:
         return cls(shape, dim, ranges, str(value["name"]))
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return what this rank holds of the whole parameter: a view of one range, a copy of several ranges."""
+        """Return this rank's part of the whole parameter: a view for one range, a copy for several ranges."""
         assert whole.shape == self.shape, (whole.shape, self)
         if self.is_whole:
             return whole
@@ -155,7 +155,7 @@ class ModelPart:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def put(self, own: Tensor, whole: Tensor) -> None:
-        """Write what this rank holds into the whole parameter."""
+        """Write this rank's part into the whole parameter."""
         if self.is_whole:
             whole.copy_(own)
             return
@@ -166,11 +166,11 @@ class ModelPart:
 
 
 def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
-    """Say which part of a whole parameter `param` is.
+    """Mark which part of a whole parameter `param` is.
 
     Args:
-        over: the axis over which it is divided: "tp", or "ep" for experts. One that is whole on its rank, among
-            others elsewhere, has `part.name`.
+        over: the axis over which the parameter is divided: "tp", or "ep" for experts. An expert's parameter that is
+            whole on its rank has `part.name`.
     """
     assert whole_shape(param) == part.own_shape, (whole_shape(param), part)
     setattr(param, _MARK, part)
@@ -179,32 +179,32 @@ def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
 
 
 def mark_names(module: Module, whole_names: Mapping[str, str]) -> None:
-    """Say what parameters and buffers in `module`, which has whole ones as experts are, are called in a whole model.
+    """Record the names in a whole model of the parameters and buffers in `module`, such as whole experts.
 
-    The module keeps this. A parameter's mark has one name, and the parameter may have several; a buffer has no mark, as
-    a forward may put another tensor in its place.
+    The module keeps these names. A parameter's mark has one name, but the parameter may have several; a buffer has no
+    mark, since a forward may replace it by another tensor.
     """
     setattr(module, _NAMES, dict(whole_names))
 
 
 def mark_counted(param: Tensor, numel: int) -> None:
-    """Say that norms count only the first `numel` elements of `param` here: an earlier rank holds the others, too, as
-    where ranks share a key and value head."""
+    """Mark that norms count only the first `numel` elements of `param` on this rank: an earlier rank also holds the
+    others, for example if ranks share a key and value head."""
     setattr(param, _COUNTED, numel)
 
 
 def counted_numel(param: Tensor) -> int | None:
-    """Return how many elements of `param`, from its first on, norms count here; None: all of them."""
+    """Return how many leading elements of `param` norms count on this rank; None: all."""
     return getattr(param, _COUNTED, None)
 
 
 def part_held(param: Tensor) -> ModelPart | None:
-    """The mark of a parameter; None: it is whole here."""
+    """Return the mark of a parameter; None: the parameter is whole here."""
     return getattr(param, _MARK, None)
 
 
 def parts_held(module: Module) -> Mapping[str, ModelPart]:
-    """The marks of a module's parameters and buffers, by the names that these have here."""
+    """Return the marks of a module's parameters and buffers, by their names on this rank."""
     marked = ((name, part_held(param)) for name, param in module.named_parameters(remove_duplicate=False))
     parts = {name: part for name, part in marked if part is not None}
     for path, each in module.named_modules(remove_duplicate=False):
@@ -220,20 +220,20 @@ def parts_held(module: Module) -> Mapping[str, ModelPart]:
 
 
 def whole_names(module: Module) -> list[str]:
-    """The names, in the undivided model, of what is in the module's state dict."""
+    """Return the names in the undivided model for the entries of the module's state dict."""
     parts = parts_held(module)
     return [parts[name].name or name if name in parts else name for name in module.state_dict(keep_vars=True)]
 
 
 def division_is_known(module: Module) -> bool:
-    """Whether the marks say what a tensor-parallel rank has of each parameter: layers of the user's own may have no
-    mark, or Megatron's alone."""
+    """Whether every divided parameter has a mark. Parameters of the user's own layers may have no mark, or only
+    Megatron's."""
     divided = [param for param in module.parameters() if getattr(param, "tensor_model_parallel", False)]
     return bool(divided) and all(part_held(param) is not None for param in divided)
 
 
 def is_tensor_parallel(param: Tensor) -> bool:
-    """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
+    """Whether tensor-parallel ranks hold different parts of the parameter, according to Megatron's mark."""
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
@@ -241,19 +241,19 @@ _TIED = "ds_tied_stages"
 
 
 def mark_tied(param: Tensor, stages: tuple[int, ...]) -> None:
-    """Say that these stages, two or more, hold copies of `param`."""
+    """Mark that two or more stages hold copies of `param`."""
     assert len(stages) > 1, stages
     setattr(param, _TIED, stages)
 
 
 def tied_stages(param: Tensor) -> tuple[int, ...]:
-    """The stages that hold copies of a parameter; none where only its own does."""
+    """Return the stages that hold copies of a parameter; empty if only one stage holds it."""
     return getattr(param, _TIED, ())
 
 
 ParamGroup = dict[str, Any]
 
-#: a group of experts is named by the number of ranks over which they are divided
+#: prefix of the name of a group of experts; the number of ranks over which they are divided follows
 EXPERT_PREFIX = "ep_size_"
 
 
@@ -262,8 +262,8 @@ _group_being_built: str | None = None
 
 @contextmanager
 def building_experts(ep_size: int) -> Iterator[None]:
-    """Modules built inside are experts that are divided over `ep_size` ranks; `zero.Init` marks their parameters with
-    it before it shards them."""
+    """Treat modules built inside as experts that are divided over `ep_size` ranks. `zero.Init` marks their parameters
+    before it shards them."""
     global _group_being_built
     before, _group_being_built = _group_being_built, f"{EXPERT_PREFIX}{ep_size}"
     try:
@@ -273,7 +273,7 @@ def building_experts(ep_size: int) -> Iterator[None]:
 
 
 def mark_if_built_as_expert(param: Tensor) -> None:
-    """Mark a parameter that is made inside `building_experts`."""
+    """Mark a parameter as an expert's if it is made inside `building_experts`."""
     if _group_being_built is not None and not is_moe_param(param):
         mark_as_expert(param, _group_being_built)
 
@@ -285,11 +285,11 @@ def mark_as_expert(param: Tensor, group_name: str) -> None:
 
 
 class ModuleOfExperts(Module):
-    """A module whose parameters and buffers are all experts', also those of a copy: `copy.deepcopy` makes parameters
-    without marks. Buffers have none: a forward may put other tensors in their place."""
+    """A module in which all parameters and buffers belong to experts. `copy.deepcopy` drops the marks of parameters, so
+    a copy sets them again. Buffers have no marks, since a forward may replace them by other tensors."""
 
     def mark_as_experts(self, ep_size: int) -> None:
-        """Mark the parameters, of experts that are divided over `ep_size` ranks; called once they are there."""
+        """Mark the parameters of experts that are divided over `ep_size` ranks; called once they exist."""
         self.ep_size = ep_size
         for param in self.parameters():
             mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
@@ -305,12 +305,12 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def expert_group_of(param: Tensor) -> str | None:
-    """The name of the group of an expert's parameter; None for a parameter that all ranks have."""
+    """Return the group name of an expert's parameter; None for a parameter that is not an expert's."""
     return str(getattr(param, "group_name", None)) if is_moe_param(param) else None
 
 
 def expert_groups(module: Module) -> dict[str, str]:
-    """The group of experts, by the names of the parameters and buffers that are experts'."""
+    """Return the expert group names, by the names of the experts' parameters and buffers."""
     named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
     found = {name: group for name, tensor in named if (group := expert_group_of(tensor)) is not None}
     for path, each in module.named_modules(remove_duplicate=False):
@@ -321,10 +321,10 @@ def expert_groups(module: Module) -> dict[str, str]:
 
 
 def expert_sizes(module: Module) -> dict[str, int]:
-    """Return for every group of experts in the module the number of ranks over which they are divided, by its name.
+    """Return the number of ranks over which experts are divided, by the name of their group.
 
     Raises:
-        ConfigError: for a parameter of an expert without such a name.
+        ConfigError: for an expert's parameter without a valid group name.
     """
     sizes: dict[str, int] = {}
     for path, param in module.named_parameters():
@@ -342,12 +342,12 @@ def expert_sizes(module: Module) -> dict[str, int]:
 
 
 def is_moe_param_group(param_group: ParamGroup) -> bool:
-    """Whether the group is marked as one of experts."""
+    """Whether the parameter group is marked as a group of experts."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters in two lists: those that every rank has, and those of experts."""
+    """Split the parameters into two lists: shared parameters, and parameters of experts."""
     shared: list[Tensor] = []
     experts: list[Tensor] = []
     for param in params:
@@ -356,7 +356,7 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of the parameters in two lists, as `split_params_into_shared_and_expert_params` splits these."""
+    """Split the gradients of the parameters into two lists, like `split_params_into_shared_and_expert_params`."""
     shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
     return [param.grad for param in shared if param.grad is not None], [
         param.grad for param in experts if param.grad is not None
@@ -366,15 +366,14 @@ def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) ->
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: ParamGroup | Sequence[ParamGroup], max_group_size: int | float = 178956971
 ) -> list[ParamGroup]:
-    """The optimizer's groups, with experts in groups of their own after them.
+    """Return the optimizer's groups, followed by separate groups for experts.
 
-    A group of experts has the options of the group that they were in, `moe: True`, and the `name` of the ranks over
-    which they are divided ("ep_size_2"). Groups without experts are returned as they are, and a given group loses its
-    experts.
+    A group of experts has the options of the group that the experts were in, `moe: True`, and the group name as `name`
+    ("ep_size_2"). The experts are removed from the given groups, in place. Groups without experts stay unchanged.
 
     Args:
         param_groups: one group or several.
-        max_group_size: elements of a group of experts, at most; a single larger parameter is a group of its own.
+        max_group_size: maximum numel of a group of experts; a single larger parameter gets its own group.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     found: list[ParamGroup] = []
@@ -392,12 +391,12 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    """Parameters, or groups of them, for an optimizer: with experts in groups of their own, if there are any.
+    """Return parameters or parameter groups for an optimizer, with any experts in separate groups.
 
-    Groups of which one is marked as experts' (`moe`) are returned as they are, as are parameters without experts.
+    The input is returned unchanged if a group is already marked as a group of experts (`moe`), or without experts.
 
     Raises:
-        ConfigError: for something else than a list.
+        ConfigError: `model_parameters` is not a list.
     """
     if not isinstance(model_parameters, list):
         raise ConfigError(f"configure_moe_param_groups: found {type(model_parameters).__name__}; give a list")
@@ -419,7 +418,7 @@ def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _cut(params: Iterable[Tensor], max_numel: int | float) -> list[list[Tensor]]:
-    """Consecutive parameters together, as long as they have at most `max_numel` elements."""
+    """Group consecutive parameters, with at most `max_numel` elements per group unless one parameter is larger."""
     parts: list[list[Tensor]] = []
     room: int | float = 0
     for param in params:

@@ -1,11 +1,11 @@
-"""`PartitionedTensor`: a tensor of which each rank of a group keeps an equal part, until all of them want it whole.
+"""`PartitionedTensor` holds a rank's part of a tensor that is divided equally over a group, and can gather the whole.
 
     part = PartitionedTensor(activation, group)              # each rank keeps 1/W of the elements
-    send(part.to_meta()); send(part.data())                  # to a rank in the same place of another group
+    send(part.to_meta()); send(part.data())                  # to the same rank of another group
     whole = PartitionedTensor.from_meta(meta, data, other_group).full()
 
-Pipelines whose stages are divided by tensor parallelism send activations so, which all ranks of a stage have alike. It
-is DeepSpeed's class of `runtime.utils`, with its header.
+Pipelines with tensor-parallel stages send activations this way, since all ranks of a stage have equal activations. The
+class and its header are those of DeepSpeed's `runtime.utils`.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ from deepspeed.errors import ConfigError
 
 
 def even_cuts(numel: int, num_parts: int) -> list[int]:
-    """Return the cuts of `numel` elements, `num_parts` + 1 numbers from 0; the first parts have one more if need be."""
+    """Return the `num_parts` + 1 boundaries of the parts, from 0 to `numel`; the first parts may have one more."""
     length, longer = divmod(numel, num_parts)
     return [part * length + min(part, longer) for part in range(num_parts + 1)]
 
 
 class PartitionedTensor:
-    """This rank's part of a tensor that all ranks of `group` have alike.
+    """This rank's part of a tensor that is equal on all ranks of `group`.
 
     Args:
-        tensor: of any shape and dtype; or with `partition_meta` this rank's part, as `data` gives it.
-        group: the ranks that share it.
-        partition_meta: what `to_meta` gave.
+        tensor: the whole tensor, of any shape and dtype; with `partition_meta`, this rank's part from `data`.
+        group: the ranks that share the tensor.
+        partition_meta: the header from `to_meta`.
 
     Attributes:
         local_data: this rank's elements, 1-D.
         orig_size: the shape of the whole tensor.
-        partition: where it is cut: W + 1 numbers.
-        even_split: whether all parts are of one length.
+        partition: the boundaries of the parts: W + 1 numbers.
+        even_split: whether all parts have the same length.
     """
 
     def __init__(self, tensor: Tensor, group: ProcessGroup, partition_meta: Tensor | None = None) -> None:
@@ -65,17 +65,17 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: ProcessGroup, device: torch.device | str | None = None
     ) -> "PartitionedTensor":
-        """The tensor of `to_meta` and `data` of another rank; `full` makes it on `device`, by default the current one.
+        """Build from `to_meta` and `data` of another rank. `full` returns the tensor on `device`; default: the current
+        device.
 
-        Raises:
-            ConfigError: the header is of another number of ranks or malformed, or the part has another length.
+        Raises ConfigError if the header is malformed or for another number of ranks, or the part has another length.
         """
         made = cls(local_part, group, partition_meta=meta)
         made.orig_device = get_accelerator().current_device_name() if device is None else device
         return made
 
     def to_meta(self) -> Tensor:
-        """The header, int64 on the current device: dimensions, shape, number of parts, rank, cuts."""
+        """Return the header, int64 on the part's device: number of dims, shape, number of parts, rank, boundaries."""
         header = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(header, dtype=torch.int64, device=self.local_data.device)
 
@@ -92,10 +92,10 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: torch.device | str | None = None) -> Tensor:
-        """The whole tensor, by one all-gather; a collective.
+        """Return the whole tensor with one all-gather. A collective.
 
         Args:
-            device: where it is to be; default: where it came from.
+            device: the device of the result; default: the original device.
         """
         longest = -(-self.partition[-1] // self.num_parts)
         own = torch.zeros(longest, dtype=self.local_data.dtype, device=self.local_data.device)
@@ -109,7 +109,7 @@ class PartitionedTensor:
         return gathered.view(self.orig_size).to(self.orig_device if device is None else device)
 
     def _read(self, meta: Tensor) -> tuple[list[int], list[int]]:
-        """The shape and the cuts of a header."""
+        """Return the shape and the boundaries in a header. Raises ConfigError if the header does not fit."""
         numbers: Sequence[int] = meta.tolist()
         dims = numbers[0] if numbers else -1
         shape, rest = list(numbers[1 : 1 + dims]), list(numbers[1 + dims :])

@@ -1,8 +1,8 @@
-"""Whose forward runs: the tensor-parallel ranks of its model, and whether they have equal activations now.
+"""The stack of models in their forward: their tensor-parallel ranks, and whether these have equal activations now.
 
-Engines and divided models say so here, innermost last, for whoever keeps activations and is no part of the model
+Engines and divided models push themselves here, innermost last, for code outside the model that saves activations
 (`activation/`). A program may have several engines with different meshes, so the mesh of the engine that was built last
-(`groups.py`) is only an answer where no forward of an engine runs.
+(`groups.py`) is used only if no engine's forward runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, eq=False)
 class RunningModel:
-    """A model whose forward runs.
+    """A model in its forward.
 
-    tensor_group: gives the ranks over which its layers are divided.
-    activations_differ: whether these ranks have different activations at the present place of the forward.
-    end: called where its forward was left without `leave`, as by Ctrl-C, for which modules call no hooks.
+    tensor_group: returns the process group over which its layers are divided.
+    activations_differ: whether these ranks have different activations at the current place of the forward.
+    end: called if the forward was left without `leave`, for example by Ctrl-C, since modules then call no hooks.
     """
 
     tensor_group: Callable[[], ProcessGroup]
@@ -40,7 +40,7 @@ class RunningModel:
     end: Callable[[], None] = _nothing
 
     def in_backward(self) -> "RunningModel":
-        """The model for what is computed again from here on: where activations differ, all that follow may."""
+        """Return the model for recomputation from here on: if activations differ here, later ones may differ, too."""
         return RunningModel(self.tensor_group, _always) if self.activations_differ() else self
 
 
@@ -48,13 +48,13 @@ _running: list[RunningModel] = []
 
 
 def running_model() -> RunningModel:
-    """The model whose forward runs; else one with the mesh that `deepspeed.utils.groups` answers from."""
+    """Return the innermost model in its forward; if none, a model with the mesh of `deepspeed.utils.groups`."""
     return _running[-1] if _running else RunningModel(groups._get_model_parallel_group)
 
 
 @contextmanager
 def running(model: RunningModel) -> Iterator[None]:
-    """Inside, it is the forward of `model` that runs."""
+    """Make `model` the running model inside this context."""
     number = len(_running)
     _running.append(model)
     try:
@@ -67,11 +67,11 @@ def running(model: RunningModel) -> Iterator[None]:
 
 
 def enter(model: RunningModel) -> None:
-    """A forward of `model` begins; `leave` is to follow."""
+    """Begin a forward of `model`; call `leave` at its end."""
     _running.append(model)
 
 
 def leave(model: RunningModel) -> None:
-    """The forward has ended; nothing where it had not begun."""
+    """End the forward of `model`; does nothing if the forward had not begun."""
     if model in _running:
         del _running[len(_running) - 1 - _running[::-1].index(model) :]
