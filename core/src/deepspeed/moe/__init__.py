@@ -1,6 +1,6 @@
-"""Mixture of experts: layers whose experts are divided over ranks, to which tokens travel.
+"""Mixture of experts: layers that divide their experts over ranks and send tokens to those ranks.
 
-May import `parallel` and below, `zero` not. Read `layer.py` first.
+May import `parallel` and below, but not `zero`. Read `layer.py` first.
 """
 
 from deepspeed._forward import forward

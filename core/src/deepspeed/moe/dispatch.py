@@ -1,23 +1,23 @@
-"""Tokens to experts and back: sorted by expert, sent to the ranks that hold them, and summed with their weights.
+"""Send tokens to experts and back: sort them by expert, send them to the experts' ranks, and sum the weighted outputs.
 
-    rows = x[token of every choice, sorted by expert]      N rows: what no gate dropped
+    rows = x[token of every choice, sorted by expert]      N rows: the choices that the gate kept
     rows to the ranks of their experts                      all-to-all; sorted by expert again
     experts                                                 one contiguous slice each
     rows back                                               all-to-all
     y[token] = sum over its choices of weight * row
 
-The numbers are those of GShard's einsum over masks of [T, E, capacity], without the masks and without padding: memory
-is linear in the number of tokens, and an expert computes the rows that it got.
+The result equals GShard's einsum over masks of [T, E, capacity], without masks and padding: memory is linear in the
+number of tokens, and an expert computes only the rows that it receives.
 
 Shape legend: T tokens, K choices of a token, N rows, E experts of all ranks, L experts of this rank, W ranks, H width.
 
-Tokens travel by an all-to-all of rows, differentiable, with counts that differ. They have process groups of their own:
-a group of ZeRO may have the same ranks, and its collectives are issued when gradients arrive, between those of the
-model's backward in an order that differs between ranks.
+A differentiable all-to-all with unequal counts sends the rows. It has separate process groups: a group of ZeRO may have
+the same ranks, but ZeRO issues its collectives when gradients arrive, so their order among the collectives of the
+model's backward differs between ranks.
 
-`drop_tokens` and `gather_tokens` are for layers of one's own: tensor-parallel ranks that have the same tokens divide
-them, and join them again. Between the two each rank sends its part of the tokens to experts that are whole on every
-tensor-parallel rank. The ranks are those of `deepspeed.utils.groups`.
+`drop_tokens` and `gather_tokens` are for users' own layers: tensor-parallel ranks that have the same tokens divide the
+tokens, and gather them again. In between, each rank sends its part of the tokens to experts that are whole on every
+tensor-parallel rank. The ranks come from `deepspeed.utils.groups`.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 
 _TAG = "tokens of experts"
-# By world group, the groups of tokens by their ranks: layers share them, and they go with their world.
+# By world group, the groups for tokens by their ranks: layers share groups, and groups die with their world.
 _made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 
 
 def token_ranks(mesh: Mesh, ep_size: int) -> GroupBackend:
-    """The collectives of the ranks over which experts are divided. A collective of all ranks of the mesh.
+    """Return the backend of the ranks over which experts are divided. A collective of all ranks of the mesh.
 
     Raises:
         ConfigError: if `ep_size` does not divide dp x sp.
@@ -58,17 +58,15 @@ def token_ranks(mesh: Mesh, ep_size: int) -> GroupBackend:
 
 
 def send_counts(counts_WE: Tensor, ranks: GroupBackend) -> Tensor:
-    """Row r of `counts_WE`, int64, goes to rank r; returns what the ranks sent to this one, by rank. A collective."""
+    """Send row r of `counts_WE`, int64, to rank r. Returns the received rows, by rank. A collective."""
     received_WE = torch.empty_like(counts_WE)
     ranks.all_to_all(received_WE.view(-1), counts_WE.contiguous().view(-1), tag=_TAG).wait()
     return received_WE
 
 
 def send_rows(rows_NH: Tensor, to_each: Sequence[int], from_each: Sequence[int], ranks: GroupBackend) -> Tensor:
-    """The first `to_each[0]` rows go to rank 0, and so on; returns what came, by rank. Collective, and so in backward.
-
-    Args:
-        from_each: rows that come from each rank.
+    """Send the first `to_each[0]` rows to rank 0, and so on. Returns the received rows, by rank. A collective, also in
+    backward. `from_each` is the number of rows to receive from each rank.
     """
     sent: Tensor = _SendRows.apply(rows_NH, to_each, from_each, ranks)
     return sent
@@ -100,16 +98,16 @@ def _send(rows_NH: Tensor, to_each: Sequence[int], from_each: Sequence[int], ran
     return received_NH
 
 
-#: the experts of a rank: rows sorted by expert, and how many each gets -> their outputs
+#: runs the experts of a rank: (rows sorted by expert, number of rows per expert) -> outputs
 RunExperts = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def dispatch(x_TH: Tensor, routing: Routing, run: RunExperts, ranks: GroupBackend | None) -> Tensor:
-    """The outputs of the experts, weighted and summed for every token; in the dtype of `x_TH`.
+    """Return the experts' outputs, weighted and summed per token, in the dtype of `x_TH`.
 
     Args:
-        run: called once, also if no row came.
-        ranks: hold the experts in equal parts, in the order of experts; None: this rank holds all. A collective.
+        run: runs this rank's experts; called once, even without rows.
+        ranks: the ranks that hold equal parts of the experts, in order; a collective. None: this rank holds all.
     """
     k = routing.experts.shape[1]
     sorted_N, counts_E = sort_by_expert(routing)
@@ -128,15 +126,15 @@ def dispatch(x_TH: Tensor, routing: Routing, run: RunExperts, ranks: GroupBacken
 
 
 def sort_by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
-    """Choices (token * K + which) by expert, then by token, with those that are dropped at the end; and the number of
-    those that stay, by expert."""
+    """Return choices (token * K + choice) sorted by expert, then by token, with dropped choices last; and the number of
+    kept choices per expert."""
     num_experts = len(routing.counts)
     chosen_N = torch.where(routing.kept, routing.experts, num_experts).reshape(-1)
     return chosen_N.argsort(stable=True), torch.bincount(chosen_N, minlength=num_experts)[:num_experts]
 
 
 def _run_received(rows_NH: Tensor, received_WL: Tensor, run: RunExperts) -> Tensor:
-    """Rows that come by rank and then by expert, and return so."""
+    """Run the experts on rows that are sorted by rank, then by expert. Returns outputs in the same order."""
     num_ranks, num_own = received_WL.shape
     counts = received_WL.sum(0).tolist()
     if num_own == 1:
@@ -149,7 +147,7 @@ def _run_received(rows_NH: Tensor, received_WL: Tensor, run: RunExperts) -> Tens
 
 
 def _combine(out_NH: Tensor, choices_N: Tensor, weights_TK: Tensor) -> Tensor:
-    """Without atomic additions, so that sums are the same in every run."""
+    """Sum the weighted outputs of each token. Uses no atomic additions, so the sums are deterministic."""
     num_tokens, k = weights_TK.shape
     out_TKH = out_NH.new_zeros(num_tokens * k, out_NH.shape[1]).index_copy(0, choices_N, out_NH)
     if k == 1:
@@ -161,10 +159,10 @@ _TENSOR_TAG = "tokens of tensor-parallel ranks"
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part of `input_`, equal on all ranks, along `dim`. The gradient is that of all parts: collective.
+    """Return this rank's part along `dim` of `input_`, which is equal on all ranks. Backward all-gathers the gradient.
 
     Raises:
-        ConfigError: if the ranks do not divide the dim.
+        ConfigError: if the number of ranks does not divide the dim's size.
     """
     backend = _ranks()
     if input_.shape[dim] % backend.world_size:
@@ -176,8 +174,8 @@ def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """The parts of all ranks, of one shape, along `dim`: a collective. The gradient, equal on all ranks, is that of
-    this rank's part."""
+    """All-gather parts of equal shape along `dim`. Backward keeps this rank's part of the gradient, which must be equal
+    on all ranks."""
     backend = _ranks()
     return _Gather.apply(input_, dim, backend) if backend.world_size > 1 else input_  # type: ignore[no-any-return,no-untyped-call]
 

@@ -1,21 +1,21 @@
-"""The experts that a rank holds: copies of a user's module, or one kind of expert whose weights are stacked.
+"""The experts of a rank: copies of a user's module (`Experts`), or `ExpertMLP`s with stacked weights.
 
-Copies run on a contiguous slice of the rows each (`Experts`). Where weights are stacked, one grouped matrix product
-serves all experts (`StackedExperts`):
+Each copy runs on a contiguous slice of the rows (`Experts`). With stacked weights, one grouped matrix product computes
+all experts (`StackedExperts`):
 
     moe = MoE(1024, ExpertMLP(1024, 4096, activation="silu", gated=True), num_experts=64, k=2)
 
-The weights are [L, out, in], those of expert e at index e. Their numbers are those of single `ExpertMLP`s.
+The weights are [L, out, in], with expert e at index e. The values equal the weights of single `ExpertMLP`s.
 
 AutoEP divides the experts of a transformers model over ranks (`expert_parallel` of the configuration).
 
     {"expert_parallel": {"enabled": true, "autoep_size": 2}}
 
 transformers keeps the experts of a layer (Mixtral, Qwen-MoE, DeepSeek, OLMoE, ...) in one module with the parameters
-`gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F], whose forward takes the tokens, the experts that the router chose
-and their weights. Its class declares what differs: biases, [E, in, out] in place of [E, out, in], no gate, a gate of
-its own (GPT-OSS). Such a module is replaced by `DividedExperts`. Parameters keep their names and stay the same objects,
-so an optimizer that has them already is right; router, shared experts and losses are the model's own.
+`gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F]. Its forward takes the tokens, the experts that the router chose
+and their weights. Its class declares variations: biases, [E, in, out] instead of [E, out, in], no gate, a custom gate
+(GPT-OSS). `DividedExperts` replaces such a module. Parameters keep their names and stay the same objects, so an
+optimizer that has them stays valid. Router, shared experts and losses remain the model's own.
 
 Shape legend: T tokens, K experts of a token, N rows sorted by expert, E experts of all ranks, L experts of this rank,
 H width, F inner width, I inputs, O outputs.
@@ -52,18 +52,18 @@ from deepspeed.parallel.model_part import (
 )
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-#: rows of grouped matrix products begin at multiples of so many bytes
+#: rows of grouped matrix products begin at multiples of this many bytes
 _ALIGNMENT_BYTES = 16
 
 
 class ExpertMLP(nn.Module):
-    """A feed-forward expert, `down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`; without biases.
+    """A feed-forward expert without biases: `down(act(up(x)))`, or gated, `down(act(gate(x)) * up(x))`.
 
     Args:
         hidden_size: H.
         intermediate_size: F.
         activation: one of `ACTIVATIONS`.
-        gated: as of Llama and Mixtral ("silu").
+        gated: use a gate, as in Llama and Mixtral (with "silu").
 
     Raises:
         ConfigError: for an unknown activation.
@@ -89,18 +89,18 @@ class ExpertMLP(nn.Module):
 
 
 class StackedExperts(ModuleOfExperts):
-    """`ExpertMLP`s with parameters `up`, `gate` (gated ones) and `down` for all of them.
+    """Several `ExpertMLP`s with stacked parameters `up`, `gate` (if gated) and `down`.
 
     Args:
-        experts: of one kind and size; their weights are copied.
-        ep_size: ranks over which the experts of the layer are divided; parameters are marked with it.
+        experts: experts of one kind and size; their weights are copied.
+        ep_size: number of ranks over which the layer's experts are divided; parameters are marked with it.
     """
 
     def __init__(self, experts: Sequence[ExpertMLP], ep_size: int = 1) -> None:
         super().__init__()
         self.num_local_experts = len(experts)
         self.activation = experts[0].activation
-        with torch.no_grad():  # clones: zero.Init gathers a weight that is used alone
+        with torch.no_grad():  # clone each weight: zero.Init gathers only a weight that is used alone
             self.up = nn.Parameter(torch.stack([expert.up.weight.clone() for expert in experts]))
             gates = [expert.gate.weight.clone() for expert in experts if expert.gate is not None]
             self.gate = nn.Parameter(torch.stack(gates)) if gates else None
@@ -117,7 +117,7 @@ class StackedExperts(ModuleOfExperts):
         return grouped_linear(inner_NF, self.down, counts)
 
     def mark(self, path: str, part: int, num_parts: int) -> None:
-        """Say that these are part `part` of the experts of the layer, whose name is `path`."""
+        """Mark these as part `part` of the experts of the layer `path`."""
         for name, param in self.named_parameters():
             shape = getattr(param, "ds_shape", param.shape)
             whole = torch.Size((shape[0] * num_parts, *shape[1:]))
@@ -127,9 +127,9 @@ class StackedExperts(ModuleOfExperts):
 
 
 def grouped_linear(rows_NI: Tensor, weight_LOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """`F.linear` of the first `counts[0]` rows with `weight_LOI[0]`, of the next with `weight_LOI[1]`, and so on.
+    """Apply `F.linear` to the first `counts[0]` rows with `weight_LOI[0]`, to the next with `weight_LOI[1]`, and so on.
 
-    Under autocast in its dtype.
+    Under autocast, it computes in the autocast dtype.
     """
     device = rows_NI.device.type
     if torch.is_autocast_enabled(device):
@@ -182,24 +182,24 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _grouped_mm_serves(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes them: rows aligned, some rows there, and an implementation for the device."""
+    """Whether torch's kernel supports the tensors: aligned rows, at least one row, and a supported device."""
     widths = [width for tensor in tensors for width in tensor.shape[1:]]
     is_aligned = all(width * tensors[0].element_size() % _ALIGNMENT_BYTES == 0 for width in widths)
     return is_aligned and len(tensors[0]) > 0 and get_accelerator().is_grouped_mm_supported()
 
 
-#: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
+#: a module that is copied for every expert; or a function that creates one, called once per expert of the layer
 ExpertSource = nn.Module | Callable[[], nn.Module]
 
 
 class Experts(ModuleOfExperts):
-    """Experts `first`, `first + 1`, ... of a layer, as `deepspeed_experts.0`, `deepspeed_experts.1`, ...
+    """Consecutive experts of a layer, as `deepspeed_experts.0`, `deepspeed_experts.1`, ...
 
-    Every expert runs in every forward, also on no rows, so that ranks which hold copies of it agree on what was used.
+    Every expert runs in every forward, even without rows, so ranks with the same expert use the same parameters.
 
     Args:
-        experts: modules from [n, H] to [n, H']; of a tuple, as Megatron's layers return it, the first counts.
-        ep_size: ranks over which the experts of the layer are divided; parameters are marked with it.
+        experts: modules from [n, H] to [n, H']; of a tuple, as Megatron's layers return, the first output is used.
+        ep_size: number of ranks over which the layer's experts are divided; parameters are marked with it.
     """
 
     def __init__(self, experts: Iterable[nn.Module], ep_size: int = 1) -> None:
@@ -215,10 +215,10 @@ class Experts(ModuleOfExperts):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def divide(self, mesh: Mesh, divide: Callable[[nn.Module, Mesh], None] | None) -> None:
-        """Divide each expert over the tensor-parallel ranks of `mesh`, which get the same rows. A collective of them.
+        """Divide each expert over the tensor-parallel ranks of `mesh`, which get the same rows and call this together.
 
         Args:
-            divide: an expert, in place; None: none can.
+            divide: divides an expert in place; None: not available.
 
         Raises:
             ConfigError: if experts cannot be divided.
@@ -239,11 +239,11 @@ class Experts(ModuleOfExperts):
             divide(expert, mesh)
 
     def mark(self, path: str, part: int, num_parts: int) -> None:
-        """Say that these are part `part` of the experts of the layer, whose name is `path`."""
+        """Mark these as part `part` of the experts of the layer `path`."""
         for number, expert in enumerate(self.deepspeed_experts, part * self.num_local_experts):
             for name, param in expert.named_parameters():
                 whole_name = f"{path}.deepspeed_experts.{number}.{name}"
-                known = part_held(param)  # over tensor-parallel ranks
+                known = part_held(param)  # set if tensor-parallel ranks divide the expert
                 if known is not None:
                     mark_part(param, replace(known, name=whole_name))
                     continue
@@ -261,13 +261,13 @@ class Experts(ModuleOfExperts):
 
 
 def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn.Module]:
-    """The experts `held` of `num_experts`.
+    """Create the experts `held` of `num_experts`.
 
-    Copies of a module are equal. A function is called for all experts, in their order, so that the random numbers of a
-    seed give the same experts and the same layers after them, however many ranks divide them.
+    Copies of a module are equal. A function is called for all experts in order, so a random seed gives the same experts
+    and the same later layers, however many ranks divide the experts.
 
     Raises:
-        ConfigError: for a module that `zero.Init` has sharded, of which no rank has a whole copy.
+        ConfigError: for a module that `zero.Init` has sharded, since no rank has a whole copy; or for another type.
     """
     if isinstance(source, nn.Module):
         if any(hasattr(param, "ds_id") for param in source.parameters()):
@@ -292,7 +292,7 @@ def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn
 
 
 def hold_experts(experts: list[nn.Module], ep_size: int, *, one_by_one: bool = False) -> Experts | StackedExperts:
-    """This rank's experts: stacked where they are `ExpertMLP`s, else one by one."""
+    """Wrap this rank's experts: stacked if all are `ExpertMLP`s and not `one_by_one`, else one by one."""
     stackable = [] if one_by_one else [expert for expert in experts if type(expert) is ExpertMLP]
     return StackedExperts(stackable, ep_size) if len(stackable) == len(experts) else Experts(experts, ep_size)
 
@@ -301,16 +301,16 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-#: keys that this version acts on; `preset_model` names what is recognized by its parameters
+#: keys that this version supports; `preset_model` is not needed, since experts are recognized by their parameters
 _SUPPORTED = {"enabled", "autoep_size", "expert_tensor_parallel_size", "preset_model", "moe_layer_pattern"}
 
 
 class DividedExperts(nn.Module):
-    """Part `ranks.rank` of the experts of `module`, whose parameters are cut in place.
+    """Part `ranks.rank` of the experts of `module`. The module's parameters are cut in place.
 
     Args:
         path: name of the module in the model.
-        ranks: hold the experts in equal parts.
+        ranks: the ranks that hold equal parts of the experts.
     """
 
     def __init__(self, module: nn.Module, path: str, ranks: GroupBackend) -> None:
@@ -329,13 +329,13 @@ class DividedExperts(nn.Module):
             self.register_parameter(name, param)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[..., H] -> [..., H]; index and weights are [T, K]. A collective of the ranks that divide the experts."""
+        """[..., H] -> [..., H]; index and weights are [T, K]. A collective of the ranks that hold the experts."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts_TK = top_k_index.reshape(len(x_TH), -1)
         routing = Routing(
             experts=experts_TK,
             weights=top_k_weights.reshape(len(x_TH), -1),
-            kept=experts_TK < self.num_experts,  # a mark of transformers' for tokens that go nowhere
+            kept=experts_TK < self.num_experts,  # transformers uses larger indices for tokens that go nowhere
             counts=torch.bincount(experts_TK.reshape(-1), minlength=self.num_experts)[: self.num_experts],
             loss=x_TH.new_zeros(()),
             capacity=None,
@@ -359,8 +359,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) 
     """Divide the experts of every layer over `autoep_size` ranks; called by `initialize`. A collective of all ranks.
 
     Raises:
-        ConfigError: for keys that are not in this version, a model without such layers, experts that the size does not
-            divide, a mesh that it does not fit, or parameters that stage 3 holds already.
+        ConfigError: for unsupported keys, a model without such layers, a number of experts or a mesh that the size does
+            not divide, or parameters that `zero.Init` has already sharded.
     """
     _refuse_unsupported(section)
     size = section.autoep_size
@@ -399,10 +399,10 @@ def _refuse_unsupported(section: ExpertParallelConfig) -> None:
 
 
 def _can_divide(module: nn.Module) -> bool:
-    """Whether it has experts of the form that is divided.
+    """Whether the module has experts in the form that `DividedExperts` supports.
 
     Raises:
-        ConfigError: stage 3 holds them already.
+        ConfigError: `zero.Init` has already sharded them.
     """
     if has_params_of_experts(module) and any(hasattr(param, "ds_id") for param in module.parameters()):
         raise ConfigError(

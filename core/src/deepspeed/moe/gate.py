@@ -1,11 +1,11 @@
-"""`TopKGate` chooses which experts a token goes to, with what weight, and says what the choice costs.
+"""`TopKGate` chooses the experts of each token and their weights, and computes the gate's losses.
 
 A gate computes the probabilities `p_TE = softmax(x_TH @ wg_EH.T)` in fp32 and chooses k experts per token. An expert
-takes at most `capacity` choices of a rank's tokens; further ones are dropped, and add nothing to the token's output:
+takes at most `capacity` choices of a rank's tokens. Excess choices are dropped and add nothing to the token's output:
 
-    k = 1   GShard and Switch: the likeliest expert, weight p. Which of too many tokens stay is drawn (`use_rts`).
-    k = 2   GShard: weights p1 / (p1 + p2) among the choices that stay. All first choices come before second ones.
-    k > 2   weights as for 2. The likeliest choices of an expert stay.
+    k = 1   GShard and Switch: the likeliest expert, weight p. `use_rts` selects at random which excess tokens drop.
+    k = 2   GShard: weights p1 / (p1 + p2) among the kept choices. All first choices come before second choices.
+    k > 2   weights as for 2. An expert keeps its likeliest choices.
 
 Losses: load balance, E * sum over e of mean(p_e) * f_e, where f_e is the share of tokens whose first choice is e
 (k > 2: the share of all choices); Shazeer's z loss, mean(logsumexp(logits)**2).
@@ -13,14 +13,14 @@ Losses: load balance, E * sum over e of mean(p_e) * f_e, where f_e is the share 
 Sources: GShard, arXiv 2006.16668, section 2.2 and algorithm 1; Switch Transformer, arXiv 2101.03961, section 2.2;
 random token selection, arXiv 2109.10465, section 3; z loss, ST-MoE, arXiv 2202.08906, section 3.3.
 
-`top1gating`, `top2gating` and `topkgating` give GShard's masks of capacity, for layers that dispatch by einsum.
+`top1gating`, `top2gating` and `topkgating` return GShard's capacity masks, for layers that dispatch by einsum.
 
     loss, combine_TEC, dispatch_TEC, counts = top2gating(logits_TE, capacity_factor=1.0, min_capacity=4)
     rows_ECH = torch.einsum("tec,th->ech", dispatch_TEC.to(x_TH.dtype), x_TH)
     y_TH = torch.einsum("tec,ech->th", combine_TEC, experts(rows_ECH))
 
-`deepspeed.moe.sharded_moe` has these functions, which Megatron's layers call. The choices, weights and losses are those
-of the gate, in training. `MoE` itself needs no masks, which grow with the square of the tokens.
+`deepspeed.moe.sharded_moe` has these functions for Megatron's layers. They use the choices, weights and losses of the
+gate in training mode. `MoE` itself needs no masks; masks grow with the square of the number of tokens.
 
 Shape legend: T tokens, E experts, K choices of a token, C capacity, H hidden size.
 """
@@ -42,21 +42,21 @@ from deepspeed.errors import ConfigError, counted
 from deepspeed.log import warn_once
 
 NOISE_POLICIES = (None, "Jitter", "RSample")
-#: inputs of the gate are multiplied by a uniform number from 1 - this to 1 + this (Switch, section 2.2)
+#: "Jitter" multiplies the gate's inputs by uniform numbers from 1 - JITTER to 1 + JITTER (Switch, section 2.2)
 JITTER = 1e-2
 
 
 @dataclass(frozen=True)
 class Routing:
-    """`Routing` says where the tokens of a rank go.
+    """`Routing` holds the experts and weights of a rank's tokens, and the gate's loss.
 
     Args:
         experts: [T, K], int64; a token's experts, the first choice first.
         weights: [T, K], fp32, differentiable; 0 where `kept` is False.
-        kept: [T, K], bool; False for a choice over capacity, or of a token that is not used.
-        counts: [E], int64; choices of every expert before any was dropped.
-        loss: scalar, fp32, differentiable: load balance, and the z loss times its coefficient.
-        capacity: choices that an expert takes at most; None: all.
+        kept: [T, K], bool; False for a choice over capacity, or of an unused token.
+        counts: [E], int64; number of choices of each expert before dropping.
+        loss: scalar, fp32, differentiable: the load balance loss plus the z loss times its coefficient.
+        capacity: the maximum number of choices per expert; None: unlimited.
     """
 
     experts: Tensor
@@ -69,25 +69,25 @@ class Routing:
 
 @absent_members("moe.sharded_moe:TopKGate")
 class TopKGate(nn.Module):
-    """The gate of a layer of experts, whose weights are `wg.weight`, [E, H].
+    """The gate of a layer of experts. Its weights are `wg.weight`, [E, H].
 
     Args:
         model_dim: H.
         num_experts: E.
         k: experts per token.
         capacity_factor: capacity in training, in units of k * T / E; see `capacity_of`.
-        eval_capacity_factor: the same in evaluation.
-        min_capacity: at least so many.
+        eval_capacity_factor: the same factor in evaluation.
+        min_capacity: the minimum capacity.
         noisy_gate_policy: in training: "Jitter" multiplies the gate's inputs by `1 +- JITTER`; "RSample" (k = 1) adds
-            Gumbel noise to the logits that choose.
-        drop_tokens: False: experts take whatever comes.
-        use_rts: for k = 1 in training, draw which of too many tokens an expert takes; otherwise the first.
+            Gumbel noise to the logits for the choice.
+        drop_tokens: False: the capacity is unlimited.
+        use_rts: for k = 1 in training, an expert over capacity keeps random tokens; otherwise the first tokens.
         ep_group: has no effect; ranks need not agree on a capacity.
-        top2_2nd_expert_sampling: for k = 2 in training, draw the second expert: the likeliest after Gumbel noise.
-        z_loss_coefficient: of the z loss; 0: none.
+        top2_2nd_expert_sampling: for k = 2 in training, sample the second expert: the likeliest after Gumbel noise.
+        z_loss_coefficient: the coefficient of the z loss; 0: no z loss.
 
     Raises:
-        ConfigError: for arguments that do not fit.
+        ConfigError: for invalid arguments.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class TopKGate(nn.Module):
         """Route tokens.
 
         Args:
-            x_TH: of any float dtype; the gate computes in fp32.
-            used_token: [T], 0 for tokens (padding) that go to no expert; None: all are used.
+            x_TH: any float dtype; the gate computes in fp32.
+            used_token: [T], 0 for tokens (padding) that go to no expert; None: use all tokens.
 
         Raises:
             ConfigError: `used_token` has another number of elements.
@@ -162,14 +162,14 @@ class TopKGate(nn.Module):
             return self.route(logits_TE, None if used_token is None else used_token.reshape(-1) != 0)
 
     def route(self, logits_TE: Tensor, used_T: Tensor | None = None) -> Routing:
-        """Route tokens by their logits, fp32; `used_T` is bool."""
+        """Route tokens by their fp32 logits; `used_T` is bool."""
         num_tokens, num_experts = logits_TE.shape
         gates_TE = F.softmax(logits_TE, dim=-1)
         experts_TK = self._choose(logits_TE.detach())
         used_TK = torch.ones_like(experts_TK, dtype=torch.bool)
         if used_T is not None:
             used_TK = used_T[:, None].expand_as(experts_TK)
-        chosen_TK = torch.where(used_TK, experts_TK, num_experts)  # E: none
+        chosen_TK = torch.where(used_TK, experts_TK, num_experts)  # the index E stands for no expert
         capacity, kept_TK = None, used_TK
         if self.drop_tokens:
             factor = self.capacity_factor if self.training else self.eval_capacity_factor
@@ -189,7 +189,7 @@ class TopKGate(nn.Module):
             return logits_TE.topk(self.k, dim=1).indices
         if self.k == 1 and self.training and self.noisy_gate_policy == "RSample":
             logits_TE = logits_TE + _gumbel(logits_TE)
-        # among equals the first expert, as in DeepSpeed; which one `topk` takes differs between devices
+        # argmax: ties go to the first expert, as in DeepSpeed; with `topk`, ties differ between devices
         first_T1 = logits_TE.argmax(1, keepdim=True)
         if self.k == 1:
             return first_T1
@@ -199,9 +199,9 @@ class TopKGate(nn.Module):
         return torch.cat([first_T1, second_T1], 1)
 
     def _within(self, capacity: int, chosen_TK: Tensor, gates_TE: Tensor) -> Tensor:
-        """Whether an expert takes a choice, by the order in which choices come to it."""
+        """Whether each choice fits in its expert's capacity: an expert takes its first `capacity` choices in order."""
         num_tokens, k = chosen_TK.shape
-        chosen_N = chosen_TK.T.reshape(-1)  # N = K * T: all first choices, then all second ones
+        chosen_N = chosen_TK.T.reshape(-1)  # N = K * T: all first choices, then all second choices
         if k == 1 and self.training and self.use_rts:
             order_N = torch.randperm(num_tokens, device=chosen_TK.device)
         elif k > 2:
@@ -218,9 +218,9 @@ class TopKGate(nn.Module):
 
 
 def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float, least: int) -> int:
-    """Choices that an expert takes at most: ceil(k * T / E * factor), and no fewer than `least`."""
+    """Return the maximum number of choices per expert: ceil(k * T / E * factor), but at least `least`."""
     exact = k * num_tokens / num_experts * factor
-    return max(math.ceil(exact * (1 - 1e-7)), least)  # 1.1 * 10 is 11, not the next number
+    return max(math.ceil(exact * (1 - 1e-7)), least)  # 1.1 * 10 must give 11, not 12
 
 
 def _balance_loss(gates_TE: Tensor, chosen_TK: Tensor) -> Tensor:
@@ -230,17 +230,17 @@ def _balance_loss(gates_TE: Tensor, chosen_TK: Tensor) -> Tensor:
 
 
 def _counts(chosen_TK: Tensor, num_experts: int) -> Tensor:
-    """Choices of each expert; those of experts from `num_experts` on are left out."""
+    """Count the choices of each expert; choices of experts from `num_experts` on are ignored."""
     return torch.bincount(chosen_TK.reshape(-1), minlength=num_experts)[:num_experts]
 
 
 def _gumbel(like: Tensor) -> Tensor:
-    """Samples of the standard Gumbel distribution: -log(Exp(1))."""
+    """Sample the standard Gumbel distribution: -log(Exp(1))."""
     return -torch.empty_like(like).exponential_().log()
 
 
-#: loss, scalar; combine weights [T, E, C], fp32, differentiable; whether a token has a place, [T, E, C], bool; choices
-#: by expert before any was dropped, [E], int64
+#: loss, scalar; combine weights [T, E, C], fp32, differentiable; dispatch mask [T, E, C], bool; choices per expert
+#: before dropping, [E], int64
 Masks = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -256,17 +256,17 @@ def top1gating(
     *,
     use_tutel: bool = False,
 ) -> Masks:
-    """The likeliest expert of each token.
+    """Choose the likeliest expert of each token. Returns `Masks`.
 
     Args:
         logits: [T, E].
-        capacity_factor: C is this times T / E.
-        min_capacity: at least so many places.
+        capacity_factor: C is this factor times T / E.
+        min_capacity: the minimum C.
         used_token: [T], 0 for tokens that go to no expert.
         noisy_gate_policy: None or "RSample".
-        drop_tokens: False: C is the largest number of choices that an expert got.
-        use_rts: draw which of too many tokens stay; else the first.
-        ep_group: without dropping, C is the largest of these ranks: a collective of them.
+        drop_tokens: False: C is the largest number of choices of any expert.
+        use_rts: an expert over capacity keeps random tokens; else the first tokens.
+        ep_group: without dropping, C is the maximum over these ranks; then this is a collective of them.
         use_tutel: accepted with a warning, as in `MoE`.
     """
     if use_tutel:
@@ -291,10 +291,10 @@ def top2gating(
     ep_group: ProcessGroup | None = None,
     top2_2nd_expert_sampling: bool = True,
 ) -> Masks:
-    """Two experts of each token; C is `capacity_factor` times 2 T / E.
+    """Choose two experts for each token; C is `capacity_factor` times 2 T / E. Returns `Masks`.
 
     Args:
-        top2_2nd_expert_sampling: draw the second expert; for the other arguments see `top1gating`.
+        top2_2nd_expert_sampling: sample the second expert; for the other arguments see `top1gating`.
     """
     gate = _gate(
         logits,
@@ -316,13 +316,13 @@ def topkgating(
     ep_group: ProcessGroup | None = None,
     drop_policy: str = "probs",
 ) -> Masks:
-    """The k likeliest experts of each token, k from 3; C is `capacity_factor` times k T / E.
+    """Choose the k >= 3 likeliest experts of each token; C is `capacity_factor` times k T / E. Returns `Masks`.
 
     Args:
         drop_policy: "probs": an expert keeps its likeliest choices; for the other arguments see `top1gating`.
 
     Raises:
-        ConfigError: for another policy, or a k that has a function of its own.
+        ConfigError: for another policy, or k below 3.
     """
     if k < 3:
         raise ConfigError(f"topkgating: found k {k}; call top1gating or top2gating, or give 3 or more")
@@ -333,10 +333,10 @@ def topkgating(
 
 
 def masks_of(routing: Routing, num_places: int) -> tuple[Tensor, Tensor]:
-    """Combine weights [T, E, C] and places [T, E, C], bool. All first choices take their places before second ones.
+    """Return combine weights [T, E, C] and dispatch mask [T, E, C], bool. First choices get their places first.
 
     Args:
-        routing: with at most `num_places` choices kept by any expert.
+        routing: a routing in which each expert keeps at most `num_places` choices.
         num_places: C.
     """
     num_tokens, k = routing.experts.shape
@@ -358,7 +358,7 @@ def masks_of(routing: Routing, num_places: int) -> tuple[Tensor, Tensor]:
 def _gate(logits: Tensor, k: int, **arguments: object) -> TopKGate:
     if logits.dim() != 2:
         raise ConfigError(f"gating: found logits of the shape {tuple(logits.shape)}; give [tokens, experts]")
-    with torch.device("meta"):  # its own weights are not used
+    with torch.device("meta"):  # the gate's weights are not used
         return TopKGate(1, logits.shape[1], k, **arguments)  # type: ignore[arg-type]
 
 

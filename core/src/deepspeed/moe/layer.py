@@ -1,4 +1,4 @@
-"""`MoE`: a layer of experts in place of a feed-forward layer.
+"""`MoE` is a layer of experts that replaces a feed-forward layer.
 
     self.mlp = deepspeed.moe.layer.MoE(hidden_size=1024, expert=mlp, num_experts=8, ep_size=4, k=2)
     ...
@@ -6,11 +6,11 @@
     loss = loss + 0.01 * sum_of_all(l_aux)
 
 `deepspeed.initialize` connects the layers of a model to the ranks of its mesh (`connect_moe_layers`). The parts:
-`gate.py` chooses, `dispatch.py` moves rows by an all-to-all, `experts.py` computes, `send_experts` brings experts to
-the ranks that hold them, from the ranks that made them.
+`gate.py` chooses experts, `dispatch.py` moves rows by an all-to-all, `experts.py` computes, and `send_experts` sends
+experts from the ranks that made them to the ranks that hold them.
 
-A layer is built before its engine, whose mesh may be another than the one that was viewed then (`parallel/groups.py`):
-`tp_model_init` of another model lays ranks out, too. So experts are sent when the layers are connected.
+A layer is built before its engine. The engine's mesh may differ from the mesh that `parallel/groups.py` returned when
+the layer was built, for example after `tp_model_init` of another model. So experts are sent when layers are connected.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,24 +39,24 @@ class MOELayer(nn.Module):
 
     Attributes:
         l_aux: the losses of the gate in the last forward.
-        exp_counts: choices of each expert in the last forward, [E], int64, of this rank's tokens.
+        exp_counts: choices of each expert by this rank's tokens in the last forward, [E], int64.
     """
 
     def __init__(self, gate: TopKGate, experts: Experts | StackedExperts, ep_size: int, made_for: int | None) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
         self.ep_size = ep_size
-        self._made_for = made_for  # the part of the experts whose weights these are; None: of any, they are copies
+        self._made_for = made_for  # the part of the layer's experts that was made; None: copies, which fit any part
         self.ranks: GroupBackend | None = None
         self.l_aux = torch.zeros(())
         self.exp_counts = torch.zeros(gate.num_experts, dtype=torch.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ranks are neither copied nor pickled, a copy is connected by its own engine; nor is the last forward's graph.
+        # Do not copy or pickle the ranks (a copy's own engine connects it) and the last forward's graph.
         return {**vars(self), "ranks": None, "l_aux": self.l_aux.detach()}
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """[..., H] -> [..., H]. A collective of the ranks that divide the experts."""
+        """[..., H] -> [..., H]. A collective of the ranks that hold the experts."""
         if self.ep_size > 1 and self.ranks is None:
             raise ConfigError(
                 f"MoE: the experts are divided over {self.ep_size} ranks, which are not connected; pass the model to "
@@ -69,19 +69,19 @@ class MOELayer(nn.Module):
         return out_TH.view(*hidden.shape[:-1], out_TH.shape[-1])
 
     def built(self) -> "BuiltExperts":
-        """The experts, and where they are from."""
+        """Return the experts, and the part that they were made for."""
         return BuiltExperts(self.experts, self.ep_size, self._made_for)
 
     def connect(self, mesh: Mesh, path: str) -> None:
-        """Take the ranks of `mesh`. A collective of those that divide the experts.
+        """Connect the ranks of `mesh` that hold the experts. A collective of these ranks.
 
         Args:
-            path: of this module in the model, for the names of experts in checkpoints.
+            path: the path of this module in the model, for the names of experts in checkpoints.
         """
         if self.ep_size == 1:
             return
         self.ranks = token_ranks(mesh, self.ep_size)
-        self._made_for = None if self._made_for is None else self.ranks.rank  # `send_experts` has brought them
+        self._made_for = None if self._made_for is None else self.ranks.rank  # `send_experts` has sent this part
         self.experts.mark(f"{path}.experts".lstrip("."), self.ranks.rank, self.ep_size)
 
 
@@ -89,29 +89,29 @@ class MoE(nn.Module):
     """A mixture of experts.
 
     Args:
-        hidden_size: H, width of inputs and outputs.
-        expert: a module from [n, H] to [n, H], of which every expert is a copy; or a function that makes such a module,
-            for experts that differ from the start. `ExpertMLP`s of `experts.py` are computed together.
-        num_experts: E, of the layer, on all ranks together.
-        ep_size: ranks over which they are divided.
+        hidden_size: H, the width of inputs and outputs.
+        expert: a module from [n, H] to [n, H] that is copied for every expert; or a function that creates such a
+            module, for experts with different initial weights. `ExpertMLP`s of `experts.py` are computed together.
+        num_experts: E, the number of experts on all ranks.
+        ep_size: number of ranks over which the experts are divided.
         k: experts per token.
-        capacity_factor: see `gate.py`, for this and the arguments after it.
-        eval_capacity_factor: in evaluation.
-        min_capacity: choices that an expert takes at least.
+        capacity_factor: see `TopKGate` for this and the other arguments of the gate.
+        eval_capacity_factor: the capacity factor in evaluation.
+        min_capacity: the minimum capacity of an expert.
         use_residual: PR-MoE (arXiv 2201.05596, section 4.1): a dense expert runs on every token, and a learned
-            softmax of two coefficients weighs it against the chosen expert.
+            softmax of two coefficients weighs it against the chosen experts.
         noisy_gate_policy: None, "Jitter" or "RSample".
-        drop_tokens: False: no capacity, no token is dropped.
+        drop_tokens: False: unlimited capacity, no token is dropped.
         use_rts: random token selection.
         use_tutel: accepted with a warning; tokens are always dispatched by sorting.
         enable_expert_tensor_parallelism: divide each expert over the tensor-parallel ranks, as AutoTP divides a
-            feed-forward layer; without it they are whole there. Experts that bring tensor parallelism of their own,
-            with Megatron's marks on their parameters, stay as they are.
-        top2_2nd_expert_sampling: draw the second expert.
-        z_loss_coefficient: of the z loss in `l_aux`; not in DeepSpeed.
+            feed-forward layer; otherwise each tensor-parallel rank holds whole experts. Experts with their own tensor
+            parallelism, whose parameters have Megatron's marks, stay unchanged.
+        top2_2nd_expert_sampling: sample the second expert.
+        z_loss_coefficient: the coefficient of the z loss in `l_aux`; not in DeepSpeed.
 
     Raises:
-        ConfigError: for arguments that do not fit.
+        ConfigError: for invalid arguments.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the layer; a collective of the ranks that divide the experts.
+        """Run the layer; a collective of the ranks that hold the experts.
 
         Args:
             hidden_states: [..., H].
-            used_token: 0 for every token that is padding; as many elements as tokens. None: all are used.
+            used_token: one element per token, 0 for padding. None: use all tokens.
 
         Returns:
-            output [..., H]; the losses of the gate, a scalar; choices of each expert by this rank's tokens, [E] int64,
-            before any was dropped.
+            output [..., H]; the gate's loss, a scalar; choices of each expert by this rank's tokens before dropping,
+            [E] int64.
         """
         if hidden_states.shape[-1] != self.hidden_size:
             raise ConfigError(
@@ -198,11 +198,11 @@ class MoE(nn.Module):
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool | None = None) -> None:
-        """Connect the ranks that divide the experts, by the mesh of `deepspeed.utils.groups`; for use without an
+        """Connect the ranks that hold the experts, with the mesh of `deepspeed.utils.groups`; for use without an
         engine. A collective of all ranks.
 
         Args:
-            use_data_before_expert_parallel_: neighboring ranks hold the same experts. None: as the mesh says.
+            use_data_before_expert_parallel_: neighboring ranks hold the same experts. None: the mesh's default.
 
         Raises:
             ConfigError: if `ep_size` does not divide the ranks.
@@ -220,8 +220,8 @@ def connect_moe_layers(module: nn.Module, mesh: Mesh, divide: DivideExpert | Non
     """Connect every layer of experts in a model to its ranks; called by `initialize`. A collective of all ranks.
 
     Args:
-        divide: called for each expert of layers with `enable_expert_tensor_parallelism`, by the ranks of "tp" together.
-            None where "tp" has one rank.
+        divide: called for each expert of layers with `enable_expert_tensor_parallelism`, by all "tp" ranks together.
+            None if "tp" has one rank.
 
     Raises:
         ConfigError: on every rank, if an `ep_size` does not fit the mesh.
@@ -240,18 +240,18 @@ def _connect(layers: Mapping[str, MoE], mesh: Mesh, divide: DivideExpert | None)
 
 
 def moe_layers(module: nn.Module) -> list[MoE]:
-    """The mixtures of experts of a model."""
+    """Return the `MoE` layers of a model."""
     return [layer for layer in module.modules() if isinstance(layer, MoE)]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether the module has mixtures of experts, and the number of experts of the first one."""
+    """Return whether the module has `MoE` layers, and the number of experts of the first one (0 if none)."""
     found = moe_layers(m)
     return bool(found), found[0].num_experts if found else 0
 
 
 class BuiltExperts(NamedTuple):
-    """Experts of a layer as they were built on this rank."""
+    """`BuiltExperts` holds the experts of a layer as they were built on this rank."""
 
     module: nn.Module
     ep_size: int
@@ -260,12 +260,12 @@ class BuiltExperts(NamedTuple):
 
 
 def part_to_make(ep_size: int) -> int:
-    """Return which part of a new layer's experts this rank makes: the one that it will hold, as far as is known now.
+    """Return the part of a new layer's experts that this rank makes, which is the part that it will likely hold.
 
-    That is by the mesh that is viewed, or, where `ep_size` does not fit it, the one of engines of whole models.
+    It uses the mesh of `deepspeed.utils.groups`; if `ep_size` does not fit that mesh, the mesh for whole models.
 
     Raises:
-        ConfigError: there are no ranks yet, or `ep_size` fits neither.
+        ConfigError: torch.distributed is not initialized, or `ep_size` fits neither mesh.
     """
     if ep_size == 1:
         return 0
@@ -283,10 +283,10 @@ def part_to_make(ep_size: int) -> int:
 
 
 def send_experts(layers: Mapping[str, BuiltExperts], mesh: Mesh) -> None:
-    """Bring experts to the ranks that hold them on `mesh`, where others made them. A collective of the mesh.
+    """Send experts to the ranks that hold them on `mesh`, if other ranks made them. A collective of the mesh.
 
     Args:
-        layers: by their paths in the model. Of a pipeline, each stage has its own.
+        layers: the layers by their paths in the model; each pipeline stage passes its own.
 
     Raises:
         ConfigError: on every rank, if an `ep_size` does not fit the mesh, or experts cannot be sent.
@@ -310,7 +310,7 @@ def send_experts(layers: Mapping[str, BuiltExperts], mesh: Mesh) -> None:
 
 
 def _sendable(module: nn.Module) -> str | None:
-    """The kinds of the experts' tensors; None: this rank has parts of them, which others cannot take."""
+    """Describe the names, shapes and dtypes of the experts' tensors; None: they are divided and cannot be sent."""
     if any(hasattr(param, "ds_id") or is_tensor_parallel(param) for param in module.parameters()):
         return None
     named = (*module.named_parameters(), *module.named_buffers())
@@ -318,7 +318,7 @@ def _sendable(module: nn.Module) -> str | None:
 
 
 def _check(path: str, places: Mapping[int, Any]) -> None:
-    """Raise ConfigError where the ranks' experts are of several kinds, or a part was made by none of them."""
+    """Raise ConfigError if the ranks' experts are of different kinds or divided, or no rank made a needed part."""
     kinds = {kind for _, _, kind in places.values()}
     made = {part for part, _, _ in places.values()}
     if len(kinds) == 1 and None not in kinds and made >= {part for _, part, _ in places.values()}:
@@ -336,7 +336,7 @@ def _take(module: nn.Module, part: int, makers: Mapping[int, int], ranks: GroupB
     """Copy the experts of `part` into `module`. A collective.
 
     Args:
-        makers: by part, the place in `ranks` of one that made it.
+        makers: by part, the rank within `ranks` of one rank that made the part.
     """
     own = [each.detach() for each in (*module.parameters(), *module.buffers()) if each.numel()]
     found: list[Tensor] = []
