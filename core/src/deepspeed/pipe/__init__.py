@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model as a list of layers, divided into stages that work on micro-batches in turn.
+"""Pipeline parallelism: a model as a list of layers, divided into stages that process micro-batches in turn.
 
-May import `activation`, `parallel`, `comm` and below. Read `schedule.py` (what each stage does, and when), `module.py`
-(the model), `stage.py` (who carries a schedule out), `topology.py`; the engine is `deepspeed.engine.pipeline`.
+May import `activation`, `parallel`, `comm` and below. Read `schedule.py` (the order of each stage's work), `module.py`
+(the model), `stage.py` (runs a schedule), `topology.py`; the engine is `deepspeed.engine.pipeline`.
 """
 
 from deepspeed._forward import forward

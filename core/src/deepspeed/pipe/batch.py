@@ -1,8 +1,8 @@
-"""The micro-batches of one batch: taken from the iterators of the first and the last stage, and agreed on by all ranks.
+"""Take the micro-batches of one batch from the iterators of the first and the last stage; all ranks agree on them.
 
-An iterator that ends early or fails, or two that disagree, would leave other stages waiting. So all micro-batches are
-taken, and what was found is compared, before the first of them is computed. They are copied, as DeepSpeed copies
-them: an iterator may use the memory of one for the next, and a layer may change its input in place.
+If an iterator ends early or fails, or two iterators disagree, other stages would hang. So all micro-batches are taken
+and compared between ranks before the first of them is computed. They are copied, as in DeepSpeed: an iterator may
+reuse the memory of a micro-batch for the next, and a layer may change its input in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,8 @@ class DataFailed(Exception):
     """The script's own iterator or batch function raised on this rank.
 
     Args:
-        number: of the micro-batch.
-        error: what the user is to see.
+        number: the number of the micro-batch.
+        error: the error that the user sees.
     """
 
     def __init__(self, number: int, error: Exception) -> None:
@@ -36,11 +36,11 @@ class DataFailed(Exception):
 
 @dataclass(frozen=True)
 class Batch:
-    """A `Batch` holds the micro-batches that a stage loads of one batch.
+    """`Batch` holds the micro-batches that a stage loads for one batch.
 
     Args:
-        micro_batches: (inputs, labels) of each; none on stages that load nothing.
-        shapes_vary: shapes between stages may change from micro-batch to micro-batch.
+        micro_batches: (inputs, labels) of each; empty on stages that load nothing.
+        shapes_vary: shapes between stages may change between micro-batches.
     """
 
     micro_batches: list[tuple[Any, Any]] = field(default_factory=list)
@@ -63,23 +63,23 @@ def take_batch(
     """Take the micro-batches of one batch. A collective of `backend`.
 
     Args:
-        iterator: None: the caller has none.
-        num_micro_batches: to take.
+        iterator: the data iterator; None: the caller has none.
+        num_micro_batches: the number of micro-batches to take.
         loads: whether this stage takes samples.
-        call: names the engine's method, for errors.
-        options: of the call; those of all ranks are the same.
-        backend: of all ranks of the engine.
-        pipeline: which of the pipelines this rank is in; the first and the last stage of each see the same samples.
-        stage: of this rank.
-        batch_fn: makes (inputs, labels) of what the iterator gives.
-        shapes_vary: whatever the shapes of the inputs.
+        call: the name of the engine's method, for errors.
+        options: the options of the call, equal on all ranks.
+        backend: the backend over all ranks of the engine.
+        pipeline: the number of this rank's pipeline; the first and the last stage of a pipeline see the same samples.
+        stage: the stage of this rank.
+        batch_fn: converts an item of the iterator to (inputs, labels).
+        shapes_vary: treat shapes between stages as varying, whatever the shapes of the inputs.
 
     Raises:
-        DataFailed: this rank's iterator or batch function raised, of which the others have heard.
-        HeardFailure: that of another rank did.
+        DataFailed: this rank's iterator or batch function raised; the other ranks know of the failure.
+        HeardFailure: the iterator or batch function of another rank raised.
         StateError: on every rank: an iterator ended early.
-        ConfigError: on every rank: it gives something else than pairs, the stages have different shapes, or the ranks
-            make different calls.
+        ConfigError: on every rank: an iterator is missing or does not return pairs, the stages have different shapes,
+            or the ranks make different calls.
     """
     taken, problem, kind, reason = [], "", "", ""
     failed: DataFailed | None = None
@@ -157,7 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 def _copied(leaf: Any) -> Any:
-    """A tensor in memory of its own of the same kind; anything else as it is."""
+    """Copy a tensor to separate memory, pinned if the tensor is pinned; return any other value unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device.type == "cpu" and leaf.is_pinned():
@@ -172,7 +172,7 @@ def _shape(value: Any) -> Any:
 
 
 def _compare(found: list[dict[str, Any]], call: str) -> None:
-    """The first and the last stage of a pipeline take the same batch; None stands for what one of them leaves out."""
+    """Raise ConfigError if the first and last stage of a pipeline take batches of different shapes; None fits any."""
     first: dict[int, dict[str, Any]] = {}
     for theirs in found:
         if not theirs["shapes"]:

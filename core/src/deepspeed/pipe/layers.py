@@ -1,6 +1,6 @@
-"""The layers of a pipeline. `LayerSpec`: how to build one, so that only the rank whose stage it is in builds it.
+"""The layers of a pipeline. `LayerSpec` stores how to build a layer, so only the ranks of its stage build it.
 
-`partition_balanced` cuts a list of them into stages: contiguous parts, none empty, the heaviest as light as possible.
+`partition_balanced` cuts a list of layers into contiguous, non-empty parts; the heaviest part is as light as possible.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError, counted
 
 METHODS = ("parameters", "uniform", "type:REGEX", "profile")
-_NUM_RUNS = 3  # of a layer whose time is measured
+_NUM_RUNS = 3  # runs of each layer to measure its time
 
 
 class LayerSpec:
@@ -28,11 +28,11 @@ class LayerSpec:
 
     Args:
         typename: a subclass of `torch.nn.Module`.
-        *module_args: its arguments.
-        **module_kwargs: its named arguments.
+        *module_args: its positional arguments.
+        **module_kwargs: its keyword arguments.
 
     Raises:
-        ConfigError: `typename` is no such class.
+        ConfigError: `typename` is not a subclass of `torch.nn.Module`.
     """
 
     def __init__(self, typename: type[Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -48,33 +48,33 @@ class LayerSpec:
         return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
 
     def build(self, log: bool = False) -> Module:
-        """A new module; `log` is accepted for compatibility."""
+        """Build a new module; `log` is accepted for compatibility."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def num_parameters(self) -> int:
-        """Elements of the parameters that train; the module is built without memory."""
+        """Return the number of trainable parameter elements; builds the module on the meta device."""
         with torch.device("meta"):
             module = self.build()
         return count_parameters(module)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares one module with all others of the same key, whatever stages they are in.
+    """A layer that shares one module with all layers of the same key, in any stages.
 
-    Every stage that has one of them holds the module. It starts from the weights that the first of these stages has
-    drawn, and gradients of all its parameters are summed over the stages, so that the copies stay equal.
+    Every stage with such a layer holds a copy of the module. The copies start from the initial weights of the first of
+    these stages. Gradients of all parameters are summed over the stages, so the copies stay equal.
 
     Args:
-        key: names the shared module.
+        key: the name of the shared module.
         typename: its class.
-        *module_args: its arguments.
+        *module_args: its positional arguments.
         forward_fn: called as `forward_fn(module, inputs)` instead of the module itself.
-        tied_weight_attr: what the layers share, for example "weight" or ["word.weight", "bias"]; it must exist. All
-            other parameters of the module are shared too, as they are on one rank.
-        **module_kwargs: named arguments of the class.
+        tied_weight_attr: the shared tensors, for example "weight" or ["word.weight", "bias"]; they must exist. All
+            other parameters of the module are shared, too.
+        **module_kwargs: keyword arguments of the class.
 
     Raises:
-        ConfigError: the key is no name for parameters.
+        ConfigError: the key cannot be part of a parameter's name.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
     def check(self, module: Module) -> None:
-        """Raises ConfigError if the module has no tied weight of that name."""
+        """Raise ConfigError if the module lacks a tensor of `tied_weight_attr`."""
         for path in self.tied_weight_attr:
             found: Any = module
             for name in path.split("."):
@@ -108,31 +108,31 @@ class TiedLayerSpec(LayerSpec):
 
 
 def count_parameters(module: Module) -> int:
-    """Elements of the parameters that train."""
+    """Return the number of trainable parameter elements."""
     return sum(param.numel() for param in module.parameters() if param.requires_grad)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Cuts of `num_items` layers into parts of as equal length as possible, the first ones longer: `num_parts` + 1
+    """Cut `num_items` layers into parts of nearly equal length; the first parts are longer. Returns `num_parts` + 1
     numbers, from 0."""
     return partition_balanced([1] * num_items, num_parts)
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Cuts between layers of these weights, so that the heaviest part is as light as possible.
+    """Cut layers with these weights into parts, so that the heaviest part is as light as possible.
 
         >>> partition_balanced([4, 1, 1, 1, 1], num_parts=2)
         [0, 1, 5]
 
-    Among such cuts those with the smallest sum of squares, and among these the ones that give the last parts less.
-    Every part has a layer.
+    Ties go to the cuts with the smallest sum of squares, then to the cuts with lighter last parts. Every part has at
+    least one layer.
 
     Args:
-        weights: of each layer, 0 or more.
+        weights: the weight of each layer, 0 or more.
         num_parts: at most the number of layers.
 
     Returns:
-        `num_parts` + 1 numbers: part i has the layers from the i-th to before the next.
+        `num_parts` + 1 numbers: part i has the layers from number i up to, but without, number i + 1.
 
     Raises:
         ConfigError: there are more parts than layers.
@@ -150,7 +150,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _fits(sums: Sequence[float], num_parts: int, bound: float) -> bool:
-    """Whether parts of at most `bound` cover all layers: each takes as much as it may."""
+    """Whether parts of weight at most `bound` can cover all layers. Greedy: each part takes as many as fit."""
     start, num_layers = 0, len(sums) - 1
     for num_left in reversed(range(num_parts)):
         stop = start
@@ -163,7 +163,7 @@ def _fits(sums: Sequence[float], num_parts: int, bound: float) -> bool:
 
 
 def _smoothest(sums: Sequence[float], num_parts: int, bound: float) -> list[int]:
-    """The cuts with the smallest sum of squares among parts of at most `bound`, by dynamic programming."""
+    """Find the cuts with the smallest sum of squares among parts of at most `bound`, by dynamic programming."""
     num_layers = len(sums) - 1
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by part: end -> (sum of squares, start)
     for part in range(1, num_parts + 1):
@@ -183,7 +183,7 @@ def _smoothest(sums: Sequence[float], num_parts: int, bound: float) -> list[int]
 
 
 def type_weights(method: str, names: Sequence[str]) -> list[int]:
-    """1 for every layer whose class name matches the expression of "type:REGEX", upper and lower case alike."""
+    """Return 1 for each layer with a class name that matches the regex of "type:REGEX", ignoring case; else 0."""
     pattern = method.partition(":")[2]
     try:
         matcher = re.compile(pattern, re.IGNORECASE)
@@ -193,10 +193,10 @@ def type_weights(method: str, names: Sequence[str]) -> list[int]:
 
 
 def check_method(method: str) -> str:
-    """The method in lower case, where it is a name.
+    """Return the method in lower case; "type:REGEX" is returned unchanged.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: the method is unknown.
     """
     known = method.lower() if isinstance(method, str) else ""
     if known.startswith("type:"):
@@ -207,20 +207,20 @@ def check_method(method: str) -> str:
 
 
 class Timed(Protocol):
-    """A layer."""
+    """A layer to measure."""
 
     module: Module | None
 
     def __call__(self, inputs: Any) -> Any:
-        """Run it."""
+        """Run the layer."""
 
 
 def times_of_layers(layers: Sequence[Timed], inputs: Any) -> list[float]:
-    """Seconds that a forward and a backward of each layer take on the first rank, the median of three. A collective.
+    """Return the seconds for forward and backward of each layer on the first rank, the median of three. A collective.
 
     Args:
-        layers: in order; each gets what the one before it returned.
-        inputs: of the first.
+        layers: the layers in order; each gets the outputs of the previous layer.
+        inputs: the inputs of the first layer.
     """
     seconds = []
     for layer in layers:

@@ -1,12 +1,12 @@
-"""The messages of one stage: an inbox for activations, one for gradients, and what is being sent.
+"""The messages of one stage: an inbox for activations, an inbox for gradients, and an outbox.
 
-Where the library moves messages while the host computes, the next receive is posted as soon as the one before it has
-come, so that it arrives during the computation. Where streams do both, receives are posted where the schedule has them,
-which is then one in the order of messages (`timeline.py`): other stages wait for it.
+If the library moves messages while the host computes, the next receive is posted as soon as the previous message has
+arrived, so messages arrive during the computation. If device streams do both, receives are posted where the schedule
+has them; the schedule is then in message order (`timeline.py`), since other stages wait for the receive.
 
-What is sent is a value, a tensor or a tuple of tensors, and a header that describes it. A header is an int64 tensor of
-`HEADER_NUMEL`: whether the value is a tuple, the number of tensors, and for each tensor dtype, whether it requires a
-gradient, number of dimensions, dimensions.
+A message is a value (a tensor or a tuple of tensors), and a header that describes the value. A header is an int64
+tensor of `HEADER_NUMEL` elements: whether the value is a tuple, the number of tensors, and for each tensor its dtype,
+whether it requires a gradient, its number of dims, and its shape.
 """
 
 from collections import defaultdict, deque
@@ -31,35 +31,35 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A `TensorSpec` describes a tensor without its values."""
+    """`TensorSpec` describes a tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate a tensor of this spec, without values."""
+        """Allocate an uninitialized tensor of this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A `ValueSpec` describes a tensor, or a tuple of tensors, without values."""
+    """`ValueSpec` describes a tensor, or a tuple of tensors, without values."""
 
     tensors: tuple[TensorSpec, ...]
     is_tuple: bool
 
     @property
     def gradients(self) -> "ValueSpec":
-        """The spec that the gradients have: a tuple of the tensors that require a gradient."""
+        """The spec of the gradients: a tuple of the tensors that require a gradient."""
         return ValueSpec(tuple(tensor for tensor in self.tensors if tensor.needs_grad), is_tuple=True)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value that a layer takes: `tensors` as a tuple, or the only one of them."""
+        """Return the value for a layer: `tensors` as a tuple, or the single tensor."""
         return tuple(tensors) if self.is_tuple else tensors[0]
 
     def header(self) -> Tensor:
-        """Return the header on the host; ConfigError if there is no room for all shapes."""
+        """Return the header on the host. Raises ConfigError if the shapes do not fit in it."""
         numbers = [int(self.is_tuple), len(self.tensors)]
         for tensor in self.tensors:
             numbers += [_DTYPES.index(tensor.dtype), int(tensor.needs_grad), len(tensor.shape), *tensor.shape]
@@ -78,7 +78,7 @@ class ValueSpec:
 
 
 def read_header(header: Tensor) -> ValueSpec:
-    """Return the spec from which `ValueSpec.header` made the header."""
+    """Return the spec that `ValueSpec.header` encoded in the header."""
     numbers = iter(header.tolist())
     is_tuple, num_tensors = bool(next(numbers)), next(numbers)
     tensors = []
@@ -89,13 +89,13 @@ def read_header(header: Tensor) -> ValueSpec:
 
 
 def spec_of(value: Any, where: str) -> ValueSpec:
-    """The spec of what a stage is to send.
+    """Return the spec of a value that a stage sends.
 
     Args:
-        where: names the stage, for the error.
+        where: the name of the stage, for the error.
 
     Raises:
-        ConfigError: it is neither a tensor nor a tuple of tensors.
+        ConfigError: `value` is neither a tensor nor a tuple of tensors of supported dtypes.
     """
     tensors = tensors_of(value)
     for each in tensors:
@@ -109,7 +109,7 @@ def spec_of(value: Any, where: str) -> ValueSpec:
 
 
 def tensors_of(value: Any) -> tuple[Any, ...]:
-    """The elements of a tuple, or the value alone."""
+    """Return the elements of a tuple, or a single value as a tuple of one."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -127,12 +127,12 @@ Received = tuple[ValueSpec, list[Tensor]]
 
 
 class _Receiver:
-    """Values on their way from a stage, in their order.
+    """The posted receives of values from one stage, in order.
 
     Args:
         peers: the ranks of the pipeline, by stage.
-        source: the sender.
-        device: where values go.
+        source: the sending stage.
+        device: the device to receive on.
     """
 
     def __init__(self, peers: PointToPoint, source: int, device: torch.device, tag: int) -> None:
@@ -160,7 +160,7 @@ class _Receiver:
 
 
 class ActivationInbox:
-    """The inputs of a stage's parts. The first message for each part has a header, or all have."""
+    """`ActivationInbox` receives a stage's inputs. The first message for each part, or every message, has a header."""
 
     def __init__(self, peers: PointToPoint, source: int, device: torch.device) -> None:
         self._peers, self._source = peers, source
@@ -171,11 +171,11 @@ class ActivationInbox:
         self._all_have_headers = False
 
     def begin(self, chunks: Sequence[int], *, all_have_headers: bool) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
             chunks: the part that each message is for, in order.
-            all_have_headers: shapes may change from message to message.
+            all_have_headers: shapes may change between messages, so every message has a header.
         """
         self._receiver.forget()
         self._expected = deque(chunks)
@@ -183,7 +183,7 @@ class ActivationInbox:
         self._all_have_headers = all_have_headers
 
     def post(self) -> None:
-        """Begin to receive the next message, where that is possible now."""
+        """Post the receive of the next message if possible now."""
         if not self._peers.completes_on_host:
             self._post_described()
         elif self._expected and not self._receiver.is_posted:
@@ -192,7 +192,7 @@ class ActivationInbox:
                 self._receiver.post(spec)
 
     def take(self) -> Received:
-        """The next message, when it has come."""
+        """Wait for the next message and return it."""
         if not self._receiver.is_posted:
             self._post_described()
         received = self._receiver.wait()
@@ -213,8 +213,8 @@ class ActivationInbox:
 
 
 class GradientInbox:
-    """The gradients of what a stage has sent. They come in the order of the backwards, where the parts of a stage take
-    turns otherwise than in the forwards; those of one part come in the order in which its values were sent."""
+    """`GradientInbox` receives the gradients of sent values. They come in the order of the backwards, in which
+    parts take turns differently than in the forwards. Gradients of one part come in the order of its sends."""
 
     def __init__(self, peers: PointToPoint, source: int, device: torch.device) -> None:
         self._peers = peers
@@ -223,28 +223,28 @@ class GradientInbox:
         self._expected: defaultdict[int, deque[ValueSpec]] = defaultdict(deque)
 
     def begin(self, chunks: Sequence[int]) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
-            chunks: the part whose gradients each message has, in order.
+            chunks: for each message in order, the part that its gradients are for.
         """
         self._receiver.forget()
         self._order = deque(chunks)
         self._expected.clear()
 
     def expect(self, chunk: int, spec: ValueSpec) -> None:
-        """One more message will come for a part."""
+        """Expect one more message of this spec for a part."""
         self._expected[chunk].append(spec)
         if self._peers.completes_on_host:
             self.post()
 
     def post(self) -> None:
-        """Begin to receive the next message, where that is possible now."""
+        """Post the receive of the next message if possible now."""
         if not self._peers.completes_on_host or (self._is_next_known() and not self._receiver.is_posted):
             self._receiver.post(self._expected[self._order.popleft()].popleft())
 
     def take(self) -> list[Tensor]:
-        """The next message, when it has come."""
+        """Wait for the next message and return it."""
         _, tensors = self._receiver.wait()
         if self._peers.completes_on_host:
             self.post()
@@ -255,7 +255,7 @@ class GradientInbox:
 
 
 class Outbox:
-    """An outbox sends tensors to other stages, and keeps each until it has left."""
+    """`Outbox` sends tensors to other stages, and keeps each tensor alive until its send is complete."""
 
     def __init__(self, peers: PointToPoint) -> None:
         self._peers = peers
@@ -263,17 +263,17 @@ class Outbox:
         self._in_flight: deque[tuple[Tensor, Work]] = deque()
 
     def send_activations(self, spec: ValueSpec, tensors: Sequence[Tensor], to: int, *, with_header: bool) -> None:
-        """Start to send the inputs of the part after this one."""
+        """Start to send the inputs of the next part."""
         if with_header:
             self._send([spec.header().to(self._header_device)], to, _HEADERS)
         self._send([_kept(tensor) for tensor in tensors], to, _ACTIVATIONS)
 
     def send_gradients(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Start to send gradients to the part before this one."""
+        """Start to send gradients to the previous part."""
         self._send(tensors, to, _GRADIENTS)
 
     def finish(self) -> None:
-        """Wait until every tensor has left."""
+        """Wait until all sends are complete."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
 
@@ -291,6 +291,6 @@ class Outbox:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """Return a tensor that the next micro-batch does not overwrite before the peer has read it: a tensor without
-    gradients is copied, as it may be memory that the layer uses for every micro-batch, such as a mask in a buffer."""
+    """Return a tensor that the next micro-batch does not overwrite before the peer has read it. A tensor without
+    gradients is copied, since a layer may reuse its memory in every micro-batch, such as a mask in a buffer."""
     return tensor if tensor.requires_grad else tensor.clone()

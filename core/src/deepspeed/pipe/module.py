@@ -1,17 +1,16 @@
-"""`PipelineModule`: a model as a list of layers, of which each rank builds those of its stage.
+"""`PipelineModule` is a model given as a list of layers; each rank builds only the layers of its stage.
 
     layers = [LayerSpec(torch.nn.Linear, 16, 64), torch.relu, LayerSpec(torch.nn.Linear, 64, 4)]
     model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.cross_entropy)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     loss = engine.train_batch(data_iter)
 
-A layer takes one argument, a tensor or a tuple of tensors, and returns what the next layer takes. Parameters are named
-by the number of their layer in the whole list ("2.weight"), and those of shared modules by their key
-("tied_modules.embed.weight"), so that a name means the same parameter for any number of stages. Stages can be cut by
-the measured times of layers.
+A layer takes one argument, a tensor or a tuple of tensors, and returns the argument of the next layer. The name of a
+parameter has the number of its layer in the whole list ("2.weight"), or the key of its shared module
+("tied_modules.embed.weight"). So a name refers to the same parameter for any number of stages.
 
-[Note: parts] With `interleave` v the list is cut into v parts per stage, and stage s holds the parts s, s + S,
-s + 2 S, ... of S stages.
+[Note: parts] With `interleave` v the list is cut into v parts per stage. Of S stages, stage s holds the parts s, s + S,
+s + 2 S, ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,35 +46,35 @@ Layer = LayerSpec | Module | Callable[[Any], Any]
 
 @absent_members("runtime.pipe.module:PipelineModule")
 class PipelineModule(Module):
-    """A `PipelineModule` is a model given as a list of layers, of which each rank builds those of its stage.
+    """`PipelineModule` is a model given as a list of layers; each rank builds only the layers of its stage.
+
+    `torch.distributed` must be initialized. All ranks build their stages together.
 
     Args:
-        layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized,
-            and all ranks build their stages together.
-        num_stages: default: that of `topology`.
-        topology: places all ranks; default: `num_stages` stages, and data parallelism over the ranks that remain.
-        loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss. The
-            parameters of a module are the last stage's.
-        seed_layers: seed the random generators with `base_seed` plus the layer's number before each layer is built, so
-            that first weights do not depend on the number of stages.
-        seed_fn: called with that seed, in place of `torch.manual_seed`.
-        base_seed: of layer 0.
-        partition_method: "parameters": equal numbers of parameters that train; "uniform": of layers; "type:REGEX": of
-            layers whose class name matches; "profile": equal times, measured with `sample_inputs`.
-        activation_checkpoint_interval: recompute the activations of so many layers at a time in the backward; 0: keep.
+        layers: specs, modules or functions, in order; also a `torch.nn.Sequential`.
+        num_stages: default: the number of stages of `topology`.
+        topology: places all ranks; default: `num_stages` stages, and data parallelism over the remaining ranks.
+        loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss. If
+            it is a module, its parameters belong to the last stage.
+        seed_layers: seed the random generators with `base_seed` plus the layer's number before building each layer, so
+            initial weights do not depend on the number of stages.
+        seed_fn: called with that seed, instead of `torch.manual_seed`.
+        base_seed: the seed of layer 0.
+        partition_method: "parameters" balances the trainable parameters; "uniform" the layers; "type:REGEX" the layers
+            with a matching class name; "profile" the times, measured with `sample_inputs`.
+        activation_checkpoint_interval: recompute the activations of this many layers at a time in the backward; 0: off.
         activation_checkpoint_func: called as `func(run, *inputs)`; default `deepspeed.checkpointing.checkpoint`.
-        checkpointable_layers: names of classes; only runs of such layers are recomputed. Default: all with parameters.
-        dynamic_shape: the shapes between stages differ between micro-batches of one batch although those of their
-            inputs do not.
-        interleave: parts per stage; see [Note: parts]. `"pipeline": {"schedule": "interleaved"}` wants 2 or more.
-        sample_inputs: of the first layer, for "profile".
+        checkpointable_layers: class names; only groups of such layers are recomputed. Default: groups with parameters.
+        dynamic_shape: shapes between stages vary between micro-batches although the shapes of the inputs do not.
+        interleave: parts per stage; see [Note: parts]. `"pipeline": {"schedule": "interleaved"}` needs 2 or more.
+        sample_inputs: the inputs of the first layer, for "profile".
 
     Raises:
-        ConfigError: the stages do not fit the layers or the ranks, or an unknown method.
+        ConfigError: the stages do not fit the layers or the ranks, or another argument is invalid.
         HeardFailure: another rank failed to build its stage.
     """
 
-    #: a name means the same parameter for any number of stages; checkpoints ask
+    #: a name refers to the same parameter for any number of stages; checkpoints read this attribute
     names_are_global = True
 
     def __init__(
@@ -124,10 +123,10 @@ class PipelineModule(Module):
             self.parts = self._partition(check_method(partition_method), sample_inputs)
             self._check_shared()
             self.tied_modules = ModuleDict()
-            #: by chunk, the own layers as functions of one argument, with the layer's module where it has one
+            #: this rank's layers by chunk, as functions of one argument, each with its module if it has one
             self._chunks = [self._build(part) for part in range(self.stage_id, self.num_parts, self.num_stages)]
             self._mark_tied()
-            order = [key for key in self.tied_stages() if key in self.tied_modules]  # the same on all stages
+            order = [key for key in self.tied_stages() if key in self.tied_modules]  # equal on all stages
             self.tied_modules = ModuleDict({key: self.tied_modules[key] for key in order})
 
     # ---- what is where ------------------------------------------------------------------------------------------
@@ -142,13 +141,13 @@ class PipelineModule(Module):
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """The grid of this pipeline; the first call is a collective of all ranks, if no engine was built before."""
+        """Return the grid of this pipeline. The first call is a collective of all ranks, unless an engine set it."""
         if self._grid is None:
             self._grid = PipelineParallelGrid(self._topology)
         return self._grid
 
     def use_grid(self, grid: PipelineParallelGrid) -> None:
-        """`mpu()` returns this one from now on; called when an engine is built."""
+        """Let `mpu()` return `grid` from now on; called when an engine is built."""
         self._grid = grid
 
     def num_pipeline_stages(self) -> int:
@@ -156,7 +155,7 @@ class PipelineModule(Module):
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer.
+        """Return the stage that holds a layer.
 
         Raises:
             ValueError: there is no such layer.
@@ -175,10 +174,10 @@ class PipelineModule(Module):
         return {key: tuple(sorted(found)) for key, found in stages.items()}
 
     def saved_layers(self) -> dict[int, str]:
-        """Return the prefix of weight names by layer number, for the own layers that have a file in a checkpoint.
+        """Return the prefix of weight names by layer number, for this rank's layers that have a file in a checkpoint.
 
-        A shared module is in the files of the layers that call it itself, not through a `forward_fn`, or in the first
-        one's where there are none.
+        A shared module is in the files of the layers that call it without a `forward_fn`. If there are none, it is in
+        the file of its first layer.
         """
         prefixes = self.layer_prefixes()
         uses: dict[str, list[tuple[int, bool]]] = {}
@@ -206,10 +205,10 @@ class PipelineModule(Module):
     # ---- running ------------------------------------------------------------------------------------------------
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute the activations of so many layers at a time in the backward; 0: keep them.
+        """Recompute the activations of `interval` layers at a time in the backward; 0: keep activations.
 
         Raises:
-            ConfigError: it is no such number, or no layer is one of `checkpointable_layers`.
+            ConfigError: `interval` is not an int >= 0, or no layer is in `checkpointable_layers`.
         """
         if not isinstance(interval, int) or interval < 0:
             raise ConfigError(
@@ -219,11 +218,11 @@ class PipelineModule(Module):
         self.activation_checkpoint_interval = interval
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
-        """Run one of the own parts.
+        """Run one part of this stage.
 
         Args:
-            inputs: of its first layer, a tensor or a tuple of tensors.
-            chunk: number of the part among the own ones.
+            inputs: the inputs of its first layer, a tensor or a tuple of tensors.
+            chunk: the number of the part within this stage.
         """
         layers, interval = self._chunks[chunk], self.activation_checkpoint_interval
         if interval <= 0 or not torch.is_grad_enabled():
@@ -280,13 +279,13 @@ class PipelineModule(Module):
 
     def _set_loss(self, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         if isinstance(loss_fn, Module) and self.stage_id < self.num_stages - 1:
-            vars(self)["loss_fn"] = loss_fn  # no part of this stage: its parameters would be a copy that never trains
+            vars(self)["loss_fn"] = loss_fn  # not registered: this stage would hold a copy of its parameters that never trains
         else:
             self.loss_fn = loss_fn
 
     def _check_shared(self) -> None:
-        """A parameter that trains is in layers of one stage only, unless these layers are tied: each stage would have a
-        copy, which goes its own way. The layers are modules here, or are given modules as arguments. The loss function
+        """Raise ConfigError if a trainable parameter is in layers of several stages that are not tied: the stages would
+        train separate copies. Checks layers that are modules, modules in the arguments of specs, and `loss_fn`, which
         is on the last stage."""
         users: list[tuple[str, int, str | None, list[Parameter]]] = [
             (f"layer {index} ({_name(spec)}, ", self.stage_owner(index), _key(spec), _given_parameters(spec))
@@ -348,7 +347,7 @@ class PipelineModule(Module):
         return _Layer(spec, built)
 
     def _seeded_as(self, index: int) -> int:
-        """The layer with whose number `index` is seeded: for a shared module the first that has it, on any stage."""
+        """Return the layer number that seeds layer `index`: for a shared module, its first layer on any stage."""
         spec = self._specs[index]
         if not isinstance(spec, TiedLayerSpec) or spec.key in self.tied_modules:
             return index
@@ -359,7 +358,7 @@ class PipelineModule(Module):
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PipelineModule":
-        """Moves and converts parameters, some of which are then new ones."""
+        """Move or convert parameters, then mark tied parameters again, since some are new objects."""
         super()._apply(fn, recurse)
         self._mark_tied()
         return self
@@ -447,7 +446,7 @@ def _name(spec: Layer) -> str:
 
 
 class _OneParameter(Module):
-    """The module has one parameter, which is sharded if it is built inside of `zero.Init`."""
+    """A module with one parameter, which is sharded if the module is built inside `zero.Init`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +454,7 @@ class _OneParameter(Module):
 
 
 def _given_parameters(spec: Layer) -> list[Parameter]:
-    """The parameters that train of a layer that is a module, or of the modules that its spec is to be built with."""
+    """Return the trainable parameters in a module layer, or in the modules and parameters among a spec's arguments."""
     given = [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else [spec]
     found = [list(each.parameters()) if isinstance(each, Module) else [each] for each in given]
     return [param for params in found for param in params if isinstance(param, Parameter) and param.requires_grad]

@@ -1,14 +1,14 @@
-"""Schedules: what each stage of a pipeline does in one batch, and in which order. They hold no tensor.
+"""Schedules list the instructions of each pipeline stage for one batch, in order. They hold no tensors.
 
     for step in TrainSchedule(micro_batches=4, stages=2, stage_id=0):
         for instruction in step: ...
 
-The instructions have DeepSpeed's names. `stage.py` carries them out, and `timeline.py` computes their idle share. All
-end with what ends a step of every engine: reduce the gradients, update. 1F1B is PipeDream-Flush (arXiv 2006.09503,
-section 3.2), the interleaved schedule that of arXiv 2104.04473, section 2.2, and the one without (most of) the bubble
-ZB-H1 of arXiv 2401.10241, section 2.2.
+The instructions have DeepSpeed's names. `stage.py` runs them, and `timeline.py` computes their idle share. Training
+schedules end as a step of every engine ends: reduce the gradients, update. 1F1B is PipeDream-Flush (arXiv 2006.09503,
+section 3.2). The interleaved schedule is from arXiv 2104.04473, section 2.2. The zero-bubble schedule, which avoids
+most of the bubble, is ZB-H1 of arXiv 2401.10241, section 2.2.
 
-Of M micro-batches on S stages, with a forward of time F and a backward of 2 F, each stage is idle for (S - 1) 3 F of
+With M micro-batches on S stages, a forward of time F and a backward of 2 F, each stage is idle for (S - 1) 3 F of
 (M + S - 1) 3 F: the share (S - 1) / (M + S - 1). Interleaving v parts divides the idle time by v.
 """
 
@@ -21,7 +21,7 @@ from deepspeed.errors import ConfigError
 
 
 class PipeInstruction:
-    """An instruction is one thing to do; its arguments become attributes. Two of equal name and arguments are equal."""
+    """One instruction of a schedule. Its arguments become attributes; equal types with equal arguments are equal."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -40,11 +40,11 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Judge the gradients and update the weights, after all reductions."""
+    """Check the gradients and update the weights, after all reductions."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Average the gradients over the ranks of the stage that see other samples."""
+    """Average the gradients over the data-parallel ranks of the stage."""
 
 
 class ReduceTiedGrads(PipeInstruction):
@@ -52,12 +52,12 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """The instruction works on what a stage keeps of one micro-batch.
+    """An instruction that uses a stage's buffer for one micro-batch.
 
     Args:
-        buffer_id: which of the stage's buffers.
-        micro: number of the micro-batch in its batch.
-        chunk: number of the part among those of the stage; 0 but for interleaved schedules.
+        buffer_id: the number of the stage's buffer.
+        micro: the number of the micro-batch in its batch.
+        chunk: the number of the part within the stage; always 0 except in interleaved schedules.
     """
 
     buffer_id: int
@@ -73,7 +73,7 @@ class LoadMicroBatch(BufferOpInstruction):
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the layers, and on the last stage the loss."""
+    """Run the layers, and compute the loss on the last stage."""
 
 
 class BackwardPass(BufferOpInstruction):
@@ -81,11 +81,11 @@ class BackwardPass(BufferOpInstruction):
 
 
 class BackwardInput(BufferOpInstruction):
-    """Compute the gradients of the inputs, and of the weights that are not worth deferring."""
+    """Compute the gradients of the inputs, and of the weights that are not deferred."""
 
 
 class BackwardWeight(BufferOpInstruction):
-    """Compute the gradients of weights that a `BackwardInput` has left."""
+    """Compute the gradients of the weights that a `BackwardInput` has deferred."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -93,11 +93,11 @@ class SendActivation(BufferOpInstruction):
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive the inputs from the part before."""
+    """Receive the inputs from the previous part."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradients of the inputs to the part before."""
+    """Send the gradients of the inputs to the previous part."""
 
 
 class RecvGrad(BufferOpInstruction):
@@ -131,7 +131,7 @@ __all__ = [
 
 @absent_members("runtime.pipe.schedule:PipeSchedule")
 class PipeSchedule(ABC):
-    """A schedule lists what one stage does in one batch. Iterate over it, or call `steps()`.
+    """A schedule lists the instructions of one stage for one batch. Iterate over it, or call `steps()`.
 
     Args:
         micro_batches: number of micro-batches in the batch.
@@ -153,7 +153,7 @@ class PipeSchedule(ABC):
         """Yield the steps in order, each a list of instructions."""
 
     def num_pipe_buffers(self) -> int:
-        """Return the number of micro-batches of which the stage keeps something at a time."""
+        """Return the maximum number of micro-batches for which the stage keeps data at a time."""
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -161,17 +161,17 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
-        """The number that the stage has, from 0."""
+        """The number of the stage, from 0."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """The number of stages that the pipeline has."""
+        """The number of stages of the pipeline."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches that the batch has."""
+        """The number of micro-batches in the batch."""
         return self.micro_batches
 
     @property
@@ -195,7 +195,7 @@ class InferenceSchedule(PipeSchedule):
     """Forwards only. A step may be followed by a barrier of all stages."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Stage s runs micro-batch t - s in step t, and sends the one before."""
+        """Stage s runs micro-batch t - s in step t, and sends the outputs of the previous one."""
         for clock in range(self.micro_batches + self.stages - 1):
             micro = clock - self.stage_id
             sends: list[PipeInstruction] = []
@@ -206,7 +206,7 @@ class InferenceSchedule(PipeSchedule):
                 at = self._buffer_idx(micro)
                 if not self.is_first_stage:
                     commands.append(RecvActivation(at, micro=micro))
-                # where a send waits for its receive, of two neighbors one begins with the send
+                # if sends wait for their receives, one of two neighbors must begin with its send
                 commands = sends + commands if self.stage_id % 2 == 0 else commands + sends
                 if self._loads():
                     commands.append(LoadMicroBatch(at, micro=micro))
@@ -216,7 +216,7 @@ class InferenceSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """One that is computed while the one before is sent."""
+        """Two: one micro-batch is computed while the previous one is sent."""
         return 2
 
     def _buffer_idx(self, micro: int) -> int:
@@ -224,7 +224,7 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B: after S - 1 - s forwards ahead, stage s does a forward and a backward in turn.
+    """1F1B: after S - 1 - s warm-up forwards, stage s alternates one forward and one backward.
 
     A step may be followed by a barrier of all stages, and a send may wait for its receive.
     """
@@ -239,7 +239,7 @@ class TrainSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
-        """Forwards that are ahead of their backwards."""
+        """Return the maximum number of forwards without their backward yet, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward(self, clock: int) -> list[PipeInstruction]:
@@ -280,14 +280,14 @@ class DataParallelSchedule(PipeSchedule):
     """Gradient accumulation on a pipeline of one stage."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """A forward and a backward per step."""
+        """Yield steps of one forward and one backward."""
         for micro in range(self.micro_batches):
             commands: list[PipeInstruction] = [
                 LoadMicroBatch(0, micro=micro),
                 ForwardPass(0, micro=micro),
                 BackwardPass(0, micro=micro),
             ]
-            # no stage has a copy of anything, so that nothing tied is reduced
+            # no ReduceTiedGrads: with one stage there are no copies of shared modules
             ends = [ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else []
             yield [*commands, *ends]
 
@@ -305,13 +305,13 @@ class _Pass(NamedTuple):
 
 
 class _OrderedSchedule(PipeSchedule):
-    """A schedule that is an order of passes: each is preceded by its receive and followed by its send."""
+    """A schedule defined by an order of passes; each pass follows its receive and precedes its send."""
 
     num_chunks = 1
 
     @abstractmethod
     def _passes(self) -> Sequence[_Pass]:
-        """Return the passes in order. A micro-batch has its buffer from its forward to its last backward."""
+        """Return the passes in order. A micro-batch holds a buffer from its forward to its last backward."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield one pass per step, with its communication."""
@@ -338,22 +338,22 @@ class _OrderedSchedule(PipeSchedule):
             yield end
 
     def _end(self) -> list[PipeInstruction]:
-        """Return the instructions that follow all passes, or [] if none do."""
+        """Return the instructions after all passes, or []."""
         return _end_of_step()
 
     def num_pipe_buffers(self) -> int:
-        """Return the most micro-batches that are between their forward and their last backward at a time."""
+        """Return the maximum number of micro-batches between their forward and their last backward at a time."""
         return 1 + max(_assign_buffers(list(self._passes())))
 
 
 class InterleavedSchedule(_OrderedSchedule):
-    """1F1B with several parts of the model per stage: shorter passes, and so a shorter bubble, for more messages.
+    """1F1B with several parts of the model per stage. Passes and the bubble are shorter, but there are more messages.
 
     Args:
         num_chunks: parts per stage.
 
     Raises:
-        ConfigError: the number of micro-batches is no multiple of that of stages.
+        ConfigError: the number of micro-batches is not a multiple of the number of stages.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int, num_chunks: int = 2) -> None:
@@ -374,7 +374,7 @@ class InterleavedSchedule(_OrderedSchedule):
         return [*forwards[:ahead], *(each for pair in pairs for each in pair), *backwards[total - ahead :]]
 
     def _at(self, kind: type[BufferOpInstruction], place: int) -> _Pass:
-        """S micro-batches go through one part after another; backwards from the last part."""
+        """Return pass number `place`: S micro-batches run through the parts in order; backwards in reverse order."""
         group, place = divmod(place, self.stages * self.num_chunks)
         chunk, micro = divmod(place, self.stages)
         chunk = self.num_chunks - 1 - chunk if kind is BackwardPass else chunk
@@ -382,7 +382,7 @@ class InterleavedSchedule(_OrderedSchedule):
 
 
 class InterleavedInferenceSchedule(_OrderedSchedule):
-    """The schedule has forwards only, of several parts per stage and any number of micro-batches.
+    """Forwards only, with several parts per stage and any number of micro-batches.
 
     Args:
         num_chunks: parts per stage.
@@ -393,7 +393,7 @@ class InterleavedInferenceSchedule(_OrderedSchedule):
         self.num_chunks = num_chunks
 
     def _passes(self) -> list[_Pass]:
-        """Return forwards in which as many micro-batches as there are stages go through one part after another."""
+        """Return the forwards: groups of S micro-batches run through one part after another."""
         firsts = range(0, self.micro_batches, self.stages)
         groups = (range(first, min(first + self.stages, self.micro_batches)) for first in firsts)
         return [
@@ -405,9 +405,9 @@ class InterleavedInferenceSchedule(_OrderedSchedule):
 
 
 class ZeroBubbleSchedule(_OrderedSchedule):
-    """ZB-H1: 1F1B with the gradients of weights apart, of which stage s leaves s micro-batches for later.
+    """ZB-H1: 1F1B with separate weight gradients; stage s defers the weight gradients of s micro-batches.
 
-    Gradients of inputs reach the stage before sooner, and those of weights fill the time at the end in which a stage
+    Gradients of inputs reach the previous stage sooner, and weight gradients fill the time at the end in which a stage
     would wait. Every stage keeps as many micro-batches as the first stage of 1F1B.
     """
 
@@ -425,7 +425,7 @@ class ZeroBubbleSchedule(_OrderedSchedule):
 
 
 def _assign_buffers(passes: Sequence[_Pass]) -> list[int]:
-    """The buffer of each pass: the lowest that is free at the forward, free again after the last backward."""
+    """Return the buffer of each pass: the lowest free buffer at the forward, freed after the last backward."""
     last = BackwardWeight if any(each.kind is BackwardWeight for each in passes) else BackwardPass
     held: dict[tuple[int, int], int] = {}
     buffers = []

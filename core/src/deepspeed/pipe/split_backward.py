@@ -1,24 +1,24 @@
-"""`DeferredWeights`: the gradients of weights computed later than those of activations (arXiv 2401.10241, section 2).
+"""`DeferredWeights` computes weight gradients after the gradients of activations (arXiv 2401.10241, section 2).
 
     deferred = DeferredWeights()
     with deferred.in_forward():
         outputs = module(inputs)
     with deferred.in_backward():
         torch.autograd.backward(outputs, gradients)      # gradients of the inputs
-    torch.autograd.backward(deferred.roots())            # those of the weights
+    torch.autograd.backward(deferred.roots())            # gradients of the weights
 
-Deferred are the weights and biases of linear layers: for a product X W^T with the gradient Y of its result, the
-gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
+Only weights and biases of linear layers are deferred. For a product X W^T with the gradient Y of its result, the
+gradient of X is Y W, and that of W is Y^T X, with equal work. Other gradients come with the gradients of the inputs.
 
-[Note: what autograd sees] A layer is deferred only where nobody can tell the difference. Not where somebody else keeps
-its inputs: activation checkpointing computes them again outside of `in_forward`, as other tensors than were kept. Not
-where a hook is to get the gradient of the weight or the bias, and may replace it: autograd calls it in its own
-backward, with the sum of all uses; also without any gradient, if it is one that is called after the gradient was added
-up. Not in a backward inside the backward that asks for other gradients only, as
-implicit layers have it (`torch.autograd.grad` in a hook). What is deferred goes to the weight through autograd, as one
-gradient of all its products, which is computed inside the backward: then nobody else holds it, and autograd takes it as
-it is. Of a gradient that is handed to `torch.autograd.backward` it makes a copy, as long as a fourth of the product in
-layers of a few hundred features.
+[Note: what autograd sees] A layer is deferred only if the difference is not observable. It is not deferred if
+saved-tensor hooks keep its inputs: activation checkpointing recomputes them outside `in_forward`, as new tensors. It is
+not deferred if a hook gets the gradient of the weight or the bias and may replace it: autograd calls the hook in its
+own backward, with the sum of all uses, and calls a post-accumulate hook even without a gradient. It is not deferred in
+a nested backward that asks only for other gradients, as in implicit layers (`torch.autograd.grad` in a hook).
+
+Autograd gets one deferred gradient per weight, the sum over its products, computed inside the backward. So no other
+code holds the gradient, and autograd takes it without a copy. It would copy a gradient passed to
+`torch.autograd.backward`, which takes a fourth of the time of the product in layers of a few hundred features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +33,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class _LinearProduct(NamedTuple):
-    """A product X W^T + b in a backward keeps the tensors from which the gradients of W and b are computed."""
+    """`_LinearProduct` keeps the tensors of a linear layer, X W^T + b, that the gradients of W and b need."""
 
     weight: Parameter
     bias: Parameter | None
     inputs: Tensor
-    version: int  # of `inputs`
-    outputs: Tensor  # the gradient of them
+    version: int  # the version counter of `inputs`
+    outputs: Tensor  # the gradient of the outputs
 
     def gradients(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Yield the weight with its gradient, then the bias with its gradient where there is one."""
+        """Yield the weight and its gradient, then the bias and its gradient if there is a bias."""
         if self.inputs._version != self.version:
             raise RuntimeError(
                 f"pipeline: the input of shape {tuple(self.inputs.shape)} of a linear layer was changed in place "
@@ -56,7 +56,7 @@ class _LinearProduct(NamedTuple):
 
 
 class DeferredWeights:
-    """The weight gradients of one micro-batch in one part."""
+    """`DeferredWeights` holds the deferred weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
         self._products: dict[int, list[_LinearProduct]] = {}  # by id of the weight
@@ -64,13 +64,13 @@ class DeferredWeights:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Linear layers that run inside can be deferred."""
+        """Make linear layers that run inside deferrable."""
         with _LinearMode(self):
             yield
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """A backward inside leaves the gradients of these layers."""
+        """Defer the weight gradients of these layers in a backward inside."""
         self._defers = True
         try:
             yield
@@ -78,9 +78,9 @@ class DeferredWeights:
             self._defers = False
 
     def roots(self) -> list[Tensor]:
-        """Return the tensors from which the backward of the gradients that were left begins: a number for each weight,
-        however many layers share it, with the biases that it is used with. Autograd adds the gradients of one weight up
-        before it computes the gradients of the next weight."""
+        """Return the roots for the backward that computes the deferred gradients: one scalar per weight, including the
+        biases that are used with the weight, however many layers share the weight. Autograd accumulates the gradients
+        of one weight before it computes the gradients of the next."""
         roots = []
         for products in self._products.values():
             biases = {id(each.bias): each.bias for each in products if each.bias is not None}
@@ -89,7 +89,7 @@ class DeferredWeights:
         return roots
 
     def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
-        """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
+        """Keep a layer's inputs and the gradient of its outputs for later. Returns whether the layer is deferred."""
         defers = self._defers and not _has_hooks(weight) and (bias is None or not _has_hooks(bias))
         if defers:
             product = _LinearProduct(weight, bias, inputs, inputs._version, outputs)
@@ -98,7 +98,7 @@ class DeferredWeights:
 
 
 class _LinearMode(TorchFunctionMode):
-    """`_LinearMode` computes each `torch.nn.functional.linear` with a trained weight as a `_Linear`."""
+    """`_LinearMode` runs each deferrable `torch.nn.functional.linear` as a `_Linear`."""
 
     def __init__(self, deferred: DeferredWeights) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class _LinearMode(TorchFunctionMode):
 def _linear_call(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Parameter, Parameter | None] | None:
-    """The arguments of a call of `linear` that can be deferred: of one dtype, with parameters that train; see
-    [Note: what autograd sees]."""
+    """Return the arguments of a `linear` call if it can be deferred, else None. It needs one dtype and trainable
+    parameters; see [Note: what autograd sees]."""
     trains = isinstance(weight, Parameter) and weight.requires_grad and weight.dim() == 2
     has_bias = bias is None or (isinstance(bias, Parameter) and bias.requires_grad)
     if not trains or not has_bias or torch.is_autocast_enabled(input.device.type) or input.dtype != weight.dtype:
         return None
-    if weight.is_complex():  # whose gradient is another formula
+    if weight.is_complex():  # complex gradients have another formula
         return None
     others_keep = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if others_keep or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -132,15 +132,15 @@ def _linear_call(
 
 
 class _Linear(torch.autograd.Function):
-    """X W^T + b, whose backward asks whether the gradients of W and b are wanted now."""
+    """X W^T + b, with a backward that defers the gradients of W and b if possible."""
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredWeights, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.deferred, ctx.bias = deferred, bias
         outputs = F.linear(inputs, weight, bias)
-        # of inputs of three dimensions it is a view of a product that nobody else has; a layer that overwrites a view
-        # which comes from a Function of one's own is refused
+        # with 3-D inputs the result is a view of a product that no other code holds; autograd does not let a layer
+        # overwrite a view that a custom Function returns
         return torch.ops.aten._unsafe_view(outputs, outputs.shape) if outputs._is_view() else outputs
 
     @staticmethod
@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Left(torch.autograd.Function):
-    """A number whose backward computes the gradients of products with one weight."""
+    """A scalar whose backward computes the gradients of one weight's products."""
 
     @staticmethod
     def forward(ctx: Any, products: list[_LinearProduct], weight: Tensor, *biases: Tensor) -> Tensor:
@@ -173,17 +173,17 @@ class _Left(torch.autograd.Function):
 
 
 def _adds_up(weights: Sequence[tuple[Any, int]]) -> bool:
-    """Whether the backward that runs adds the gradients of these weights up, rather than leave them out or return
+    """Whether the running backward accumulates the gradients of these weights, rather than skipping or returning
     them."""
     try:
         return all(torch._C._will_engine_execute_node(node) for node, _ in weights if node is not None)
-    except RuntimeError:  # that they are returned
+    except RuntimeError:  # torch.autograd.grad returns the gradients
         return False
 
 
 def _has_hooks(param: Parameter) -> bool:
-    """Whether a hook of somebody else's is to get the gradient of a backward, before it is added up or after. Those of
-    ZeRO take what is there whenever they are called."""
+    """Whether the parameter has foreign hooks, before or after gradient accumulation. Hooks of ZeRO do not count after
+    accumulation: they take the gradient that exists when they are called."""
     after = param._post_accumulate_grad_hooks
     return bool(param._backward_hooks) or (bool(after) and not all(map(_is_own, after.values())))
 

@@ -1,8 +1,8 @@
-"""`Stage`: carries out the schedule of one stage. What it computes with is the engine's (`engine/pipeline.py`).
+"""`Stage` runs the schedule of one stage. The engine provides the computations (`engine/pipeline.py`).
 
-[Note: the last backward] What follows it waits for peers: the sums of gradients, the norm over all stages. A stage
-before this one may wait for the gradients that this backward has made, so these are sent first: the backward of a step
-that ends it is told so, and `reduce` is called when they are on their way.
+[Note: the last backward] The work after the last backward waits for peers: the sums of gradients, and the norm over all
+stages. An earlier stage may wait for the gradients that this backward has made, so these are sent first: the last
+backward of a step gets `ends=True`, and `reduce` is called after the send has started.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,25 +40,25 @@ _BACKWARDS = (BackwardPass, BackwardInput, BackwardWeight)
 
 
 class Compute(Protocol):
-    """A stage runs its layers, losses and updates by the methods of `Compute`."""
+    """`Compute` provides the layers, losses and updates of a stage."""
 
     def forward(self, inputs: Any, chunk: int) -> Any:
-        """Run the stage's part of number `chunk`."""
+        """Run the stage's part number `chunk`."""
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
-        """Return the loss of a micro-batch, which is `outputs` itself for a model without loss function."""
+        """Return the loss of a micro-batch; for a model without loss function, `outputs` itself."""
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
         """Compute the gradients of the leaves; see [Note: the last backward].
 
         Args:
             tensors: outputs that require gradients; or a loss.
-            gradients: of the outputs, scaled and divided; None for a loss.
-            ends: the step has no backward after this one.
+            gradients: the gradients of the outputs, scaled and divided; None for a loss.
+            ends: this is the last backward of the step.
         """
 
     def backward_weights(self, roots: Sequence[Tensor], *, ends: bool) -> None:
-        """Compute the gradients that a backward has left (`DeferredWeights.roots`); `ends` as in `backward`."""
+        """Compute the gradients that a backward has deferred (`DeferredWeights.roots`); `ends` as in `backward`."""
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients over the ranks."""
@@ -69,15 +69,15 @@ class Compute(Protocol):
 
 @dataclass
 class _Buffer:
-    """A `_Buffer` keeps what one part of the stage needs of one micro-batch."""
+    """`_Buffer` keeps the data of one micro-batch for one part of the stage."""
 
     inputs: Any = None
     labels: Any = None
     received: list[Tensor] = field(default_factory=list)  # leaves that get the gradients of inputs
-    spec: ValueSpec | None = None  # of the outputs
+    spec: ValueSpec | None = None  # the spec of the outputs
     outputs: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
-    gradients: list[Tensor] = field(default_factory=list)  # of the received inputs
+    gradients: list[Tensor] = field(default_factory=list)  # gradients of the received inputs
     deferred: DeferredWeights | None = None
 
 
@@ -90,10 +90,10 @@ class Results:
 
 
 class Stage:
-    """A `Stage` carries out the instructions of a schedule: it computes by `compute`, and swaps tensors with `peers`.
+    """`Stage` runs the instructions of a schedule: it computes with `compute`, and exchanges tensors with `peers`.
 
     Args:
-        compute: what instructions do.
+        compute: the computations of the stage.
         peers: the ranks of the pipeline, by stage.
         stage_id: number of this rank's stage.
         num_stages: number of stages of the pipeline.
@@ -130,7 +130,7 @@ class Stage:
             RecvActivation: lambda _: self._activations.post(),
             SendGrad: self._send_gradient,
             RecvGrad: lambda _: self._gradients.post(),
-            ReduceTiedGrads: lambda _: None,  # part of `reduce`: see zero/unit_groups.py
+            ReduceTiedGrads: lambda _: None,  # `compute.reduce` does this, too; see zero/unit_groups.py
             ReduceGrads: lambda _: compute.reduce(),
             OptimizerStep: lambda _: compute.step(),
         }
@@ -138,17 +138,17 @@ class Stage:
     def run(
         self, schedule: PipeSchedule, batch: Batch, *, keeps_outputs: bool = False, keeps_loss: bool = True
     ) -> Results:
-        """Carry out a schedule.
+        """Run a schedule.
 
         Args:
-            schedule: of this stage.
+            schedule: the schedule of this stage.
             batch: the micro-batches.
             keeps_outputs: return the outputs of the last part.
             keeps_loss: compute losses.
 
         Raises:
             CommError: a peer failed.
-            ConfigError: an instruction is unknown, or a stage returned what cannot be sent.
+            ConfigError: an instruction is unknown, or a stage returned a value that cannot be sent.
         """
         self._instructions = [instruction for step in schedule for instruction in step]
         self._buffers = [[_Buffer() for _ in range(schedule.num_pipe_buffers())] for _ in range(self._num_chunks)]
@@ -288,11 +288,11 @@ class Stage:
 
 
 class _Arrival(torch.autograd.Function):
-    """Makes a received tensor the output of an operation, so that a layer may overwrite it, as one of its own stage."""
+    """Make a received tensor the output of an operation, so a layer may overwrite it like a tensor of its own stage."""
 
     @staticmethod
     def leaf(tensor: Tensor) -> Tensor:
-        """Return the leaf that gets the gradient of `tensor`; a leaf of that shape takes one element of memory."""
+        """Return the leaf that gets the gradient of `tensor`. It has the shape of `tensor` but stores one element."""
         return tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
 
     @staticmethod

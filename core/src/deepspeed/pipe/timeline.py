@@ -1,17 +1,17 @@
-"""When each stage does what: schedules run on paper, with a time for each pass.
+"""Simulate schedules: `timeline` computes when each stage runs each pass.
 
 passes = timeline([TrainSchedule(4, 2, stage) for stage in range(2)])
 idle_share(passes)                                  # 0.2
 
-`in_message_order` puts all messages of a pipeline in one order, for libraries in which a message waits for those before
-it, on streams. There messages of two ranks, or all messages of a rank, pass through one stream in the order of issue,
-and a send is over when its receive has run. Two stages that begin with a send to each other would wait for ever; the
-schedules of `schedule.py` but for 1F1B have such places, which do no harm where messages are buffered (gloo).
+`in_message_order` puts all messages of a pipeline in one order, for libraries that run messages on device streams.
+There, messages between two ranks, or all messages of a rank, run on one stream in the order of issue, and a send ends
+when its receive has run. Two stages that both begin with a send to each other would deadlock. All schedules of
+`schedule.py` except 1F1B have such places, which are harmless if messages are buffered (gloo).
 
-So the timeline gives each message a time, the end of the pass that makes it, and every stage issues its sends and
-receives by these times: a send after its own pass, a receive before the first pass that begins at or after its time.
-Then nobody waits in a circle. Order all passes by their start and all messages by their time, messages first where both
-are equal: what a pass or a message waits for comes before it.
+So the timeline gives each message a time, the end of the pass that makes it. Every stage issues its sends and receives
+by these times: a send after its own pass, a receive before the first pass that begins at or after its time. Then there
+are no circular waits: order all passes by start and all messages by time, messages first at equal times; then every
+pass and message comes after the ones that it waits for.
 """
 
 from collections import deque
@@ -33,10 +33,10 @@ from deepspeed.pipe.schedule import (
     SendGrad,
 )
 
-#: of a stage: a backward takes twice the time of a forward, and each of its halves as long as one
+#: costs of a stage's passes: a backward takes twice as long as a forward, and each of its halves as long as a forward
 DEFAULT_COSTS: Mapping[str, float] = {"ForwardPass": 1, "BackwardPass": 2, "BackwardInput": 1, "BackwardWeight": 1}
 
-#: time of a pass, by its stage and its instruction
+#: returns the time of a pass for its stage and instruction
 CostFunction = Callable[[int, BufferOpInstruction], float]
 
 COMPUTES = (ForwardPass, BackwardPass, BackwardInput, BackwardWeight)
@@ -54,21 +54,21 @@ class Pass(NamedTuple):
 
 
 class Deadlock(RuntimeError):
-    """Every stage that is not done waits for a message that nobody sends."""
+    """Every unfinished stage waits for a message that no stage sends, or gets another message than it expects."""
 
 
 def timeline(
     schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | CostFunction = DEFAULT_COSTS
 ) -> list[Pass]:
-    """The passes of all stages, each as early as its messages and the passes before it allow; messages take no time.
+    """Compute the passes of all stages, each as early as its messages and earlier passes allow; messages take no time.
 
     Args:
         schedules: one per stage, in order.
-        costs: time of a stage's pass by the name of its instruction, of which each of several chunks takes its share;
-            or a function that gives the time of each pass, such as a measured one.
+        costs: time of a stage's pass by the name of its instruction, divided by the number of chunks per stage; or a
+            function that returns the time of each pass, such as a measured time.
 
     Raises:
-        Deadlock: a message that a stage waits for is never sent, or another one comes before it.
+        Deadlock: an expected message is never sent, or another message comes before it.
     """
     run = _Run(schedules, costs)
     while any(run.queues):
@@ -79,20 +79,20 @@ def timeline(
 
 
 def idle_share(passes: Sequence[Pass]) -> float:
-    """Share of all stages' time, from the first start to the last stop, in which they compute nothing."""
+    """Return the share of idle time over all stages, from the first start to the last stop."""
     num_stages = 1 + max(each.stage for each in passes)
     span = max(each.stop for each in passes) - min(each.start for each in passes)
     return 1 - sum(each.stop - each.start for each in passes) / (span * num_stages)
 
 
 def peer(instruction: PipeInstruction, stage: int, num_stages: int) -> int:
-    """The stage with which a send or a receive of `stage` is."""
+    """Return the other stage of a send or receive of `stage`."""
     is_next = isinstance(instruction, SendActivation | RecvGrad)
     return (stage + (1 if is_next else -1)) % num_stages
 
 
 class _Run:
-    """All stages, each at its next instruction."""
+    """The state of a simulation: all stages, each at its next instruction."""
 
     def __init__(self, schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | CostFunction) -> None:
         self.queues = [deque(instruction for step in schedule for instruction in step) for schedule in schedules]
@@ -102,11 +102,11 @@ class _Run:
         self._cost: CostFunction = (
             (lambda _, each: costs[each.name] / num_chunks) if isinstance(costs, Mapping) else costs
         )
-        # by kind, sender and receiver: micro-batch, chunk and time of each message that is not received yet
+        # (kind, sender, receiver) -> micro-batch, chunk and time of each message that is not received yet
         self._sent: dict[tuple[str, int, int], deque[tuple[int, int, float]]] = {}
 
     def advance(self, stage: int) -> bool:
-        """Let a stage go on until it waits for a message; False if it could not."""
+        """Run a stage until it waits for a message. Returns whether it ran any instruction."""
         queue = self.queues[stage]
         before = len(queue)
         while queue and not self._waits(queue[0], stage):
@@ -141,8 +141,8 @@ class _Run:
 
 
 def shown(passes: Sequence[Pass]) -> Iterator[str]:
-    """A line of text per stage; a column per unit of time. F2 is the forward of micro-batch 2, B2 its backward, W2 that
-    of its weights."""
+    """Yield one line of text per stage, with a column per unit of time. F2 is the forward of micro-batch 2, B2 its
+    backward, W2 the backward of its weights."""
     letters = {"ForwardPass": "F", "BackwardPass": "B", "BackwardInput": "B", "BackwardWeight": "W"}
     unit = min(each.stop - each.start for each in passes)
     width = 2 + len(str(max(each.micro for each in passes)))
@@ -165,7 +165,7 @@ _Key = tuple[float, int, bool, int]  # time, part that sends, whether it is an a
 def in_message_order(
     make: Callable[[int, int, int], PipeSchedule], micro_batches: int, stages: int, stage_id: int
 ) -> PipeSchedule:
-    """The schedule `make(micro_batches, stages, stage_id)` with its sends and receives in the order of all stages."""
+    """Return the schedule `make(micro_batches, stages, stage_id)` with its sends and receives in the common order."""
     return _InMessageOrder([make(micro_batches, stages, stage) for stage in range(stages)], stage_id)
 
 
@@ -182,7 +182,7 @@ class _InMessageOrder(PipeSchedule):
         yield self._instructions
 
     def num_pipe_buffers(self) -> int:
-        """Return as many buffers as the schedule needs without the order of messages."""
+        """Return the number of buffers of the original schedule."""
         return self._num_buffers
 
 
@@ -213,7 +213,7 @@ def _ordered(schedules: list[PipeSchedule], stage_id: int) -> Iterator[PipeInstr
 
 
 def _stops(passes: list[Pass], num_stages: int) -> dict[tuple[bool, int, int], float]:
-    """When each message is made, by whether it is an activation, the part that makes it, and the micro-batch."""
+    """Return the time of each message, by whether it is an activation, the part that makes it, and the micro-batch."""
     return {
         (each.name == "ForwardPass", each.chunk * num_stages + each.stage, each.micro): each.stop
         for each in passes
@@ -222,7 +222,7 @@ def _stops(passes: list[Pass], num_stages: int) -> dict[tuple[bool, int, int], f
 
 
 def _key(message: BufferOpInstruction, stage: int, num_stages: int, stops: dict[tuple[bool, int, int], float]) -> _Key:
-    """The same for a send and its receive."""
+    """Return the sort key of a message, equal for a send and its receive."""
     is_activation = isinstance(message, SendActivation | RecvActivation)
     part = message.chunk * num_stages + stage
     if isinstance(message, RecvActivation | RecvGrad):

@@ -1,6 +1,6 @@
-"""DeepSpeed's grids of ranks with named axes say which rank stands where, and become the layout of a mesh.
+"""DeepSpeed's grids of ranks with named axes; `layout_of` converts them to the layout of a mesh.
 
-`ProcessTopology` and its subclasses are pure integers. `PipelineParallelGrid` is a view of a `Mesh` under DeepSpeed's
+`ProcessTopology` and its subclasses hold only integers. `PipelineParallelGrid` exposes a `Mesh` under DeepSpeed's
 names, and serves as the `mpu` of a pipeline.
 """
 
@@ -32,11 +32,11 @@ class ProcessTopology:
         [[0, 3], [1, 4], [2, 5]]
 
     Args:
-        axes: names, outermost first.
-        dims: number of ranks along each.
+        axes: the names of the axes, outermost first.
+        dims: the number of ranks along each axis.
 
     Raises:
-        ConfigError: the two differ in length, an axis is given twice, or a size is below 1.
+        ConfigError: `axes` and `dims` differ in length, an axis is given twice, or a size is below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -56,13 +56,13 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place.
+        """Return the rank at a coordinate.
 
         Args:
-            **coord_kwargs: a place along every axis.
+            **coord_kwargs: the index along every axis.
 
         Raises:
-            ValueError: an axis is absent or unknown, or there is no such place.
+            ValueError: an axis is missing or unknown, or the coordinate is outside the grid.
         """
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(f"get_rank: found places along {sorted(coord_kwargs)}; give one along each of {self.axes}")
@@ -78,17 +78,17 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's place as text for file names, such as "model_01"; axes in `omit_axes` are left out."""
+        """Format a rank's coordinate for file names, such as "model_01"; axes in `omit_axes` are left out."""
         coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """Number of ranks along an axis; 0 for one that does not exist."""
+        """Number of ranks along an axis; 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """A rank's place: a named tuple with a field per axis.
+        """Return a rank's coordinate: a named tuple with a field per axis.
 
         Raises:
             ValueError: there is no such rank.
@@ -98,7 +98,7 @@ class ProcessTopology:
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Every set of ranks that differ along `axis` only, each in order; empty for an unknown axis."""
+        """Return every set of ranks that differ only along `axis`, each in order; empty for an unknown axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -106,7 +106,7 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, at, strict=True))) for at in fixed]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose places along the given axes are these, in order."""
+        """Return the ranks with these indices along the given axes, in order."""
         if unknown := set(filter_kwargs) - set(self.axes):
             raise ValueError(f"filter_match: found the axes {sorted(unknown)}; the grid has {self.axes}")
         wanted = filter_kwargs.items()
@@ -115,7 +115,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at place `idx` of an axis, in order."""
+        """Return the ranks at index `idx` of an axis, in order."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -130,21 +130,21 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages outermost, so that the ranks that average gradients are neighbors."""
+    """A grid of stages and data-parallel ranks; stages are outermost, so ranks that average gradients are neighbors."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with tensor parallelism, whose ranks are the nearest neighbors."""
+    """A grid of stages, data-parallel and tensor-parallel ranks; tensor-parallel ranks are the nearest neighbors."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
 def layout_of(topology: ProcessTopology) -> Layout:
-    """The mesh's layout with every rank where `topology` has it: pipe is pp, data is dp, model is tp.
+    """Convert a topology to a mesh layout: pipe is pp, data is dp, model is tp.
 
     Raises:
         ConfigError: for another axis.
@@ -162,25 +162,25 @@ def layout_of(topology: ProcessTopology) -> Layout:
 
 
 def topology_of(layout: Layout) -> ProcessTopology:
-    """The topology of a mesh whose ranks are in order; the ranks of sequence parallelism count as data."""
+    """Convert a layout with ranks in order to a topology; sequence-parallel ranks count as data."""
     pp, data, tp = layout.size("pp"), layout.size("dp", "sp"), layout.size("tp")
     return PipeDataParallelTopology(pp, data) if tp == 1 else PipeModelDataParallelTopology(pp, tp, data)
 
 
 @absent_members("runtime.pipe.topology:PipelineParallelGrid")
 class PipelineParallelGrid:
-    """This rank's place in a pipeline and its groups, under the names that DeepSpeed and Megatron give them.
+    """This rank's place in a pipeline and its groups, under the names of DeepSpeed and Megatron.
 
-    "Slice" is tensor parallelism; "model" is stages and slices together: the ranks that hold one model. Making a grid
-    without `mesh` is a collective of all ranks.
+    "Slice" means tensor parallelism; "model" means stages and slices together: the ranks that hold one model. Creating
+    a grid without `mesh` is a collective of all ranks.
 
     Args:
         topology: default: all ranks data parallel.
         process_group: for compatibility; the grid is over all ranks.
-        mesh: of an engine, whose groups are then used.
+        mesh: an engine's mesh; the grid uses its groups.
 
     Raises:
-        ConfigError: the topology has not as many ranks as there are.
+        ConfigError: the topology's number of ranks differs from the world size.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class PipelineParallelGrid:
 
         Args:
             stage_id: number of the stage.
-            **kwargs: another place along further axes of the topology.
+            **kwargs: other indices along further axes of the topology.
         """
         if not kwargs:
             return self.mesh.ranks("pp")[stage_id]
@@ -233,7 +233,7 @@ class PipelineParallelGrid:
         return self._topology.get_rank(**{**own, **kwargs, "pipe": stage_id})
 
     def get_global_rank(self) -> int:
-        """This rank among all."""
+        """This rank's global rank."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
@@ -261,7 +261,7 @@ class PipelineParallelGrid:
         return self.mesh.group("dp")
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that hold one model."""
+        """This rank's index among the ranks that hold one model."""
         return self.mesh.model_rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -273,7 +273,7 @@ class PipelineParallelGrid:
         return self.mesh.group("pp", "tp")
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's place among those that divide a layer."""
+        """This rank's index among the ranks that divide a layer."""
         return self.mesh.rank("tp")
 
     def get_slice_parallel_world_size(self) -> int:
@@ -286,7 +286,7 @@ class PipelineParallelGrid:
 
 
 def check_world(topology: ProcessTopology, world_size: int) -> None:
-    """Raises ConfigError if the topology has not as many ranks as there are."""
+    """Raise ConfigError if the topology's number of ranks differs from the world size."""
     if topology.world_size() != world_size:
         sizes = " x ".join(f"{axis} {size}" for axis, size in zip(topology.axes, topology.dims, strict=True))
         raise ConfigError(
