@@ -1,5 +1,5 @@
-"""Tensor parallelism: the linear layers of a model divided over the ranks of the mesh's axis "tp".
+"""Tensor parallelism divides the linear layers of a model over the ranks of the mesh's axis "tp".
 
-May import `parallel`, `activation` and below. Read `ranges.py` (who holds which heads), `layers.py` (what a divided
-layer computes), `plans.py` (which layer of which model is divided how), then `divide.py`, which does it.
+May import `parallel`, `activation` and below. Read `ranges.py` (the heads of each rank), `layers.py` (the divided
+layers), `plans.py` (how the layers of each model are divided), then `divide.py`, which divides a model.
 """

@@ -1,15 +1,14 @@
-"""Plans that are in no table: what a model brings, its structure, `partition_config`, and an injection policy.
+"""Plans that are not in a table: from a model's own tp_plan, its structure, `partition_config` or an injection policy.
 
-A transformers model may bring one: `base_model_tp_plan` of its config, and `_tp_plan` of its class. Else its own linear
-layers say:
+A transformers model may have a plan: `base_model_tp_plan` of its config. Otherwise `plan_of_structure` finds linear
+layers:
 
-- Attention: a query, a key and a value layer by their usual names, and one output layer that reads as many features as
-  the query layer gives. The numbers of heads are in `model.config`, or in the module.
-- A feed-forward block: a chain of two linear layers of which the first (with a gate of the same shape beside it, if
-  there is one) widens and the second returns to the width of the input: the last one before the residual connection is
-  row-parallel.
+- Attention: a query, a key and a value layer with their usual names, and one output layer with as many input features
+  as the query layer has output features. The numbers of heads are in `model.config`.
+- A feed-forward block: a chain of two linear layers. The first one, which may have a gate of the same shape beside it,
+  widens, and the second returns to the width of the input. The second is row-parallel.
 
-Everything else stays whole. A model in which nothing is found is refused, with the reason.
+All other layers stay whole. If nothing is found, `ConfigError` gives the reason.
 
 `tensor_parallel.partition_config` is a plan in DeepSpeed's documented form:
 
@@ -18,13 +17,13 @@ Everything else stays whole. A model in which nothing is found is refused, with 
                      {"patterns": [".*\\\\.gate_up_proj\\\\.weight$"], "partition_type": "column",
                       "shape": [2, -1], "partition_dim": 0}]}
 
-A pattern is a regular expression for the names of parameters, from their begin. The first that matches counts.
-`shape` says how a fused weight is divided along `partition_dim`: so many equal blocks, or blocks of the sizes in a
-list; each is divided by itself. Layers are cut at heads where the model's config has numbers of heads and the features
-are whole heads of its attention.
+A pattern is a regular expression that matches names of parameters from their start. The first match counts. `shape`
+gives the blocks of a fused weight along `partition_dim`: a number of equal blocks, or a list of block sizes; each block
+is divided separately. Attention layers are cut at heads if the model's config has numbers of heads; other layers are
+cut at features.
 
-`injection_policy`, the form of `init_inference`, names in each module of a class the linear layers that are
-row-parallel, whose outputs are summed over the ranks. The other linear layers of such a module are column-parallel:
+`injection_policy`, the format of `init_inference`, names the row-parallel linear layers in the modules of a class;
+their outputs are summed over the ranks. The other linear layers of such a module are column-parallel:
 
     {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
 """
@@ -42,7 +41,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan, heads_of_model
 from deepspeed.tensor_parallel.ranges import along_of, role_of
 
-# transformers' names of styles; embedding and output layer are divided by vocabulary.py, whatever the plan says
+# transformers' style names; vocabulary.py divides the embedding and the output layer, whatever the plan says
 _STYLES: Mapping[str, tuple[Placement, bool]] = {
     "colwise": (Shard(0), False),
     "colwise_gather_output": (Shard(0), True),
@@ -54,10 +53,10 @@ _OF_EMBEDDINGS = frozenset({"embedding_rowwise"})
 
 
 def own_plan(model: nn.Module) -> TensorPlan | None:
-    """The model's own plan; None: it has none.
+    """Return the model's own tp_plan; None if the model has none.
 
     Raises:
-        ConfigError: for a style that is not known here.
+        ConfigError: for an unknown style, or a fused layer whose output is not gathered.
     """
     config = getattr(model, "config", None)
     styles = getattr(config, "base_model_tp_plan", None)
@@ -92,10 +91,10 @@ _WHOLE_WIDTH = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 
 
 def plan_of_structure(model: nn.Module) -> TensorPlan:
-    """The plan that the structure of `model` tells.
+    """Derive a plan from the structure of `model`.
 
     Raises:
-        ConfigError: if it tells none.
+        ConfigError: if no layers that can be divided are found.
     """
     heads = heads_of_model(model)
     rules: list[Rule] = []
@@ -140,7 +139,7 @@ def _attention(prefix: str, linears: dict[str, nn.Linear], roles: dict[str, str]
 
 
 def _feed_forward(prefix: str, linears: dict[str, nn.Linear], others: list[nn.Module]) -> Iterator[Rule]:
-    """`others`: further modules of the block; one that is not elementwise would need all features."""
+    """Yield the rules of a feed-forward block. `others`, its further modules, must be elementwise."""
     if len(linears) not in (2, 3) or any(
         isinstance(other, _WHOLE_WIDTH) or list(other.parameters()) for other in others
     ):
@@ -170,15 +169,15 @@ def plan_of_config(
     *,
     is_stage: bool = False,
 ) -> TensorPlan:
-    """The plan that `config` describes for `model`.
+    """Return the plan that `config` describes for `model`.
 
     Args:
-        default: a plan for modules that no pattern names; None: these stay whole.
-        model_type: of the model; a spec may be for some types only.
-        is_stage: the model is a stage of a pipeline, of which another may have what the patterns match.
+        default: a plan for modules that no pattern matches; None: these modules stay whole.
+        model_type: the type of the model; a spec may apply to some types only.
+        is_stage: the model is a pipeline stage; the patterns may match layers of other stages only.
 
     Raises:
-        ConfigError: for a malformed spec, a pattern that matches nothing, or no spec at all.
+        ConfigError: for a malformed spec, patterns that match nothing, or no spec at all.
     """
     if unknown := set(config) - {"use_default_specs", "layer_specs"}:
         raise ConfigError(f"{_KEY}: found the keys {sorted(unknown)}; it has use_default_specs and layer_specs")
@@ -259,15 +258,15 @@ Policy = Mapping[type[nn.Module], tuple[str, ...] | str]
 
 
 def plan_of_policy(model: nn.Module, policy: Any, table: TensorPlan | None) -> TensorPlan:
-    """The plan that the policy describes.
+    """Return the plan that the policy describes.
 
     Args:
-        policy: by class of the model's layers the names of row-parallel linear layers.
-        table: that of the model's family, if there is one; it knows what names do not tell, such as fused layers and
-            position biases, and is taken where its row-parallel layers are those of the policy.
+        policy: the names of row-parallel linear layers, by class of the model's layers.
+        table: the plan of the model's family, if any. The table also covers fused layers and position biases, which
+            names do not describe; it is returned if its row-parallel layers are those of the policy.
 
     Raises:
-        ConfigError: as `check_policy`; for a fused layer, of which the policy does not tell how it is divided.
+        ConfigError: see `check_policy`; also for a fused layer, since the policy does not say how to divide it.
     """
     check_policy(model, policy)
     rows = {path for path, is_row in _linears(model, policy) if is_row}
@@ -288,11 +287,11 @@ def plan_of_policy(model: nn.Module, policy: Any, table: TensorPlan | None) -> T
 
 
 def check_policy(model: nn.Module, policy: Any) -> None:
-    """Refuse a policy that does not fit the model.
+    """Check that a policy fits the model.
 
     Raises:
-        ConfigError: the policy has another form, names a class of which the model has no module, or a linear layer
-            that modules of that class do not have.
+        ConfigError: the policy is malformed, the model has no module of a class, or modules of a class lack a named
+            linear layer.
     """
     if not isinstance(policy, Mapping) or not all(isinstance(cls, type) for cls in policy):
         raise ConfigError(
@@ -330,7 +329,7 @@ def _all_linears(module: nn.Module) -> list[str]:
 
 
 def _linears(model: nn.Module, policy: Policy) -> Iterator[tuple[str, bool]]:
-    """Paths of the linear layers in modules of the policy's classes, and whether each is named."""
+    """Yield the paths of the linear layers in modules of the policy's classes, and whether the policy names each."""
     for path, module in model.named_modules():
         for cls, names in policy.items():
             if isinstance(module, cls):

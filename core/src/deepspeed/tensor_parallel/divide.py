@@ -1,11 +1,11 @@
-"""`divide_model`: replace the layers that a plan names by this rank's parts of them, in place.
+"""`divide_model` replaces the layers that a plan names by this rank's parts of them, in place.
 
 All ranks of the tensor-parallel group call it together, on models of equal structure; the weights are those of the
-group's first rank. Nothing is changed if a layout does not fit.
+group's first rank. If the plan does not fit, the model stays unchanged.
 
-Experts of transformers, whose weights are one tensor each, are divided along their inner features: every rank has a
-part of every expert. `gate_up_proj` [E, 2 F, H] is cut within each half, `down_proj` [E, H, F] alike, and what the
-experts give is summed over the ranks. Routing is that of the whole model, on every rank.
+Experts of transformers with stacked weights are divided along their inner features: every rank has a part of every
+expert. `gate_up_proj` [E, 2 F, H] is cut within each half, and `down_proj` [E, H, F] in the same way. The outputs of
+the experts are summed over the ranks. Every rank routes tokens as the whole model does.
 """
 
 import copy
@@ -51,23 +51,23 @@ from deepspeed.tensor_parallel.sequence_norms import (
 )
 from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
 
-#: inner features are cut at multiples of this: grouped products ask for rows of whole 16 bytes
+#: inner features are cut at multiples of this: grouped products need rows of a multiple of 16 bytes
 EXPERTS_GRAIN = 8
 _RANKS = "ds_tensor_ranks_of_experts"
 _PER_HEAD = ("alibi", "attention_mask")  # inputs that are cut to the heads of a rank
-_NUM_CHECKED = 2  # forwards whose inputs are compared: a wrong loader is wrong from the first on
+_NUM_CHECKED = 2  # number of forwards with compared inputs: a wrong loader is wrong from the start
 
 
 def ranks_of_experts(experts: nn.Module) -> TensorRanks | None:
-    """The ranks over which these experts are divided; None: they are whole."""
+    """Return the ranks over which these experts are divided; None if they are whole."""
     return getattr(experts, _RANKS, None)
 
 
 def inner_features(experts: Any, path: str) -> int:
-    """F.
+    """Return F, the number of inner features of the whole experts.
 
     Raises:
-        ConfigError: the module has not the two weights.
+        ConfigError: the module does not have exactly the two weights.
     """
     found = {name: tuple(whole_shape(param)) for name, param in experts.named_parameters(recurse=False)}
     up, down = found.get("gate_up_proj", ()), found.get("down_proj", ())
@@ -80,7 +80,7 @@ def inner_features(experts: Any, path: str) -> int:
 
 
 def divide_experts(experts: Any, cuts: list[Cut], path: str, ranks: TensorRanks) -> None:
-    """Keep this rank's part of the weights, and sum the output over the ranks. Cuts: of F, by rank."""
+    """Keep this rank's part of the weights, and sum the output over the ranks. `cuts`: the cuts of F, by rank."""
     own = cuts[ranks.rank]
     both = [(start + half * own.total, stop + half * own.total) for half in (0, 1) for start, stop in own.ranges]
     hold_part(experts.gate_up_proj, 1, Cut(2 * own.total, tuple(both)), path, ranks.data_group)
@@ -95,7 +95,7 @@ def divide_experts(experts: Any, cuts: list[Cut], path: str, ranks: TensorRanks)
     object.__setattr__(experts, _RANKS, ranks)
 
 
-# attributes of attention modules that count heads, as models name them: these are fixed to the rank's own
+# attributes of attention modules that count heads, as models name them; they are set to this rank's counts
 _COUNTS_OF_QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 _COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _SIZES_OF_QUERIES = ("embed_dim", "split_size", "all_head_size", "inner_dim", "hidden_size")
@@ -104,12 +104,12 @@ _QUERIES_PER_KEY = ("num_key_value_groups", "n_rep")
 
 @dataclass(frozen=True)
 class _Division:
-    """A module that is to be divided."""
+    """A module to divide."""
 
     path: str
     module: nn.Module
     rule: Rule
-    cuts: list[Cut]  # by rank; [] of a module that stays whole
+    cuts: list[Cut]  # by rank; [] for a module that stays whole
 
 
 def divide_model(
@@ -127,17 +127,17 @@ def divide_model(
     """Divide the model over `ranks`, in place.
 
     Args:
-        plan: which layers; see `entry.py`.
+        plan: the layers to divide; see `entry.py`.
         grain: features are cut at multiples of this.
-        keeps_logits_divided: the output layer gives this rank's part of the vocabulary, and the model's loss is taken
-            from the parts.
+        keeps_logits_divided: the output layer returns this rank's part of the vocabulary, and the model's loss is
+            computed from the parts.
         divides_sequence: also divide the sequence between blocks; see `sequence_norms.py`.
-        stays_whole: paths of modules that the plan does not concern.
+        stays_whole: paths of modules that the plan does not apply to.
         has_values: False: parameters may be on the meta device, and get the values of their parts later.
-        is_stage: the model is a stage of a pipeline, and all ranks divide theirs: some stage has layers of the plan.
+        is_stage: the model is a pipeline stage; all ranks call this, and at least one stage must have layers of the
+            plan.
 
-    Raises:
-        ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
+    Raises ConfigError, without changing the model, if the plan does not fit the model or the number of ranks.
     """
     _check_dividable(model, ranks, has_values=has_values)
     divisions = _find(model, ranks, plan, grain, stays_whole, is_stage=is_stage)
@@ -164,10 +164,10 @@ def divide_model(
 
 
 def _end_with_exceptions(model: nn.Module, ranks: TensorRanks) -> None:
-    """Whatever ends a forward, or the module around a divided block, ends the block with its random state."""
+    """End a block, and its random state, if an exception leaves a forward or the module around the divided block."""
 
     def leave(_: nn.Module, __: Any, output: Any) -> None:
-        if output is None:  # an exception has left the module
+        if output is None:  # an exception left the module
             ranks.leave()
 
     around = {
@@ -220,7 +220,7 @@ def _find(
     ]
     divides = any(rule.weight != Replicate() for _, _, rule in matched)
     if not (any(all_gather_values(divides)) if is_stage else divides):
-        if not plan.rules:  # of patterns, for a pipeline
+        if not plan.rules:  # a partition_config for a pipeline, with patterns that match nothing
             names = [name for name, _ in model.named_parameters() if name.endswith("weight")][:3]
             raise ConfigError(
                 "tensor_parallel.partition_config.layer_specs: no pattern matches a weight of any stage of the "
@@ -245,7 +245,7 @@ def _find(
 
 
 def _dim_size(module: nn.Module, rule: Rule, path: str) -> int:
-    """Elements of the whole weight along the divided dim."""
+    """Return the size of the whole weight along the divided dim."""
     assert isinstance(rule.weight, Shard)
     if rule.experts:
         return inner_features(module, path)
@@ -255,7 +255,7 @@ def _dim_size(module: nn.Module, rule: Rule, path: str) -> int:
 
 
 def _dim_of(module: nn.Module, rule: Rule) -> int:
-    """The divided dim of the weight as it lies in memory."""
+    """Return the divided dim of the weight as stored."""
     assert isinstance(rule.weight, Shard)
     return 1 - rule.weight.dim if _is_transposed(module) else rule.weight.dim
 
@@ -303,15 +303,15 @@ def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:
 
 
 def _shard_whole_parameters(model: nn.Module, ranks: TensorRanks) -> None:
-    """Shard those that stay whole, as the divided ones, over the ranks that hold the same parts: stage 3 does so in
-    an order that may differ between ranks of other parts."""
+    """Shard parameters that stay whole over the ranks that hold the same parts, like the divided ones. ZeRO-3 gathers
+    them in an order that may differ between ranks with different parts."""
     for param in model.parameters():
         if is_sharded(param) and part_held(param) is None:
             reshard(param, lambda value: value, ranks.data_group)
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Whether a forward may draw random numbers, by the modules and the attributes that are named after dropout."""
+    """Whether a forward may draw random numbers, judged by dropout modules and attributes with "drop" in their name."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
@@ -355,7 +355,7 @@ def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
 
 
 def _fix_counts(model: nn.Module, each: _Division, ranks: TensorRanks, *, in_config: bool) -> None:
-    """Give the attention module around a column-parallel layer of heads the counts of this rank."""
+    """Set the head counts of the attention module around a column-parallel layer to this rank's counts."""
     if not each.cuts or each.rule.along in (Along.FEATURES, Along.KEYS) or each.rule.weight != Shard(0):
         return
     cut = each.cuts[ranks.rank]
@@ -377,7 +377,7 @@ def _fix_counts(model: nn.Module, each: _Division, ranks: TensorRanks, *, in_con
 
 
 def _set_counts(module: object, changes: Mapping[str, tuple[int, int]]) -> None:
-    """Change attributes from the whole value to this rank's, where they have the whole value."""
+    """Set attributes to this rank's value if they have the value of the whole model."""
     for name, (whole, own) in changes.items():
         if vars(module).get(name) == whole:
             setattr(module, name, own)
@@ -389,9 +389,9 @@ def _own_share(divisions: list[_Division], ranks: TensorRanks) -> HeadShare:
 
 
 def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
-    """Compare the inputs of the first forwards over the ranks, which are to get the same samples.
+    """Compare the inputs of the first forwards between ranks, which must get the same samples.
 
-    Then a forward raises `ConfigError` on every rank if they differ.
+    The forward raises `ConfigError` on every rank if the inputs differ.
     """
     left = _NUM_CHECKED
 
@@ -423,7 +423,7 @@ def _digest(values: Any) -> str:
 
 
 def cut_inputs_of_all_heads(model: nn.Module, path: str, share: HeadShare) -> None:
-    """Give modules at `path` their own heads of the keyword arguments `alibi` and `attention_mask`."""
+    """Cut the keyword arguments `alibi` and `attention_mask` of modules at `path` to this rank's heads."""
     at = Rule(path, None)  # type: ignore[arg-type]
     for name, module in model.named_modules():
         if at.matches(name):
@@ -439,7 +439,7 @@ class _Cut:
         return args, {**kwargs, **cut}
 
     def _own(self, values: Tensor) -> Tensor:
-        """[B, H, ...] or [B x H, ...] -> this rank's heads; other shapes have no heads."""
+        """[B, H, ...] or [B x H, ...] -> this rank's heads; a 4-D tensor without H heads is returned unchanged."""
         num_heads, own = self.share.num_heads, slice(*self.share.queries)
         if values.dim() == 4:
             return values[:, own] if values.shape[1] == num_heads else values

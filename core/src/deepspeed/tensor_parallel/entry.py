@@ -1,7 +1,7 @@
-"""`deepspeed.tp_model_init`, and what `deepspeed.initialize` does with the section `tensor_parallel`.
+"""`deepspeed.tp_model_init`, and the functions that `deepspeed.initialize` calls for the section `tensor_parallel`.
 
-A model is divided by a plan (`choose_plan`): the user's, a preset, the table of its family, its own `tp_plan`, or one
-that its structure gives.
+A plan divides a model (`choose_plan`): the user's plan, a preset, the table of the model's family, the model's own
+`tp_plan`, or a plan derived from its structure.
 """
 
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ def choose_plan(
     policy: Policy | None = None,
     is_stage: bool = False,
 ) -> TensorPlan:
-    """The plan for `model`, first that there is of: `partition_config`, `policy`, `preset_model`, the table of its
-    model type, the `tp_plan` that transformers gives it, and what its structure says. `is_stage`: see `plan_of_config`.
+    """Return the plan for `model` from the first source that exists: `partition_config`, `policy`, `preset_model`, the
+    table of its model type, its transformers `tp_plan`, its structure. `is_stage`: see `plan_of_config`.
 
     Raises:
-        ConfigError: for an unknown preset, a malformed config, or a model whose structure does not tell.
+        ConfigError: for an unknown preset, a malformed config, or a structure that gives no plan.
     """
     config = getattr(model, "config", None)
     model_type = str(getattr(config, "model_type", ""))
@@ -64,20 +64,20 @@ def tp_model_init(
 ) -> nn.Module:
     """Divide a model's layers over tensor-parallel ranks, in place. A collective of all ranks.
 
-    Engines that are built later use the same ranks for this model. So they do, if they are given no other mesh, for a
-    model with parameters that are marked `tensor_model_parallel`; for a whole model all ranks are data parallel.
+    Engines that are built later use the same ranks for this model. An engine without its own mesh also uses them for
+    other models with parameters marked `tensor_model_parallel`; for whole models all ranks are data parallel.
 
     Args:
-        model: whole, on every rank; the weights of the first rank of each group count.
-        tp_size: ranks over which it is divided; 1: it stays whole.
-        dtype: of its floating-point parameters and buffers; None: as they are.
-        config: the engine's configuration as a dict, with the keys of its section `tensor_parallel`.
+        model: the whole model, on every rank; the weights of each group's first rank are used.
+        tp_size: number of ranks over which the model is divided; 1: the model stays whole.
+        dtype: the dtype of its floating-point parameters and buffers; None: unchanged.
+        config: the engine's configuration as a dict, with the section `tensor_parallel`.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: if the size does not divide the world, or the model cannot be divided so.
+        ConfigError: if the size does not divide the world, or the model cannot be divided over it.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"tp_model_init: model is {type(model).__name__}; pass a torch.nn.Module")
@@ -93,7 +93,7 @@ def tp_model_init(
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
-    """`model.to(dtype)`, also of sharded parameters."""
+    """Call `model.to(dtype)`, with support for sharded parameters."""
     sharded = [param for param in model.parameters() if is_sharded(param)]
     if not sharded:
         return model.to(dtype)
@@ -109,7 +109,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
 
 
 def prepare_params(model: nn.Module) -> None:
-    """Called when an engine is built, once the parameters are on their device; see `ranges.py`."""
+    """Mark divided parameters again when an engine is built and they are on their device; see `ranges.mark_params`."""
     for module, ranks in divided_modules(model):
         mark_params(module, ranks)
 
@@ -118,7 +118,7 @@ def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
     """Divide a feed-forward expert over the axis "tp" of `mesh`, by its structure. A collective of that axis.
 
     Raises:
-        ConfigError: if its structure does not show how.
+        ConfigError: if its structure gives no plan.
     """
     ep_size = max(expert_sizes(expert).values(), default=1)
     divide_model(expert, TensorRanks(mesh.group("tp"), mesh.gradient_group(ep_size)), plan_of_structure(expert))
@@ -132,15 +132,15 @@ def divide_over(
     policy: Policy | None = None,
     has_values: bool = True,
 ) -> None:
-    """Divide `model` over the axis "tp" of `mesh`, unless it, or a module inside, is divided already. A collective of
-    that axis, and of all ranks where the model is a stage of a pipeline.
+    """Divide `model` over the axis "tp" of `mesh`, unless the model or a module inside is divided already. A collective
+    of that axis; of all ranks if the model is a pipeline stage.
 
     Args:
-        policy: names of its row-parallel layers, see `derived_plans.py`; None: the plan is chosen by the model.
+        policy: names of its row-parallel layers, see `derived_plans.py`; None: see `choose_plan`.
         has_values: see `divide.divide_model`.
 
     Raises:
-        ConfigError: if the model is divided over other ranks, or cannot be divided so.
+        ConfigError: if the model is already divided over other ranks, or cannot be divided over these.
     """
     size = mesh.size("tp")
     known = [ranks for module, ranks in divided_modules(model) if not all(map(is_moe_param, module.parameters()))]
@@ -175,5 +175,5 @@ def divide_over(
 
 
 def _layers_of_experts(model: nn.Module) -> set[str]:
-    """Paths of the layers that `deepspeed.moe` divides, or leaves whole."""
+    """Return the paths of modules with experts' parameters, which `deepspeed.moe` divides or leaves whole."""
     return {path for path, module in model.named_modules() if any(map(is_moe_param, module.parameters(recurse=False)))}

@@ -1,9 +1,8 @@
 """Divided layers: column- and row-parallel linear (arXiv 1909.08053, section 3).
 
-They take over the parameters of the layers that they replace, which `divide.py` has cut: names, optimizers and tied
-weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1, X_2] and A over A_1, A_2 row-parallel.
-
-Shape legend: I input features, O output features of the whole layer, i and o those of this rank.
+They reuse the parameters of the layers that they replace, which `divide.py` has cut, so names, optimizers and tied
+weights stay valid. Y = X A is column-parallel with A = [A_1, A_2], and row-parallel with X = [X_1, X_2] and
+A = [A_1; A_2]. Shape legend: I input and O output features of the whole layer, i and o the features of this rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +21,13 @@ from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, scatte
 
 
 class HoldsPacked(Module):
-    """A layer with weights that may be packed, for inference: then the packed ones move with the layer.
+    """A layer with weights that may be packed for inference. Packed weights move between devices with the layer.
 
-    State dicts have no form for them, so they are refused: without its scales a weight is not the model's. Within
-    `widened` they have the numbers that they stand for.
+    State dicts cannot hold packed weights, since the bytes are useless without their scales, so saving and loading them
+    raises. Inside `widened`, state dicts hold the unpacked values.
     """
 
-    #: by the name of the parameter whose place they take
+    #: by the name of the parameter that each replaces
     packed_weights: dict[str, PackedWeight]
     _widens_to: torch.dtype | None = None
 
@@ -37,7 +36,7 @@ class HoldsPacked(Module):
         self.packed_weights = {}
 
     def hold_packed(self, packed: dict[str, PackedWeight]) -> None:
-        """Compute with these from now on; a parameter of the name is their bytes then, with its marks."""
+        """Compute with these weights from now on. A parameter of that name becomes their bytes and keeps marks."""
         self.packed_weights = packed
         for name in packed:
             self._show(name)
@@ -45,11 +44,11 @@ class HoldsPacked(Module):
         self.register_load_state_dict_pre_hook(_refuse_packed)
 
     def bytes_of(self, name: str) -> Tensor:
-        """Return the packed bytes, in the shape that the parameter has."""
+        """Return the packed bytes, in the shape of the parameter."""
         return self.packed_weights[name].data
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that a packed weight stands for, in the shape of the layer's weight; [out, in] here."""
+        """Return the unpacked values of a weight, in the shape of the layer's weight; [out, in] here."""
         return unpack_weight(self.packed_weights[name], dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HoldsPacked":
@@ -87,18 +86,18 @@ class MayBePacked(HoldsPacked):
         return self.packed_weights.get("weight")
 
     def pack(self, packed: PackedWeight) -> None:
-        """Compute with `packed` from now on; a parameter `weight` is its bytes then, with its marks."""
+        """Compute with `packed` from now on. A parameter `weight` becomes its bytes and keeps its marks."""
         self.hold_packed({"weight": packed})
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the packed weight stands for, [out, in], or [in, out] where `transposed`."""
+        """Return the unpacked values of the weight, [out, in], or [in, out] if `transposed`."""
         weight = super().numbers_of(name, dtype)
         return weight.t().contiguous() if self.transposed else weight
 
 
 @contextmanager
 def widened(module: Module, dtype: torch.dtype) -> Iterator[None]:
-    """State dicts of `module` have packed weights as numbers of `dtype`, under the plain names, within this context."""
+    """Inside this context, state dicts of `module` hold packed weights unpacked to `dtype`, under the plain names."""
     layers = [each for each in module.modules() if isinstance(each, HoldsPacked) and each.packed_weights]
     for layer in layers:
         layer._widens_to = dtype
@@ -123,10 +122,10 @@ class ColumnParallelLinear(MayBePacked):
     """This rank's output features of a linear layer.
 
     Args:
-        weight: [o, I], or [I, o] if `transposed`, as transformers' Conv1D has it.
+        weight: [o, I], or [I, o] if `transposed`, as in transformers' Conv1D.
         bias: [o].
-        block: that it begins, the same for all layers that do; see [Note: a divided block] in `ranks.py`. "": none.
-        gathered_sizes: output features of every rank; then the output is whole. (): it stays divided.
+        block: the name of the block that the layer begins, see [Note: a divided block] in `ranks.py`. "": none.
+        gathered_sizes: output features of every rank, to gather the whole output. (): the output stays divided.
     """
 
     bias: Parameter | None
@@ -145,11 +144,11 @@ class ColumnParallelLinear(MayBePacked):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
-        self.reads_gathered = False  # set where the sequence is gathered before the block, which sums the gradient
+        self.reads_gathered = False  # True: the sequence is gathered before the block, which also sums the gradient
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., I] -> [..., o], or [..., O] if it gathers."""
+        """[..., I] -> [..., o], or [..., O] with `gathered_sizes`."""
         if self.block:
             is_gathered = self.reads_gathered and self.ranks.sequence_is_divided
             input = self.ranks.enter(input, self.block, training=self.training, is_gathered=is_gathered)
@@ -163,7 +162,7 @@ class ColumnParallelLinear(MayBePacked):
 
 
 class RowParallelLinear(MayBePacked):
-    """This rank's part of the sum over the input features of a linear layer; ends a divided block.
+    """This rank's input features of a linear layer; sums the outputs over the ranks and ends a divided block.
 
     Args:
         weight: [O, i], or [i, O] if `transposed`.
@@ -179,11 +178,11 @@ class RowParallelLinear(MayBePacked):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.transposed = ranks, transposed
-        self.scatters_sequence = False  # set where the sequence is divided between blocks
+        self.scatters_sequence = False  # True: the sequence is divided between blocks
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., i] -> [..., O], equal on all ranks; [B, T, i] -> [B, T/W, O] where the sequence is divided."""
+        """[..., i] -> [..., O], equal on all ranks; [B, T, i] -> [B, T/W, O] if the sequence is divided."""
         self.ranks.leave()
         part = _product(self, input, None)
         scatters = self.scatters_sequence and self.ranks.sequence_is_divided
@@ -195,7 +194,7 @@ class RowParallelLinear(MayBePacked):
 
 
 def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias with this rank's weight."""
+    """Return x W^T + bias with this rank's weight."""
     if layer.packed is not None:
         return packed_linear(x, layer.packed, bias)
     return F.linear(x, layer.weight.t() if layer.transposed else layer.weight, bias)

@@ -1,8 +1,8 @@
-"""`TensorPlan`: which layer of a model is divided how. Declared tables for the families of transformers.
+"""`TensorPlan` describes how each layer of a model is divided. This file has tables for the families of transformers.
 
-Placements are DTensor's, and say along which dim of a linear layer's [out, in] weight it is divided: `Shard(0)` is
-column-parallel, `Shard(1)` row-parallel, `Replicate()` whole. What lies along that dim (features, heads, fused query,
-key and value) says where it may be cut.
+Placements are DTensor's. They give the dim along which a linear layer's [out, in] weight is divided: `Shard(0)` is
+column-parallel, `Shard(1)` row-parallel, `Replicate()` whole. `Along` gives the contents of that dim (features, heads,
+fused query, key and value), which determine where it may be cut.
 """
 
 import enum
@@ -18,7 +18,7 @@ from deepspeed.errors import ConfigError
 
 
 class Along(enum.Enum):
-    """`Along` says what lies along the divided dim of a weight. Legend: H query heads, G key and value heads."""
+    """`Along` names the contents of a weight's divided dim."""
 
     FEATURES = "features"
     QUERIES = "query heads"
@@ -29,16 +29,16 @@ class Along(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule says how the modules at the paths that it matches are divided.
+    """`Rule` describes how to divide the modules at the paths that it matches.
 
     Args:
-        path: the end of the module's path; "*" is any one name.
-        weight: the placement of its weight, as an [out, in] matrix. Of an embedding Shard(1) divides its features.
-        along: what lies along that dim.
-        blocks: of features only: sizes of what was fused, each of which is divided by itself, or how many equal ones.
-        gathers: the output of a column-parallel layer is made whole.
-        experts: the module is experts of transformers whose weights are one tensor each, divided along inner features.
-        sums_gradient: a whole parameter between divided layers, of whose gradient each rank has a part.
+        path: the end of the module's path; "*" matches any one name.
+        weight: the placement of its weight, as an [out, in] matrix. For an embedding, Shard(1) divides its features.
+        along: the contents of the divided dim.
+        blocks: only for features: the sizes of fused blocks, or the number of equal blocks; each is divided separately.
+        gathers: gather the output of a column-parallel layer.
+        experts: the module has stacked experts of transformers, divided along their inner features.
+        sums_gradient: a whole parameter between divided layers; each rank has a part of its gradient, to be summed.
     """
 
     path: str
@@ -50,24 +50,24 @@ class Rule:
     sums_gradient: bool = False
 
     def matches(self, path: str) -> bool:
-        """Whether this is the rule for the module at `path`."""
+        """Whether this rule matches the module at `path`."""
         words = "".join("[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", self.path))
         return re.search(rf"(^|\.){words}$", path) is not None
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """`TensorPlan` says which layers of a model are divided.
+    """`TensorPlan` describes which layers of a model are divided. Legend: H query heads, G key and value heads.
 
     Args:
-        name: for errors.
-        rules: the first that matches a module counts.
-        heads: (H, G) from the model's config; None: there is no attention.
-        inputs_of_all_heads: end of the path of modules whose inputs `alibi` and `attention_mask` are made for all
-            heads, and must be cut; "": none.
-        stack: end of the path of the layers in which the sequence can be divided, as all linear layers are in attention
-            and feed-forward modules that get `hidden_states`; "": none.
-        counts_in_config: attention reads its numbers of heads from `self.config`, and gets a config of its own.
+        name: the name for errors.
+        rules: the first rule that matches a module is used.
+        heads: returns (H, G) from the model's config; None: there is no attention.
+        inputs_of_all_heads: end of the path of modules with inputs `alibi` and `attention_mask` for all heads, which
+            must be cut; "": none.
+        stack: end of the path of the list of layers in which the sequence can be divided; all their linear layers must
+            be in attention and feed-forward modules that get `hidden_states`; "": none.
+        counts_in_config: attention reads its numbers of heads from `self.config`, so it gets its own config.
     """
 
     name: str
@@ -78,34 +78,34 @@ class TensorPlan:
     counts_in_config: bool = False
 
     def rule_for(self, path: str) -> Rule | None:
-        """The rule of the module at `path`, if it has one."""
+        """Return the first rule that matches the module at `path`, or None."""
         return next((rule for rule in self.rules if rule.matches(path)), None)
 
 
 def column(paths: str, along: Along = Along.FEATURES, **options: Any) -> tuple[Rule, ...]:
-    """Rules of column-parallel layers, from their paths with spaces between."""
+    """Return the rules of column-parallel layers; `paths` are separated by spaces."""
     return tuple(Rule(path, Shard(0), along, **options) for path in paths.split())
 
 
 def row(paths: str, along: Along = Along.FEATURES) -> tuple[Rule, ...]:
-    """Rules of row-parallel layers, from their paths with spaces between."""
+    """Return the rules of row-parallel layers; `paths` are separated by spaces."""
     return tuple(Rule(path, Shard(1), along) for path in paths.split())
 
 
 def partial_gradient(paths: str) -> tuple[Rule, ...]:
-    """Rules of whole modules between divided layers, such as a norm of each head."""
+    """Return the rules of whole modules between divided layers, such as a norm of each head."""
     return tuple(Rule(path, Replicate(), sums_gradient=True) for path in paths.split())
 
 
 def heads_of_config(config: Any) -> tuple[int, int]:
-    """(H, G) as transformers' configs name them."""
+    """Return (H, G) from a transformers config."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     num_heads = int(config.num_attention_heads)
     return num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads)
 
 
 def heads_of_model(model: Any) -> Callable[[Any], tuple[int, int]] | None:
-    """`heads_of_config`, if the model's config has numbers of heads."""
+    """Return `heads_of_config` if the model's config has numbers of heads, else None."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return heads_of_config if isinstance(getattr(config, "num_attention_heads", None), int) else None
@@ -119,7 +119,7 @@ def _heads_of_falcon(config: Any) -> tuple[int, int]:
 
 
 def _attention(prefix: str, query: str, keys: str, output: str) -> tuple[Rule, ...]:
-    """Rules of attention with a weight for each of query, key and value."""
+    """Return the rules of attention with separate query, key and value weights."""
     return (
         *column(f"{prefix}{query}", Along.QUERIES),
         *column(" ".join(f"{prefix}{key}" for key in keys.split()), Along.KEYS),
@@ -199,7 +199,7 @@ def _table(name: str, rules: Iterable[Rule], **options: Any) -> Callable[[Any], 
     return lambda _: plan
 
 
-#: by transformers' `model_type`: the plan of a model, from its config
+#: by transformers' `model_type`, a function from the config to the plan
 PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
     **{
         name: _table(name, _LLAMA, stack="layers")
@@ -219,10 +219,10 @@ PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
 
 
 def preset_plan(name: str, config: Any) -> TensorPlan:
-    """The plan that `tensor_parallel.preset_model` names.
+    """Return the plan that `tensor_parallel.preset_model` names.
 
     Args:
-        config: of the model, with its numbers of heads.
+        config: the model's config, with its numbers of heads.
 
     Raises:
         ConfigError: for an unknown name.

@@ -1,12 +1,12 @@
-"""The functions of this file say which ranges of a weight a rank holds, and mark its parameters so.
+"""These functions compute which ranges of a weight a rank holds, and mark its parameters.
 
-The first of them spread heads, features and vocabulary tokens over tensor-parallel ranks, in integers. Sizes need not
-be multiples of the number of ranks: the first ranks hold one more. A head is never divided. A `Cut` says the ranges by
-what lies along the divided dim of the weight; `along_of` reads from the model what lies there, where no table says it.
+`spread` and `share_heads` spread heads, features and vocabulary tokens over tensor-parallel ranks. Sizes need not be
+multiples of the number of ranks: the first ranks hold more. A head is never divided. A `Cut` has the ranges of one
+rank along the divided dim; `along_of` determines the contents of that dim if no table has them.
 
-Marks, and hooks that sum gradients, belong to a parameter, and a copy of the model, or its move to some devices, makes
-new parameters. So the modules remember them, and `mark_params` puts them on the current ones: after the division, and
-when an engine is built.
+Marks, and hooks that sum gradients, belong to a parameter. Copying the model, or moving it to some devices, makes new
+parameters. So the modules remember marks and hooks, and `mark_params` sets them on the current parameters: after the
+division, and when an engine is built.
 """
 
 import math
@@ -39,7 +39,7 @@ Range = tuple[int, int]
 
 
 def spread(total: int, parts: int, grain: int = 1) -> list[Range]:
-    """`total` elements in `parts` neighboring ranges, as even as possible.
+    """Split `total` elements into `parts` consecutive ranges, as evenly as possible.
 
     Args:
         grain: ranges begin at multiples of this.
@@ -62,9 +62,9 @@ class HeadShare:
         num_heads: query heads of the whole layer.
         num_kv_heads: key and value heads of the whole layer; each serves `num_heads / num_kv_heads` query heads.
         queries: query heads that this rank holds.
-        keys: key and value heads that it holds: those of its query heads.
-        is_crowded: there are fewer key and value heads than ranks, so that several ranks may hold the same one.
-        counts_keys: no earlier rank holds them.
+        keys: key and value heads that this rank holds, which serve its query heads.
+        is_crowded: there are fewer key and value heads than ranks, so several ranks may hold the same key head.
+        counts_keys: no earlier rank holds the same key heads.
     """
 
     num_heads: int
@@ -86,10 +86,10 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int, where: str) -> list[HeadShare]:
-    """The heads of each rank.
+    """Return the heads of each rank.
 
-    Key and value heads are spread over the ranks, each with its query heads. Where there are fewer of them than ranks,
-    the ranks are spread over them instead, and those of one key and value head divide its query heads.
+    Key and value heads are spread over the ranks, each with its query heads. If there are fewer key heads than ranks,
+    the ranks are spread over the key heads instead, and the ranks of one key head divide its query heads.
 
     Args:
         where: the layer, for the error.
@@ -126,19 +126,19 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int, where: str) -
 
 
 def scaled(ranges: Sequence[Range], size: int, offset: int = 0) -> tuple[Range, ...]:
-    """Ranges of heads as ranges of elements: `size` elements each, the first of them at `offset`."""
+    """Convert ranges of heads to ranges of elements: `size` elements per head, head 0 begins at `offset`."""
     return tuple((offset + start * size, offset + stop * size) for start, stop in ranges)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A `Cut` says which elements of a dim one rank holds.
+    """`Cut` holds the elements of a dim that one rank holds.
 
     Args:
         total: elements of the whole dim.
         ranges: the elements that this rank holds.
-        shared: this many of the last elements may be on other ranks, too: key and value heads fewer than ranks.
-        share: of the heads, where the dim has heads.
+        shared: number of last elements that other ranks may hold, too, if there are fewer key heads than ranks.
+        share: the rank's heads, if the dim has heads.
     """
 
     total: int
@@ -155,11 +155,11 @@ class Cut:
 def cut_dim(
     rule: Rule, total: int, where: str, shares: Sequence[HeadShare], *, num_ranks: int, grain: int
 ) -> list[Cut]:
-    """Cut a dim of `total` elements: return for each rank what it holds.
+    """Cut a dim of `total` elements. Returns the cut of each rank.
 
     Args:
         where: path of the module, for errors.
-        shares: the heads of each rank; (): the model has none.
+        shares: the heads of each rank; (): the model has no heads.
         grain: features are cut at multiples of this.
 
     Raises:
@@ -202,7 +202,7 @@ def _cut_features(rule: Rule, total: int, where: str, *, num_ranks: int, grain: 
 
 
 def _cut_heads(along: Along, share: HeadShare, total: int, size: int) -> Cut:
-    """`size`: of a head."""
+    """Cut a dim of heads for one rank. `size`: the elements per head."""
     shared = 2 * share.num_keys * size if share.is_crowded else 0
     if along is Along.QUERIES:
         return Cut(total, scaled([share.queries], size), 0, share)
@@ -222,13 +222,13 @@ def _cut_heads(along: Along, share: HeadShare, total: int, size: int) -> Cut:
 
 
 def hold_part(param: Parameter, dim: int, cut: Cut, where: str, data_group: ProcessGroup) -> None:
-    """Keep this rank's part of a whole parameter, in place, so that optimizers and tied weights keep the parameter.
+    """Keep this rank's part of a whole parameter, in place, so optimizers and tied weights stay valid.
 
     Args:
-        data_group: holds the same part, over which that of a sharded parameter is sharded.
+        data_group: the ranks that hold the same part; a sharded parameter is sharded over them.
 
     Raises:
-        ConfigError: if it is tied to a parameter that was divided in another way.
+        ConfigError: if the parameter is tied and was already divided in another way.
     """
     known = part_held(param)
     part = ModelPart(known.shape if known else whole_shape(param), dim, cut.ranges)
@@ -254,15 +254,15 @@ _FUSED_NAMES = ("qkv", "qkv_proj", "query_key_value", "c_attn", "wqkv", "in_proj
 
 
 def role_of(name: str) -> str:
-    """ "query", "key", "fused" or "" by the last name of a module's path, as models name the layers of attention."""
+    """Return "query", "key", "fused" or "" for the last name of a module's path, by the usual names in attention."""
     last = name.rpartition(".")[2].lower()
     return "query" if last in _QUERY_NAMES else "key" if last in _KEY_NAMES else "fused" if last in _FUSED_NAMES else ""
 
 
 def along_of(model: nn.Module, path: str, placement: Placement) -> Along:
-    """Heads for the layers of attention, if the model's config has their numbers; else features.
+    """Return the heads for attention layers, if the model's config has their numbers; else features.
 
-    A column-parallel layer is told by its name, a row-parallel one by a query layer in the module around it.
+    A column-parallel layer is recognized by its name, a row-parallel layer by a query layer in the same module.
     """
     if heads_of_model(model) is None:
         return Along.FEATURES
@@ -285,20 +285,20 @@ _HANDLE = "ds_gradient_sum_handle"
 def remember_sums(
     module: Module, cut: Cut | None, names: Sequence[str] | None = None, *, only_where_divided: bool = False
 ) -> None:
-    """Have the gradients of the module's own parameters summed over the ranks, each of which sees a part.
+    """Let `mark_params` add hooks that sum gradients of the module's own parameters over the ranks.
 
     Args:
-        cut: only those of its last `cut.shared` rows, which are one key head, and its value head where both are fused;
-            None: all.
-        names: of the parameters; None: all.
-        only_where_divided: only in forwards that divide the sequence.
+        cut: sum only the last `cut.shared` rows, which are one key head, and its value head if both are fused; None:
+            all rows.
+        names: names of the parameters; None: all.
+        only_where_divided: sum only if the forward divided the sequence.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)] if names is None else names
     setattr(module, _SUMS, dict.fromkeys(names, (cut, only_where_divided)))
 
 
 def remember_parts(model: Module) -> None:
-    """Keep the marks of all parameters."""
+    """Store the marks of all parameters in their modules."""
     for module in model.modules():
         marked = ((name, part_held(param)) for name, param in module.named_parameters(recurse=False))
         if parts := {name: part for name, part in marked if part is not None}:
@@ -306,7 +306,7 @@ def remember_parts(model: Module) -> None:
 
 
 def mark_params(model: Module, ranks: TensorRanks) -> None:
-    """Mark the parameters, and hook those whose gradients are summed."""
+    """Set the stored marks on the current parameters, and the hooks that sum gradients."""
     for module in model.modules():
         for name, part in getattr(module, _PARTS, {}).items():
             mark_part(module.get_parameter(name), part)
@@ -328,7 +328,7 @@ def _sum_of(cut: Cut | None, ranks: TensorRanks, only_where_divided: bool) -> Ca
         return ranks.sum_in_place(grad.clone(memory_format=torch.contiguous_format))
 
     def sum_shared(grad: Tensor) -> Tensor:
-        """Sum the last rows over the ranks, for all key heads at once: the ranks that share a head are no group."""
+        """Sum the last rows over all ranks, for all key heads at once: ranks that share a head have no own group."""
         assert cut is not None
         assert cut.share is not None
         rows = grad[grad.shape[0] - cut.shared :]

@@ -1,19 +1,19 @@
-"""`TensorRanks`: the collectives of divided layers, and what they share while one block runs.
+"""`TensorRanks` has the collectives of divided layers, and the state that these layers share while a block runs.
 
-[Note: a divided block] A column-parallel layer begins it and a row-parallel one ends it; between them each rank has
-other features. Two things hold for a whole block:
+[Note: a divided block] A column-parallel layer begins a block and a row-parallel layer ends it; in between, each rank
+has different features. Two things hold for a whole block:
 
-- Layers that read the same input (query, key and value) read one copy of it, so that its gradient is summed over the
-  ranks once.
-- Dropout inside is to differ between ranks, whose heads differ, and dropout outside is to agree. The ranks have the
-  same random state outside; inside each has its own, seeded by a number drawn from the common one. So a block that is
-  computed again by activation checkpointing, which restores the common state, gets the same numbers.
+- Layers that read the same input (query, key and value) read one copy of it, so its gradient is summed over the ranks
+  once.
+- Dropout inside a block must differ between ranks, since their heads differ; dropout outside must agree. Outside, the
+  ranks have the same random state. Inside, each rank has its own, seeded by a number drawn from the common state. So if
+  activation checkpointing restores the common state and recomputes the block, the block gets the same numbers.
 
-[Note: whose state] Whether the sequence is divided between blocks (`sequence_norms.py`) belongs to a forward: its
-backward sums gradients and computes blocks again accordingly, whatever forwards came in between. So the tensors that a
-forward returns, and those of modules whose gradients depend on it, bring its state back when a backward reaches them.
+[Note: whose state] Each forward decides whether the sequence is divided between blocks (`sequence_norms.py`). Its
+backward must sum gradients and recompute blocks accordingly, whatever forwards came in between. So hooks on the outputs
+of a forward, and of modules with gradients that depend on this state, restore the state when a backward reaches them.
 
-Each of the collectives over parts of a sequence is the backward of another one, so that gradients have gradients.
+Each collective over parts of a sequence is the backward of another one, so second-order gradients work.
 Shapes: whole [B, T, D], a part [B, T/W, D].
 """
 
@@ -38,12 +38,12 @@ _MARK = "ds_tensor_ranks"
 
 
 class TensorRanks:
-    """The ranks over which the layers of a model are divided.
+    """`TensorRanks` represents the ranks over which the layers of a model are divided.
 
-    Made once per model, by all ranks of the group together; every divided layer has it.
+    All ranks of the group create it together, once per model; every divided layer refers to it.
 
     Args:
-        data_group: the ranks that hold the same parts as this one.
+        data_group: the ranks that hold the same parts as this rank.
     """
 
     def __init__(self, group: ProcessGroup, data_group: ProcessGroup) -> None:
@@ -51,12 +51,12 @@ class TensorRanks:
         self.backend = group_backend(group)
         self.backend.connect()
         self.rank, self.world_size = self.backend.rank, self.backend.world_size
-        self.has_dropout = False  # set when a model is divided: whether blocks need random states of their own
-        #: between the blocks of the current forward, or of the one whose backward runs; see [Note: whose state]
+        self.has_dropout = False  # set when a model is divided: whether blocks need their own random states
+        #: whether the current forward, or the forward of the current backward, divides it; see [Note: whose state]
         self.sequence_is_divided = False
-        self.in_layers = False  # the current forward is where the sequence is divided
+        self.in_layers = False  # the current forward is in the layers that divide the sequence
         self._backward = _NO_BACKWARD
-        self._block: str | None = None  # that runs now
+        self._block: str | None = None  # the block that runs now
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._common_state: Tensor | None = None
         self._common_state_of_layer: Tensor | None = None
@@ -71,17 +71,17 @@ class TensorRanks:
         return self._block is not None or (self.in_layers and self.sequence_is_divided)
 
     def enter(self, x: Tensor, block: str, *, training: bool, is_gathered: bool = False) -> Tensor:
-        """The input of a column-parallel layer, whose gradient is summed over the ranks; see [Note: a divided block].
+        """Return the input of a column-parallel layer, with its gradient summed; see [Note: a divided block].
 
         Args:
             x: any shape, equal on all ranks.
-            block: the same for the layers that begin one block.
-            is_gathered: the block is inside a layer that has a part of the sequence: its gradient is summed where the
-                sequence was gathered, and the random state is this rank's own already.
+            block: the name of the block, equal for all layers that begin it.
+            is_gathered: the sequence was gathered for this block. The gather sums the gradient, and the random state is
+                already this rank's own.
         """
         if self._block != block:
-            # One that did not end was left by an exception: the caller's, or that of activation checkpointing, which
-            # computes no further than it needs and restores the random state itself.
+            # An exception left a block that did not end: the user's, or the exception with which activation
+            # checkpointing stops a recomputation early; checkpointing restores the random state itself.
             self._copies.clear()
             self._block, self._common_state = block, None
             if training and self.has_dropout and not is_gathered:
@@ -96,7 +96,7 @@ class TensorRanks:
         return copy
 
     def leave(self) -> None:
-        """The block ends: called by its row-parallel layer, where an exception has left it, and around forwards."""
+        """End the block. Called by its row-parallel layer, after an exception, and at the begin and end of forwards."""
         self._copies.clear()
         self._block = None
         if self._common_state is not None:
@@ -104,33 +104,33 @@ class TensorRanks:
             self._common_state = None
 
     def enter_layer(self, *, training: bool) -> None:
-        """A layer begins. Where it has a part of the sequence, its random numbers are for other tokens on each rank."""
+        """Begin a layer. If the sequence is divided, ranks have different tokens and use their own random state."""
         self.leave_layer()
         self.in_layers = True
         if self.sequence_is_divided and training and self.has_dropout:
             self._common_state_of_layer = self._use_own_random_state()
 
     def leave_layer(self) -> None:
-        """A layer has ended, maybe by an exception."""
+        """End a layer, also after an exception."""
         if self._common_state_of_layer is not None:
             get_accelerator().set_rng_state(self._common_state_of_layer)
             self._common_state_of_layer = None
 
     def begin_forward(self, *, divides_sequence: bool = False) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         self.end_forward()
         self.sequence_is_divided = divides_sequence
         enter(self._model)
 
     def end_forward(self) -> None:
-        """A forward of the model has ended, maybe by an exception."""
+        """End a forward of the model, also after an exception."""
         self.leave()
         self.leave_layer()
         self.in_layers = False
         leave(self._model)
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """A backward that reaches `outputs` has the state that the forward has now."""
+        """Restore the current state of `sequence_is_divided` when a backward reaches `outputs`."""
         state = self.sequence_is_divided
         for tensor in outputs:
             if tensor.requires_grad and not tensor.is_leaf:
@@ -153,13 +153,13 @@ class TensorRanks:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """[W, *shape] from the ranks' tensors of one shape."""
+        """All-gather tensors of one shape to [W, *shape]."""
         gathered = values.new_empty((self.world_size, *values.shape))
         self.backend.all_gather(gathered.view(-1), values.contiguous().view(-1)).wait()
         return gathered
 
     def copy_from_first(self, values: Tensor) -> None:
-        """Overwrite `values`, of any device, with those of the group's first rank."""
+        """Overwrite `values`, on any device, with the values of the group's first rank."""
         device = values.device if serves(self.group, values.device) else get_accelerator().current_device_name()
         flat = values.detach().to(device).contiguous().view(-1)
         self.backend.broadcast(flat, 0).wait()
@@ -167,7 +167,7 @@ class TensorRanks:
             values.copy_(flat.view(values.shape))
 
     def agree_on_random_state(self) -> None:
-        """All ranks take the random state of the first, of the host and of the device."""
+        """Set the random state of host and device on all ranks to the first rank's."""
         host = torch.get_rng_state()
         self.copy_from_first(host)
         torch.set_rng_state(host)
@@ -178,8 +178,8 @@ class TensorRanks:
             accelerator.set_rng_state(state)
 
     def _use_own_random_state(self) -> Tensor:
-        """Returns the common state."""
-        seed = int(torch.randint(2**62, (1,), device="cpu"))  # from the common state, which moves on
+        """Switch the accelerator to this rank's own random state. Returns the common state."""
+        seed = int(torch.randint(2**62, (1,), device="cpu"))  # drawn from the host's common state, which advances
         accelerator = get_accelerator()
         common = accelerator.get_rng_state()
         accelerator.manual_seed(seed + self.rank)
@@ -187,46 +187,46 @@ class TensorRanks:
 
 
 def mark_divided(model: nn.Module, ranks: TensorRanks) -> None:
-    """Say that the model is divided over `ranks`."""
+    """Mark the model as divided over `ranks`."""
     object.__setattr__(model, _MARK, ranks)
 
 
 def ranks_of(model: nn.Module) -> TensorRanks | None:
-    """The ranks over which the model is divided; None: it is whole."""
+    """Return the ranks over which the model is divided; None if it is whole."""
     return getattr(model, _MARK, None)
 
 
 def divided_modules(model: nn.Module) -> list[tuple[nn.Module, TensorRanks]]:
-    """Return the modules that were divided, with their ranks: the model, one inside, as where PEFT has wrapped it, or
-    experts."""
+    """Return the divided modules with their ranks: the model itself, a module inside (for example if PEFT wraps the
+    model), or experts."""
     return [(module, ranks) for module in model.modules() if (ranks := ranks_of(module)) is not None]
 
 
 def ranks_asked_by(model: nn.Module) -> tuple[str, str, int | None]:
-    """The size of the axis "tp" that a divided model needs, as `merge_sizes` takes it."""
+    """Return the size of the axis "tp" that a divided model needs, in the form that `merge_sizes` takes."""
     ranks = next((ranks for _, ranks in divided_modules(model)), None)
     return "the model, which is divided already", "tp", None if ranks is None else ranks.world_size
 
 
 def sum_gradient(x: Tensor, ranks: TensorRanks) -> Tensor:
-    """`x`, whose gradient is summed over the ranks (f of arXiv 1909.08053, section 3)."""
+    """Return `x`; backward sums its gradient over the ranks (f of arXiv 1909.08053, section 3)."""
     result: Tensor = _SumGradient.apply(x, ranks)
     return result
 
 
 def sum_over(x: Tensor, ranks: TensorRanks) -> Tensor:
-    """The sum of `x` over the ranks, in its memory; the gradient passes as it is (g of arXiv 1909.08053, section 3)."""
+    """Sum `x` over the ranks, in place; the gradient passes unchanged (g of arXiv 1909.08053, section 3)."""
     result: Tensor = _Sum.apply(x, ranks)
     return result
 
 
 def gather_last_dim(x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
-    """The ranks' parts of the last dim, side by side: [..., n] -> [..., sum(sizes)].
+    """Gather the ranks' parts of the last dim: [..., n] -> [..., sum(sizes)].
 
-    The gradient of the whole must be equal on all ranks: each takes its own part.
+    The gradient of the whole must be equal on all ranks; backward keeps this rank's part.
 
     Args:
-        sizes: of each rank's last dim.
+        sizes: the size of each rank's last dim.
     """
     result: Tensor = _GatherLastDim.apply(x, sizes, ranks)
     return result
@@ -234,8 +234,8 @@ def gather_last_dim(x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Te
 
 @contextmanager
 def same_random_numbers(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, the ranks of `group` draw the same random numbers: from their state, if all have the same, else from one
-    made of the first rank's, and then from their own again. A collective of `group`; None: one rank, nothing changes.
+    """Make the ranks of `group` draw the same random numbers inside. If their random states differ, they use a state
+    derived from the first rank's, and restore their own at the end. A collective of `group`; None: does nothing.
     """
     if group is None:
         yield
@@ -251,7 +251,7 @@ def same_random_numbers(group: ProcessGroup | None) -> Iterator[None]:
     finally:
         if differs:
             accelerator.set_rng_state(state)
-            torch.rand((), device=accelerator.current_device_name())  # the next numbers are others
+            torch.rand((), device=accelerator.current_device_name())  # advance the state, for different numbers next
 
 
 class _SumGradient(torch.autograd.Function):
@@ -262,7 +262,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grads[0], ctx.ranks), None  # from a matrix product, so nobody else has it
+        return sum_over(grads[0], ctx.ranks), None  # in place: a matrix product made it, and no other code holds it
 
 
 class _Sum(torch.autograd.Function):
@@ -307,25 +307,25 @@ class _OwnOfLastDim(torch.autograd.Function):
 
 
 def take_part(whole: Tensor, ranks: TensorRanks) -> Tensor:
-    """This rank's part of what all ranks have; the gradients of the parts are gathered."""
+    """Return this rank's part of a sequence that all ranks have; backward gathers the gradient."""
     result: Tensor = _TakePart.apply(whole, ranks)
     return result
 
 
 def gather_for_all(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """The whole, which all ranks use alike: each takes its part of the gradient."""
+    """Gather the whole sequence, which all ranks use in the same way; backward takes this rank's part."""
     result: Tensor = _GatherForAll.apply(part, ranks)
     return result
 
 
 def gather_for_block(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """The whole, of which each rank uses other features: the gradient is summed and scattered."""
+    """Gather the whole sequence, for a block in which ranks have different features; backward reduce-scatters."""
     result: Tensor = _GatherForBlock.apply(part, ranks)
     return result
 
 
 def scatter_sum(whole: Tensor, ranks: TensorRanks) -> Tensor:
-    """This rank's part of the sum of `whole` over the ranks; the gradients of the parts are gathered."""
+    """Reduce-scatter `whole` over the sequence; backward gathers the gradient."""
     result: Tensor = _ScatterSum.apply(whole, ranks)
     return result
 

@@ -1,10 +1,9 @@
-"""Norms, residual sums and dropout on a part of the sequence each (arXiv 2205.05198, section 4.2.2).
+"""Run norms, residual sums and dropout on each rank's part of the sequence (arXiv 2205.05198, section 4.2.2).
 
-Between divided blocks every rank has B x T/W x D of the activations instead of all B x T x D: a block gathers the
-sequence before its column-parallel layers, and its row-parallel layer scatters the sum over the sequence. As many bytes
-are sent as by the sums. Parameters outside of blocks see a part of the tokens, so their gradients are summed.
-
-In evaluation the sequence stays whole: tokens that are generated come one at a time.
+Between divided blocks every rank has B x T/W x D of the activations instead of all B x T x D. A block gathers the
+sequence before its column-parallel layers, and its row-parallel layer reduce-scatters its output over the sequence.
+This sends as many bytes as the all-reduces. Parameters outside blocks see only a part of the tokens, so their gradients
+are summed. In evaluation the sequence stays whole, since generation processes one token at a time.
 """
 
 from collections.abc import Iterator
@@ -24,10 +23,10 @@ _KEY = "tensor_parallel.sequence_parallel"
 
 
 def find_stack(model: nn.Module, plan: TensorPlan) -> nn.ModuleList:
-    """The layers in which the sequence is divided.
+    """Return the list of layers in which the sequence is divided.
 
     Raises:
-        ConfigError: if the plan does not say which they are.
+        ConfigError: if the plan does not name exactly one list of the model.
     """
     stacks = [
         module
@@ -43,7 +42,7 @@ def find_stack(model: nn.Module, plan: TensorPlan) -> nn.ModuleList:
 
 
 def divide_sequence(model: nn.Module, stack: nn.ModuleList, ranks: TensorRanks) -> None:
-    """Divide the sequence between the blocks of `stack`, whose linear layers are divided already."""
+    """Divide the sequence between the blocks of `stack`. Its linear layers must be divided already."""
     blocks = {
         path.rpartition(".")[0] for path, module in stack.named_modules() if isinstance(module, ColumnParallelLinear)
     }
@@ -70,7 +69,7 @@ def divide_sequence(model: nn.Module, stack: nn.ModuleList, ranks: TensorRanks) 
 
 
 class _WatchOutputs:
-    """See [Note: whose state] in `ranks.py`."""
+    """A hook that watches a module's outputs; see [Note: whose state] in `ranks.py`."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
@@ -81,7 +80,7 @@ class _WatchOutputs:
 
 
 class _TakeFirstPart:
-    """The input of the first layer: this rank's part of the sequence."""
+    """A hook that gives the first layer this rank's part of the sequence."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
@@ -99,7 +98,7 @@ class _TakeFirstPart:
 
 
 class _GatherBefore:
-    """The input of a divided block: the whole sequence."""
+    """A hook that gathers the whole sequence for a divided block."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
@@ -111,7 +110,7 @@ class _GatherBefore:
 
 
 class _GatherAfter:
-    """The output of the last layer: the whole sequence."""
+    """A hook that gathers the whole sequence after the last layer."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
@@ -126,14 +125,14 @@ class _GatherAfter:
 
 
 def _change(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the activations changed: the first, or `hidden_states`."""
+    """Return the arguments with `change` applied to the activations: the first argument, or `hidden_states`."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors in containers of any nesting."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):

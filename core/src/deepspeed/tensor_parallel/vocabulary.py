@@ -1,9 +1,8 @@
-"""The embedding of tokens, the output layer and the cross entropy, divided by vocabulary (arXiv 1909.08053, section 3).
+"""Divide the token embedding, the output layer and the cross entropy by vocabulary (arXiv 1909.08053, section 3).
 
-Layers are divided only where the model says which they are (`get_input_embeddings`, `get_output_embeddings`) and they
-are plain: one with a forward of its own stays whole, and so does the layer that it shares its weight with. The loss
-costs one all-gather of two numbers per token instead of one of all logits. Legend: N tokens, v entries of the
-vocabulary on this rank, W ranks, I features.
+Layers are divided only if the model returns them (`get_input_embeddings`, `get_output_embeddings`) and they are plain:
+a layer with a custom forward stays whole, and so does a layer that shares its weight. The loss all-gathers two numbers
+per token instead of all logits. Legend: N tokens, v entries of the vocabulary on this rank, W ranks, I features.
 """
 
 import inspect
@@ -22,13 +21,13 @@ from deepspeed.tensor_parallel.ranks import TensorRanks, sum_over
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, start + n) of an embedding; tokens of other ranks add zeros to the sum over the ranks.
+    """Rows [start, start + n) of an embedding. Tokens of other ranks contribute zeros to the sum over the ranks.
 
     Args:
         weight: [n, I].
         start: the first token that this rank holds.
-        vocabulary: tokens of all ranks.
-        padding_idx: the token whose row gets no gradient.
+        vocabulary: number of tokens on all ranks.
+        padding_idx: the token for which the row gets no gradient.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class VocabParallelEmbedding(nn.Module):
         """Tokens [...], integers -> [..., I], equal on all ranks.
 
         Raises:
-            IndexError: on the host, for a token outside of the vocabulary; a device stops with an error of its own.
+            IndexError: on the host, for a token outside the vocabulary; a device raises its own error.
         """
         check_tokens(input, self.vocabulary, "embedding: found token")
         own = input - self.start
-        # Tokens of no rank stay out of range, where a device refuses them as it does those of an embedding.
+        # Tokens outside the vocabulary stay out of range, so a device raises its own error.
         is_elsewhere = ((own < 0) | (own >= self.num_embeddings)) & (input >= 0) & (input < self.vocabulary)
         padding = None if self.padding_idx is None else self.padding_idx - self.start
         if padding is not None and not 0 <= padding < self.num_embeddings:
@@ -68,19 +67,19 @@ def vocab_parallel_cross_entropy(
     vocabulary: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Losses [N] in nats, fp32, equal on all ranks; 0 where the target is ignored.
+    """Return losses [N] in nats, fp32, equal on all ranks; 0 for ignored targets. A collective.
 
-    log(sum over the vocabulary of exp(logit)) - logit of the target. A collective.
+    The loss is log(sum over the vocabulary of exp(logit)) - logit of the target.
 
     Args:
         logits_Nv: this rank's part, floating point.
         targets_N: tokens of the whole vocabulary, integers, equal on all ranks.
         start: the token of this rank's first logit.
-        vocabulary: tokens of all ranks; None: asked of them, in one more collective.
-        ignore_index: the target that has no loss.
+        vocabulary: number of tokens on all ranks; None: computed with one more collective.
+        ignore_index: the target without a loss.
 
     Raises:
-        IndexError: on the host, for a target outside of the vocabulary; a device stops with an error of its own.
+        IndexError: on the host, for a target outside the vocabulary; a device raises its own error.
     """
     if vocabulary is None:
         vocabulary = int(ranks.gather(targets_N.new_tensor([logits_Nv.shape[1]])).sum())
@@ -90,7 +89,7 @@ def vocab_parallel_cross_entropy(
 
 
 def check_tokens(tokens: Tensor, vocabulary: int, found: str) -> None:
-    """Raise `IndexError` for tokens that are in no part of a vocabulary. On a device nothing waits for their values."""
+    """Raise `IndexError` for tokens outside the vocabulary. Skipped on a device, to avoid a synchronization."""
     if tokens.device.type == "cpu" and tokens.numel():
         for token in map(int, tokens.aminmax()):
             if not 0 <= token < vocabulary:
@@ -113,7 +112,7 @@ class _CrossEntropy(torch.autograd.Function):
         own_N = targets_N - start
         is_own_N = (own_N >= 0) & (own_N < logits_Nv.shape[1])
         is_ignored_N = targets_N == ignore_index
-        # Targets of no rank stay out of range, where a device refuses them.
+        # Targets outside the vocabulary stay out of range, so a device raises its own error.
         is_known_N = is_ignored_N | ((targets_N >= 0) & (targets_N < vocabulary))
         own_N = own_N.masked_fill(~is_own_N & is_known_N, 0)
         of_target_N = logits_Nv.gather(1, own_N.unsqueeze(1)).squeeze(1).masked_fill(~is_own_N, 0)
@@ -125,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """softmax - one-hot of the target, of this rank's part."""
+        """Return softmax - one-hot of the target, for this rank's part."""
         logits_Nv, log_sum_N, own_N, is_own_N, is_ignored_N = ctx.saved_tensors
         grad_Nv = (logits_Nv - log_sum_N.unsqueeze(1)).exp_()
         grad_Nv.scatter_add_(1, own_N.unsqueeze(1), -is_own_N.to(grad_Nv.dtype).unsqueeze(1))
@@ -143,7 +142,7 @@ def divide_vocabulary(model: nn.Module, ranks: TensorRanks, *, keeps_logits_divi
         keeps_logits_divided: see `divide.divide_model`.
 
     Raises:
-        ConfigError: if the logits are to stay divided, and the model has no output layer or loss that can.
+        ConfigError: if the logits are to stay divided, but the model has no plain linear output layer.
     """
     embedding, head = _ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings")
     weights = [end.weight for end in (embedding, head) if isinstance(getattr(end, "weight", None), nn.Parameter)]
@@ -193,13 +192,13 @@ class _CausalLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The sum over tokens divided by their number, or by `num_items_in_batch`.
+        """Return the sum of the losses divided by the number of tokens, or by `num_items_in_batch`.
 
         Args:
             logits: [B, T, v].
             labels: [B, T]; position t predicts label t + 1.
-            vocab_size: of the whole model; not used.
-            num_items_in_batch: of all micro-batches together.
+            vocab_size: the whole model's; not used.
+            num_items_in_batch: the number of tokens in all micro-batches.
             ignore_index: the label without a loss.
             shift_labels: [B, T]; position t predicts label t.
         """
@@ -225,7 +224,7 @@ def _ask(model: nn.Module, method: str) -> Any:
         return None
     try:
         return ask()
-    except NotImplementedError:  # how transformers' models say that they have none
+    except NotImplementedError:  # transformers' models raise it if they have none
         return None
 
 
