@@ -4,12 +4,12 @@
     deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config)
     hidden = deepspeed.checkpointing.checkpoint(block, hidden, mask)
 
-`torch.utils.checkpoint` does the work: the block's inputs are kept, and the backward computes the block again under
-the random states that its forward had, named ones included (`rng.py`). Options say where `Keeping` keeps
-the inputs of a block until its backward: on a rank of a model, the host, in a buffer.
+`torch.utils.checkpoint` does the work: it keeps the block's inputs, and the backward recomputes the block with the
+random states of its forward, including named states (`rng.py`). Options determine where `Keeping` keeps the inputs of a
+block until its backward: divided over tensor-parallel ranks, on the host, in a buffer.
 
-`Keeping.pack` takes a tensor away and `Keeping.unpack` brings it back, as hooks of autograd's saved tensors do. The
-options add up: a tensor is first divided over the tensor-parallel ranks, then copied to the host, then into a slot.
+`Keeping.pack` and `Keeping.unpack` are hooks for autograd's saved tensors. The options combine: a tensor is first
+divided over the tensor-parallel ranks, then copied to the host, then copied into a slot.
 """
 
 import math
@@ -44,13 +44,13 @@ from deepspeed.parallel.running import RunningModel, running, running_model
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that was taken away.
+    """`Kept` holds a packed tensor.
 
     stored: the tensor, this rank's part of it as a flat tensor, or a slot.
-    shape: of the whole tensor; None: `stored` is the tensor itself.
-    device: where it is needed again.
-    ranks: those that have the other parts; None: `stored` is all of it.
-    version: of `stored` where it has the memory of the tensor itself; None: it is a copy.
+    shape: the shape of the whole tensor; None: `stored` is the tensor itself.
+    device: the device to unpack to.
+    ranks: the ranks with the other parts; None: `stored` has all elements.
+    version: the version of `stored` if it shares memory with the tensor; None: a copy, or changes are not counted.
     """
 
     stored: "torch.Tensor | Slot"
@@ -80,7 +80,7 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its memory, flat."""
+        """The slot's memory, flat."""
         return self._pool.buffer[self._number]
 
 
@@ -94,15 +94,15 @@ class _Pool:
 
 @dataclass
 class Keeping:
-    """The options, and the buffers that they need.
+    """`Keeping` holds the options, and the buffers that they need.
 
     Args:
-        partition: keep 1 / W of each tensor on each of the W tensor-parallel ranks, where they have equal ones; the
-            whole is gathered in the backward.
-        on_host: keep tensors of a device in host memory, page-locked.
+        partition: keep 1 / W of each tensor on each of the W tensor-parallel ranks, if their tensors are equal; the
+            backward gathers the whole.
+        on_host: keep tensors of a device in page-locked host memory.
         num_slots: number of inputs of each size that a buffer holds; None: no buffers, each tensor has its own memory.
-        ranks: gives the tensor-parallel ranks of the model whose forward runs; None where they have different
-            activations now, so that each keeps its own.
+        ranks: returns the tensor-parallel ranks of the running model; None if their activations differ now, so each
+            rank keeps its own.
     """
 
     partition: bool = False
@@ -113,15 +113,15 @@ class Keeping:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tensors stay as they are."""
+        """Whether tensors are kept unchanged."""
         return not (self.partition or self.on_host or self.num_slots)
 
     def reset(self) -> None:
-        """Drop the buffers; slots that are in use keep theirs until their backward."""
+        """Drop the buffers. Slots that are in use keep their buffer alive until their backward."""
         self._pools = {}
 
     def pack(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor. Parameters, and what has no floating-point numbers, stay as they are.
+        """Pack a tensor. Parameters and tensors that are not floating-point are kept unchanged.
 
         Raises:
             ValueError: if all slots are in use.
@@ -138,12 +138,12 @@ class Keeping:
         if self.num_slots is not None:
             stored = self._slot(flat)
         elif ranks is not None and _memory(flat) == _memory(tensor):
-            stored = flat.clone()  # or the part would keep the whole in memory
+            stored = flat.clone()  # otherwise the part would keep the whole tensor in memory
         is_shared = isinstance(stored, torch.Tensor) and _memory(stored) == _memory(tensor)
         return Kept(stored, tensor.shape, tensor.device, ranks, _version(tensor) if is_shared else None)
 
     def unpack(self, kept: Kept) -> torch.Tensor:
-        """The tensor again. With `partition` a collective: the ranks of a model compute the same blocks again."""
+        """Unpack a tensor. With `partition`, a collective: tensor-parallel ranks recompute the same blocks."""
         kept.check()
         stored = kept.stored
         if kept.shape is None:
@@ -173,8 +173,8 @@ class Keeping:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return how often the tensor was changed in place; None for an inference tensor, whose changes torch does not
-    count, and for a sharded parameter, whose values come and go."""
+    """Return the version counter of a tensor; None for an inference tensor, which has none, and for a sharded
+    parameter, since gathering and releasing its values changes the counter."""
     return None if tensor.is_inference() or is_sharded(tensor) else tensor._version
 
 
@@ -195,7 +195,7 @@ def _whole(part: torch.Tensor, ranks: GroupBackend) -> torch.Tensor:
     return whole
 
 
-# the documented names, whatever the device
+# the documented names, for every device
 CudaRNGStatesTracker = RNGStatesTracker
 get_cuda_rng_tracker = get_rng_tracker
 model_parallel_cuda_manual_seed = model_parallel_manual_seed
@@ -234,23 +234,23 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how inputs are kept. Arguments beat the config's section `activation_checkpointing`.
+    """Configure how inputs are kept. Arguments override the config's section `activation_checkpointing`.
 
     Args:
-        mpu_: Megatron's model parallel unit, whose tensor-parallel ranks `partition_activations` and the seeds of
-            `model_parallel_cuda_manual_seed` use; None: those of the engine whose forward runs.
+        mpu_: Megatron's model parallel unit; `partition_activations` and the seeds of `model_parallel_cuda_manual_seed`
+            use its tensor-parallel ranks. None: use the ranks of the running model, or of `deepspeed.utils.groups`.
         deepspeed_config: the engine's configuration: path, dict, JSON, or a `DeepSpeedConfig`.
-        partition_activations: keep a part of each input on each tensor-parallel rank, and gather it in the backward;
-            where the ranks have different inputs, as between blocks with `tensor_parallel.sequence_parallel`, each
-            keeps its own.
-        contiguous_checkpointing: keep inputs in one buffer per size, made at the first use.
-        num_checkpoints: inputs of a size that a buffer holds: checkpoints between a forward and its backward.
+        partition_activations: keep a part of each input on each tensor-parallel rank, and gather it in the backward; if
+            the ranks have different inputs, as between blocks with `tensor_parallel.sequence_parallel`, each rank keeps
+            its own.
+        contiguous_checkpointing: keep inputs in one buffer per size, allocated at the first use.
+        num_checkpoints: inputs per buffer, the number of checkpoints between a forward and its backward.
         checkpoint_in_cpu: keep inputs in host memory.
         synchronize: wait for the device before and after each block.
         profile: log the time of each block's forward and of its recomputation.
 
     Raises:
-        ConfigError: for `contiguous_checkpointing` without `num_checkpoints`, and one that is no such number.
+        ConfigError: for `contiguous_checkpointing` without `num_checkpoints`, or an invalid `num_checkpoints`.
     """
     global _settings
     section = _section(deepspeed_config)
@@ -290,36 +290,36 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drop the buffers of `contiguous_checkpointing`. Call it after forwards without a backward, which fill them."""
+    """Drop the buffers of `contiguous_checkpointing`. Call it after forwards without a backward, which fill slots."""
     if _settings is not None:
         _settings.keeping.reset()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, computed again in the backward instead of keeping what it computed.
+    """Return `function(*args, **kwargs)`; the backward recomputes the function instead of keeping its activations.
 
-    Works without `configure` too. Gradients also reach parameters when no input requires a gradient, which is why the
-    non-reentrant form is used. Tensors among `args` are kept as `configure` says; those in `kwargs` stay as they are.
+    Works without `configure`, too. The non-reentrant form is used, so gradients reach parameters even if no input
+    requires a gradient. `configure` applies to tensors in `args`; tensors in `kwargs` are kept unchanged.
     """
     return _checkpoint(function, args, use_reentrant=False, **kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`checkpoint` under the name by which the form without re-entry is asked for."""
+    """Call `checkpoint`; this name explicitly requests the non-reentrant form."""
     return checkpoint(function, *args)
 
 
 @absent_members("runtime.activation_checkpointing.checkpointing:CheckpointFunction")
 class CheckpointFunction:
-    """The re-entrant form, as autograd functions are called: its backward runs a backward of its own.
+    """The reentrant form, called like an autograd function; its backward runs a nested backward.
 
-    It needs an input that requires a gradient, and `torch.autograd.grad` does not go through it; `checkpoint` has
-    neither limit.
+    It needs an input that requires a gradient, and does not support `torch.autograd.grad`; `checkpoint` has neither
+    limit.
     """
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """`run_function(*args)`, computed again in the backward; its outputs are also added to `all_outputs`."""
+        """Return `run_function(*args)`, recomputed in the backward; its outputs are also appended to `all_outputs`."""
         outputs = _checkpoint(run_function, args, use_reentrant=True)
         all_outputs += outputs if isinstance(outputs, tuple | list) else [outputs]
         return outputs
@@ -334,13 +334,13 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], **options: 
     states = RandomStates.now()
     if states or settings.synchronize or settings.profile or keeping.partition:
         function = _Block(function, settings, states, running_model().in_backward())
-    with hooks:  # autograd asks them about the inputs; of what the block computes torch keeps nothing
+    with hooks:  # autograd calls the hooks for the inputs only; torch saves no activations of the block
         return torch.utils.checkpoint.checkpoint(function, *args, **options)
 
 
 class _Block:
-    """A function that is called once in the forward and then in the backward: there with the random states of the
-    forward, and as a part of the same model. Waits for the device and logs times as the settings say."""
+    """Wrap a function that is called in the forward, then again in the backward, with the random states of the forward
+    and as a part of the same running model. Synchronizes the device and logs times according to the settings."""
 
     def __init__(
         self, function: Callable[..., Any], settings: _Settings, states: RandomStates, model: RunningModel
@@ -363,7 +363,7 @@ class _Block:
         start_s = time.perf_counter()
         try:
             return self._function(*args, **kwargs)
-        finally:  # a recomputation is stopped by an exception when it has all that the backward needs
+        finally:  # torch stops a recomputation with an exception once it has everything that the backward needs
             if self._settings.synchronize:
                 get_accelerator().synchronize()
             if self._settings.profile:
@@ -373,7 +373,7 @@ class _Block:
 
 
 def _tensor_parallel(mpu: Any) -> GroupBackend | None:
-    """The collectives of the tensor-parallel ranks; None where they have different activations."""
+    """Return the backend of the tensor-parallel ranks; None if their activations differ."""
     model = running_model()
     if model.activations_differ():
         return None

@@ -1,11 +1,11 @@
-"""Named random states, so that ranks of one model draw equal numbers in some places and different ones in others.
+"""Named random states let the ranks of one model draw equal numbers in some places and different numbers in others.
 
-    model_parallel_manual_seed(1234)            # equal seeds by default, one per tensor-parallel rank by name
+    model_parallel_manual_seed(1234)            # default state: equal seeds; named state: one seed per rank
     with get_rng_tracker().fork():              # dropout on a divided activation: different numbers on each rank
         x = dropout(x)
 
-Megatron-LM's interface on the accelerator in use, the CPU too; `checkpointing.py` has the documented names.
-`checkpoint` restores the named states as well as the default one when it computes a block again.
+This is Megatron-LM's interface, on any accelerator and on the CPU; `checkpointing.py` has the documented names.
+`checkpoint` restores the named states and the default state when it recomputes a block.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ class RNGStatesTracker:
         return {name: state.clone() for name, state in self.states_.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Take the states of `get_states`."""
+        """Replace all states by the result of `get_states`."""
         self.states_ = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Name a new state, as after `manual_seed(seed)`; the current one stays as it is.
+        """Add a named state, as after `manual_seed(seed)`; the current state stays unchanged.
 
         Raises:
-            ValueError: for a name or a seed that is there already.
+            ValueError: for a name or a seed that was added already.
         """
         if name in self.states_ or seed in self.seeds_:
             taken = f"the name {name!r}" if name in self.states_ else f"the seed {seed}"
@@ -60,7 +60,7 @@ class RNGStatesTracker:
 
     @contextmanager
     def restarted(self, text: str) -> Iterator[None]:
-        """Inside, each named state is one that follows from `text` and its name; afterwards what it was before."""
+        """Replace each named state inside by a state derived from `text` and its name; restore them at the end."""
         former, accelerator = self.states_, get_accelerator()
         if former:
             current = accelerator.get_rng_state()
@@ -76,7 +76,7 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, random numbers come from the named state, which goes on from there; afterwards from the former state.
+        """Draw random numbers from the named state inside, which advances; restore the previous state at the end.
 
         Raises:
             ValueError: for an unknown name.
@@ -98,38 +98,38 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-_own_rank: Callable[[], int] | None = None  # None: as the engine's mesh has it
+_own_rank: Callable[[], int] | None = None  # None: the rank in the mesh of `groups.py`
 
 
 def seed_from(text: str) -> int:
-    """Return a seed that follows from `text`, another one for any other."""
+    """Return a seed derived from `text` by a hash."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """The tracker of this process."""
+    """Return the tracker of this process."""
     return _tracker
 
 
 def use_rank(own_rank: Callable[[], int] | None) -> None:
-    """Seed by this function's number of the rank among its tensor-parallel ones; None: by that of the engine's mesh."""
+    """Use `own_rank` for this rank's tensor-parallel index in seeds; None: use the mesh of `deepspeed.utils.groups`."""
     global _own_rank
     _own_rank = own_rank
 
 
 def model_parallel_manual_seed(seed: int) -> None:
-    """Seed the accelerator's default state with `seed`, the same on the ranks of a model, and the state
-    "model-parallel-rng" with another one on each of its tensor-parallel ranks. Other names are forgotten."""
+    """Seed the accelerator's default state with `seed`, and the state "model-parallel-rng" with a different seed on
+    each tensor-parallel rank. `seed` must be equal on the ranks of a model. Drops all other named states."""
     _tracker.reset()
     get_accelerator().manual_seed(seed)
     _tracker.add(MODEL_PARALLEL_RNG, _seed_of_rank(seed))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" again, with another number on each tensor-parallel rank; nothing else changes.
+    """Reseed "model-parallel-rng", with a different seed on each tensor-parallel rank. Changes nothing else.
 
     Raises:
-        ValueError: if there is no such state yet.
+        ValueError: if the state does not exist yet.
     """
     with _tracker.fork():
         get_accelerator().manual_seed(_seed_of_rank(seed))
@@ -137,10 +137,10 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """`RandomStates` holds what `torch.utils.checkpoint` may leave out of the random states of a forward.
+    """`RandomStates` holds the random states of a forward that `torch.utils.checkpoint` may not restore.
 
     named: the states of the tracker.
-    device: the default state of the device; None on the host. torch restores it only for devices whose module says
+    device: the default state of the device; None on the host. torch restores it only if the device's module reports
         that it is initialized.
     """
 
@@ -149,13 +149,13 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> "RandomStates":
-        """Return the present random states."""
+        """Return the current random states."""
         accelerator = get_accelerator()
         on_host = torch.device(accelerator.current_device_name()).type == "cpu"
         return cls(_tracker.get_states(), None if on_host else accelerator.get_rng_state())
 
     def restore(self) -> None:
-        """Let random numbers go on from these states."""
+        """Set the random states to these states."""
         _tracker.set_states(self.named)
         if self.device is not None:
             get_accelerator().set_rng_state(self.device)
@@ -166,7 +166,7 @@ class RandomStates:
 
 @contextmanager
 def restored(states: RandomStates) -> Iterator[None]:
-    """Inside, the random states go on from `states`; afterwards they go on from what they were before."""
+    """Use the random states `states` inside; restore the previous states at the end."""
     former = RandomStates.now()
     states.restore()
     try:
