@@ -1,12 +1,12 @@
-"""`UlyssesSPDataLoaderAdapter`: the batches of a loader, of which each rank gets its part of every sequence.
+"""`UlyssesSPDataLoaderAdapter` divides the batches of a loader, so each rank gets its part of every sequence.
 
-A loader gives each rank other samples. The ranks that share sequences take turns with them: from one batch per rank
-come as many steps as there are ranks, in each of which all of them train on one rank's batch, each on its own tokens.
+A loader returns different samples on each rank. The ranks that share sequences take turns: one batch per rank gives as
+many steps as there are ranks. In each step all of them train on one rank's batch, each on its own tokens.
 
     rank 0 loads A, rank 1 loads B:    step 1   A[:, :T/2] | A[:, T/2:]
                                        step 2   B[:, :T/2] | B[:, T/2:]
 
-Labels are shifted before they are divided, as the label of a part's last token is in the next part.
+Labels are shifted before they are divided, since the label of a part's last token is in the next part.
 """
 
 import json
@@ -28,27 +28,27 @@ from deepspeed.errors import counted, first_line
 from deepspeed.sequence.exchange import channel
 
 IGNORED = -100
-#: keys by which the length of a batch is known, the first one that it has
+#: keys that determine the length of a batch; the first key in the batch is used
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels")
 
 
 @absent_members("runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter")
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over parts of the batches of `dl`; other attributes are the loader's own.
+    """Iterates over this rank's parts of the batches of `dl`; other attributes are the loader's own.
 
-    Each batch is a mapping. Tensors with tokens in dim 1 (those as long as `input_ids`) are divided, others are whole
-    on every rank. `position_ids` are added where they are absent; `labels` become `shift_labels`. A length that is no
-    multiple of the ranks is padded: labels with -100, positions go on, all else with 0. A model that attends in both
-    directions then needs an `attention_mask` in its batches.
+    Each batch is a mapping. Tensors with tokens in dim 1 (as long as `input_ids`) are divided; other tensors are whole
+    on every rank. Missing `position_ids` are added; `labels` become `shift_labels`. A length that is not a multiple of
+    the number of ranks is padded: labels with -100, positions by counting on, all else with 0. A model that attends in
+    both directions then needs an `attention_mask` in its batches.
 
     Args:
-        dl: the loader; all ranks of the group iterate together. Those whose loader ends earlier take part in the
-            others' remaining batches.
+        dl: the loader; all ranks of the group iterate together. If a rank's loader ends early, the rank still takes
+            part in the remaining batches of the others.
         sp_rank: this rank's part of the sequence.
         sp_group: the ranks that share sequences.
-        sp_world_size: their number.
-        device: where the parts go.
-        pad_to_sp_multiple: False refuses a length that is no multiple.
+        sp_world_size: the number of these ranks.
+        device: the device of the parts.
+        pad_to_sp_multiple: if False, raise for a length that is not a multiple.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class UlyssesSPDataLoaderAdapter:
         self.pad_to_sp_multiple = pad_to_sp_multiple
 
     def __len__(self) -> int:
-        """Return the steps of an epoch, if all ranks load as many batches as this one."""
+        """Return the number of steps per epoch, if all ranks load as many batches as this one."""
         return len(self.dl) * self.sp_world_size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dl":  # before __init__, as in unpickling
+        if name == "dl":  # before __init__, for example while unpickling
             raise AttributeError(name)
         return getattr(self.dl, name)
 
@@ -88,7 +88,7 @@ class UlyssesSPDataLoaderAdapter:
             try:
                 batches = iter(self.dl) if batches is None else batches
                 own = self._parts_of(next(batches, None))
-            except BaseException as found:  # noqa: BLE001 - raised when the others know of it
+            except BaseException as found:  # noqa: BLE001 - `_share` raises it when the other ranks know of it
                 error = found
             shared = self._share(own, error)
             if not shared:
@@ -96,7 +96,7 @@ class UlyssesSPDataLoaderAdapter:
             yield from shared
 
     def _parts_of(self, batch: Mapping[str, Any] | None) -> "_Parts":
-        """Cut this rank's batch into a part for each rank; return `_NOTHING` for None, at the loader's end."""
+        """Cut this rank's batch into one part per rank. Returns `_NOTHING` for None, at the loader's end."""
         if batch is None:
             return _NOTHING
         try:
@@ -112,8 +112,8 @@ class UlyssesSPDataLoaderAdapter:
         """Return this rank's parts of the batches of all ranks that have one. A collective.
 
         Args:
-            error: of this rank, in place of a batch. Then all ranks raise, also those that wait in a step for one of
-                this group.
+            error: this rank's error instead of a batch. Then all ranks of the group raise, and so do ranks that wait
+                in a step for one of them.
         """
         reason = None if error is None else f"{type(error).__name__}: {first_line(error)}"
         try:
@@ -153,7 +153,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Parts(NamedTuple):
-    """The parts of a rank's batch are the bytes for each rank, and a record of their layout, None without a batch."""
+    """`_Parts` holds a rank's batch as bytes for each rank, and a record of their layout; None without a batch."""
 
     record: dict[str, Any] | None
     to_each: list[torch.Tensor]
@@ -163,10 +163,10 @@ _NOTHING = _Parts(None, [])
 
 
 def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict[str, Any]:
-    """A batch whose sequences can be divided: with positions, labels shifted, and a length that is a multiple.
+    """Prepare a batch for division: add positions, shift labels, and pad the length to a multiple of the ranks.
 
     Raises:
-        ValueError: if it has no tokens, is packed of several sequences, or is to be padded and `pads` is False.
+        ValueError: if the batch has no tokens or packed sequences, or needs padding and `pads` is False.
     """
     prepared = dict(batch)
     known = [key for key in _TOKENS if isinstance(prepared.get(key), torch.Tensor) and prepared[key].dim() >= 2]
@@ -197,7 +197,7 @@ def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict
 
 
 def _is_consecutive(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-    """Whether each position follows the one before; padding is left out."""
+    """Whether each position is the previous one plus 1, ignoring padding."""
     follows = position_ids.diff(dim=-1) == 1
     if attention_mask is not None and attention_mask.dim() == 2 and position_ids.dim() == 2:
         is_token = attention_mask.bool()
@@ -206,7 +206,7 @@ def _is_consecutive(position_ids: torch.Tensor, attention_mask: torch.Tensor | N
 
 
 def _token_dim(key: str, value: Any, length: int) -> int | None:
-    """The dim of a tensor that has the tokens, or None."""
+    """Return the dim of the tokens in a tensor, or None."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return None
     if key == "position_ids" and value.dim() == 3:  # [3, B, T]: time, height, width
@@ -225,7 +225,7 @@ def _padded(key: str, tensor: torch.Tensor, dim: int, missing: int) -> torch.Ten
 
 
 def _cut(batch: Mapping[str, Any], num_ranks: int) -> tuple[list[list[torch.Tensor]], dict[str, Any]]:
-    """The tensors for each rank, and what they are: the same for all ranks, as all parts are equal."""
+    """Return the tensors for each rank, and a record of their layout, which is equal for all ranks."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     length = batch["position_ids"].shape[-1]
     pieces: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries and keys, exact: the softmax is put together from the blocks' sums.
+"""Exact attention in blocks of queries and keys: the softmax is combined from the sums of the blocks.
 
     forward of a block:   s = q k^T * scale,  l = logsumexp(s),  o = exp(s - l) v
     two blocks of keys:   l' = log(exp(l1) + exp(l2)),  o' = exp(l1 - l') o1 + exp(l2 - l') o2
@@ -9,10 +9,10 @@
 All sums are in fp32. Shape legend: B batch, H query heads, G KV heads, T queries, S keys, K width of a head. Query
 heads of a group share a KV head: G divides H.
 
-`ChunkedAttention` is the method of FPDT (arXiv 2408.16978, section 4) as a local attention: queries, keys, values and
-the context are cut in chunks that wait on the host, and the device computes one pair of them at a time. The inputs, the
-context and their gradients are whole where autograd passes them; what attention itself keeps until the backward is on
-the host. Chunks come back without waiting for the host where its memory is page-locked.
+`ChunkedAttention` implements the method of FPDT (arXiv 2408.16978, section 4) as a local attention: queries, keys,
+values and the context are cut into chunks that stay on the host, and the device computes one pair of chunks at a time.
+Autograd still passes whole inputs, contexts and gradients; only the tensors that attention saves for the backward are
+on the host. Copies back to the device are asynchronous if the host memory is page-locked.
 
     DistributedAttention(ChunkedAttention(chunk_size=65536), group, scatter_idx=2, gather_idx=1)
 """
@@ -30,14 +30,14 @@ from deepspeed.accelerator import get_accelerator
 def forward_block(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, scale: float, diagonal: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The context [B, H, T, K] and log-sum [B, H, T] over the keys of one block, fp32.
+    """Return the context [B, H, T, K] and the log-sum [B, H, T] over the keys of one block, fp32.
 
     Args:
         q_BHTK: queries.
         k_BGSK: keys.
         v_BGSK: values.
-        scale: on the scores.
-        diagonal: None: every query sees every key; d: query t sees keys up to t + d, at least one of them.
+        scale: factor of the scores.
+        diagonal: None: every query sees every key; d: query t sees keys up to t + d, at least one key.
     """
     scores = _scores(q_BHTK, k_BGSK, scale, diagonal)
     lse = scores.logsumexp(dim=-1)
@@ -46,7 +46,7 @@ def forward_block(
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Context and log-sum over the keys of both."""
+    """Combine the contexts and log-sums of two sets of keys."""
     total = torch.logaddexp(lse, block_lse)
     return out * (lse - total).exp()[..., None] + block_out * (block_lse - total).exp()[..., None], total
 
@@ -61,10 +61,10 @@ def backward_block(
     scale: float,
     diagonal: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's parts of the gradients of queries, keys and values, fp32.
+    """Return this block's contributions to the gradients of queries, keys and values, fp32.
 
     Args:
-        grad_BHTK: of the context over all keys.
+        grad_BHTK: gradient of the context over all keys.
         q_BHTK: as in the forward.
         k_BGSK: as in the forward.
         v_BGSK: as in the forward.
@@ -84,12 +84,12 @@ def backward_block(
 
 
 def delta(grad_BHTK: Tensor, out_BHTK: Tensor) -> Tensor:
-    """Sum over K of gradient times context, [B, H, T], fp32."""
+    """Return the sum over K of gradient times context, [B, H, T], fp32."""
     return (grad_BHTK.float() * out_BHTK.float()).sum(dim=-1)
 
 
 def _scores(q_BHTK: Tensor, k_BGSK: Tensor, scale: float, diagonal: int | None) -> Tensor:
-    """[B, G, H / G, T, S]."""
+    """Return the masked scores [B, G, H / G, T, S]."""
     scores = _grouped(q_BHTK, k_BGSK.shape[1]).float() @ k_BGSK[:, :, None].float().transpose(-1, -2) * scale
     if diagonal is None:
         return scores
@@ -105,12 +105,12 @@ class ChunkedAttention(torch.nn.Module):
     """Attention to all keys, chunk by chunk.
 
     Args:
-        chunk_size: tokens of a chunk.
-        causal: whether a token sees only itself and those before it.
-        offload: keep chunks in host memory; on the host they stay where they are.
-        scale: on the scores; default: the width of a head to the power -1/2.
-        sequence_dim: of the inputs and the context; default: [B, T, H, K].
-        head_dim: of the inputs and the context.
+        chunk_size: tokens per chunk.
+        causal: whether a token sees only itself and earlier tokens.
+        offload: keep the chunks of a device in host memory.
+        scale: factor of the scores; default: the width of a head to the power -1/2.
+        sequence_dim: token dim of the inputs and the context; default: [B, T, H, K].
+        head_dim: head dim of the inputs and the context.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ChunkedAttention(torch.nn.Module):
         self._back = tuple(self._order.index(dim) for dim in range(4))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The context, in the layout and dtype of the queries; key and value may have fewer heads."""
+        """Return the context in the layout and dtype of the queries; key and value may have fewer heads."""
         tensors = (each.permute(self._order) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         context: Tensor = _Chunked.apply(*tensors, self.chunk_size, self.causal, self.offload, scale)  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ class _Chunked(torch.autograd.Function):
             sums.append(_store(lse, offload))
         ctx.chunk_size = chunk_size
         ctx.numbers = [len(each) for each in (queries, keys, values, outs, sums)]
-        ctx.save_for_backward(*queries, *keys, *values, *outs, *sums)  # on the host these may be the inputs themselves
+        ctx.save_for_backward(*queries, *keys, *values, *outs, *sums)  # chunks without a copy are views of the inputs
         return context
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _store(tensor: Tensor, offload: bool) -> Tensor:
-    """A chunk where it waits."""
+    """Return a chunk in host memory with `offload`, else the chunk itself."""
     if not offload or tensor.device.type == "cpu":
         return tensor.detach()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)

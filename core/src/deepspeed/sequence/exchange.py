@@ -1,32 +1,31 @@
-"""All-to-alls that change what is divided among the ranks: the sequence or the heads (arXiv 2309.14509, section 3).
+"""All-to-alls that switch the division of tensors between the sequence and the heads (arXiv 2309.14509, section 3).
 
     q, k, v = scatter_heads(backend, (q, k, v), parts, sequence_dim=1, head_dim=2)   # all tokens, own heads
     y = gather_heads(backend, y, parts_of_y, sequence_dim=1, head_dim=2)             # own tokens, all heads
 
-Both are differentiable, any number of times; each is the other's backward. All tensors of a call travel in one
-collective.
+Both are differentiable any number of times; each is the other's backward. One collective sends all tensors of a call.
 
-Bytes that a rank sends, of P ranks with N tokens in all, for a tensor of n heads of width d and e bytes: the part of
-its N/P tokens that others compute, (n - own heads) * N/P * d * e, which is N * n * d * e * (P - 1) / P**2 for even
-heads: `sent_bytes` says it for a call. A layer with as many KV as query heads sends four such tensors in the forward
-and four in the backward.
+With P ranks and N tokens in total, a rank sends (n - own heads) * N/P * d * e bytes of a tensor with n heads of width d
+and elements of e bytes: the part of its N/P tokens that other ranks compute. With even heads this is
+N * n * d * e * (P - 1) / P**2; `sent_bytes` computes it for a call. A layer with as many KV heads as query heads sends
+four such tensors in the forward and four in the backward.
 
-`HeadDivision` says which heads each rank computes, in pure integers:
+`HeadDivision` computes the heads of each rank:
 
     heads = HeadDivision(num_heads=6, num_kv_heads=2, num_ranks=3)
     heads.query                  # ((0, 2), (2, 4), (4, 6)): half-open ranges by rank
-    heads.key_value              # ((0, 1), (0, 2), (1, 2)): what those query heads attend to
-    heads.local_kv_index(1)      # (0, 1): for each query head of rank 1, its head among the rank's own KV heads
+    heads.key_value              # ((0, 1), (0, 2), (1, 2)): the KV heads of those query heads
+    heads.local_kv_index(1)      # (0, 1): for each query head of rank 1, its index among the rank's own KV heads
 
-Query heads are divided as evenly as the numbers allow: the first ranks have one more. A KV head that query heads of
-several ranks share goes to each of them.
+Query heads are divided as evenly as possible: the first ranks may have one more. If query heads of several ranks share
+a KV head, each of these ranks gets the KV head.
 
-`channel` gives the ranks of one sequence as a channel for collectives, apart from those of ZeRO.
+`channel` returns a backend for the ranks of one sequence, separate from the groups of ZeRO.
 
 [Note: a group of its own] ZeRO launches buckets in the backward when they are full, at places that may differ between
-ranks. Sequence parallelism runs collectives in the same backward, often among the same ranks, and in one group they
-would be matched by their order. So each sequence-parallel group gets a second process group of the same ranks, made at
-its first use, by all of them together.
+ranks. Sequence parallelism runs collectives in the same backward, often among the same ranks. In one group, these
+collectives would be matched by their order. So each sequence-parallel group gets a second process group of the same
+ranks, which all of them create together at its first use.
 """
 
 import functools
@@ -48,7 +47,7 @@ from deepspeed.errors import CommError, counted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _own: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-#: elements of a layout that ranks compare: of up to three tensors, number of dims, sizes, and bytes of an element
+#: elements of a layout that ranks compare: number of dims, sizes and element size for each of up to three tensors
 _HEADER_NUMEL = 24
 
 Range = tuple[int, int]
@@ -83,27 +82,27 @@ class HeadDivision:
 
     @functools.cached_property
     def query(self) -> tuple[Range, ...]:
-        """Query heads of each rank; together all of them."""
+        """Query heads of each rank; together they cover all heads."""
         size, extra = divmod(self.num_heads, self.num_ranks)
         stops = [(rank + 1) * size + min(rank + 1, extra) for rank in range(self.num_ranks)]
         return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     @functools.cached_property
     def key_value(self) -> tuple[Range, ...]:
-        """KV heads of each rank; ranges of neighbors overlap where they share a head."""
+        """KV heads of each rank; the ranges of neighbors overlap if they share a head."""
         group = self.num_heads // self.num_kv_heads
         return tuple((start // group, -(-stop // group)) for start, stop in self.query)
 
     @functools.cache  # noqa: B019 - divisions are few and small
     def local_kv_index(self, rank: int) -> tuple[int, ...]:
-        """Return for each query head of `rank` the place of its KV head among the rank's own KV heads."""
+        """Return for each query head of `rank` the index of its KV head among the rank's own KV heads."""
         group = self.num_heads // self.num_kv_heads
         (start, stop), (first, _) = self.query[rank], self.key_value[rank]
         return tuple(head // group - first for head in range(start, stop))
 
     def is_grouped(self, rank: int) -> bool:
-        """Whether the rank's KV heads serve equal numbers of its query heads, in order, as attention functions for
-        grouped heads expect. Otherwise KV heads are repeated by `local_kv_index`."""
+        """Whether each KV head of the rank serves equally many of its query heads, in order, as attention functions
+        with grouped heads expect. Otherwise KV heads must be repeated by `local_kv_index`."""
         index = self.local_kv_index(rank)
         num_kv = self.key_value[rank][1] - self.key_value[rank][0]
         size, rest = divmod(len(index), num_kv)
@@ -112,7 +111,7 @@ class HeadDivision:
 
 @functools.lru_cache(maxsize=256)
 def divide_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadDivision:
-    """The division, made once; see `HeadDivision` for the arguments and errors."""
+    """Return the cached division; see `HeadDivision` for the arguments and errors."""
     return HeadDivision(num_heads, num_kv_heads, num_ranks)
 
 
@@ -128,15 +127,15 @@ def scatter_heads(
     sequence_dim: int,
     head_dim: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Bring together all tokens of the heads that this rank computes.
+    """Gather all tokens of the heads that this rank computes.
 
     Args:
-        backend: of the ranks that share the sequence; called by all of them together.
+        backend: the backend of the ranks that share the sequence; all of them call this together.
         tensors: each with this rank's part of the tokens and all heads; of one dtype and device, and of equal shapes on
             all ranks.
         parts: for each tensor, the heads of every rank; ranges may overlap, and then their gradients are added.
-        sequence_dim: of all tensors.
-        head_dim: of all tensors.
+        sequence_dim: the dim of tokens in all tensors.
+        head_dim: the dim of heads in all tensors.
 
     Returns:
         the tensors, contiguous, with all tokens in rank order and the heads of this rank's range.
@@ -147,17 +146,17 @@ def scatter_heads(
 def gather_heads(
     backend: GroupBackend, tensor: torch.Tensor, parts: Parts, *, sequence_dim: int, head_dim: int
 ) -> torch.Tensor:
-    """Bring together all heads of this rank's tokens; the reverse of `scatter_heads` for one tensor.
+    """Gather all heads of this rank's tokens; the inverse of `scatter_heads` for one tensor.
 
     Args:
-        backend: as there.
+        backend: see `scatter_heads`.
         tensor: all tokens, in W equal parts, and the heads `parts[backend.rank]`.
         parts: the heads of every rank; ranges do not overlap.
-        sequence_dim: of the tensor.
-        head_dim: of the tensor.
+        sequence_dim: the dim of tokens.
+        head_dim: the dim of heads.
 
     Raises:
-        ValueError: if the number of tokens is no multiple of the number of ranks.
+        ValueError: if the number of tokens is not a multiple of the number of ranks.
     """
     (whole,) = _GatherHeads.apply(backend, (parts,), [parts[-1][1]], (sequence_dim, head_dim), tensor)  # type: ignore[no-untyped-call]
     return whole  # type: ignore[no-any-return]
@@ -166,7 +165,7 @@ def gather_heads(
 def sent_bytes(
     tensors: Sequence[torch.Tensor], parts: Sequence[Parts], rank: int, *, sequence_dim: int, head_dim: int
 ) -> int:
-    """Bytes that `scatter_heads` of these tensors sends to other ranks; its backward receives as many."""
+    """Return the bytes that `scatter_heads` sends to other ranks for these tensors; its backward receives as many."""
     total = 0
     for tensor, ranges in zip(tensors, parts, strict=True):
         row_bytes = tensor.numel() // tensor.shape[head_dim] * tensor.element_size()
@@ -189,7 +188,7 @@ class _ScatterHeads(torch.autograd.Function):
 
 
 class _GatherHeads(torch.autograd.Function):
-    """The function gathers the heads of several tensors; where the parts of one overlap, they are added."""
+    """Gather the heads of several tensors; overlapping parts of a tensor are added."""
 
     @staticmethod
     def forward(
@@ -253,7 +252,7 @@ def _gather(
 
 
 def _joined(pieces: Sequence[torch.Tensor], ranges: Parts, num_heads: int, head_dim: int) -> torch.Tensor:
-    """The heads of all ranks; where ranges overlap, the sum in rank order."""
+    """Join the heads of all ranks; overlapping ranges are added in rank order."""
     if all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges)):
         return torch.cat(tuple(pieces), dim=head_dim)
     whole = pieces[0].new_zeros(_resized(pieces[0].shape, {head_dim: num_heads}))
@@ -268,7 +267,7 @@ def _swap(
     shapes: Sequence[Sequence[Sequence[int]]],
     like: torch.Tensor,
 ) -> list[list[torch.Tensor]]:
-    """Send `sent[r]` to rank r in one collective; returns what each rank sent here, of `shapes[r]`."""
+    """Send `sent[r]` to rank r in one collective. Returns the tensors from each rank r, with shapes `shapes[r]`."""
     if backend.world_size == 1:
         return [list(sent[0])]
     input_N = torch.cat([tensor.reshape(-1) for tensors in sent for tensor in tensors])
@@ -282,7 +281,7 @@ def _swap(
 
 
 def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
-    """`shape` with other sizes of some dims."""
+    """Return `shape` with the given sizes of some dims."""
     resized = list(shape)
     for dim, size in sizes.items():
         resized[dim] = size
@@ -290,7 +289,7 @@ def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
 
 
 def channel(group: ProcessGroup) -> GroupBackend:
-    """The collectives of sequence parallelism among the ranks of `group`. A collective of them at the first call."""
+    """Return the backend of sequence parallelism for the ranks of `group`. The first call is a collective of them."""
     own = _own.get(group)
     if own is None:
         own = group if group.size() == 1 else group_of_members(dist.get_all_ranks_from_group(group))
@@ -301,10 +300,10 @@ def channel(group: ProcessGroup) -> GroupBackend:
 
 
 def fails_with_engine(loss: _F) -> _F:
-    """Decorator of a loss, which a script computes between an engine's forward and its backward. If it
-    fails on this rank, or because a peer did in a call of its engine, no call of the engine here sees it: see
-    `give_up_after`. Not where ranks make different collectives: one of them has gone on to its next step then, which
-    that error costs it, so this rank is to lose its next step too, and it does in its next collective."""
+    """Decorate a loss function, which a script calls between an engine's forward and backward. If the function fails
+    here, or because a peer failed in a call of its engine, no call of this engine sees the error, so call
+    `give_up_after`. Other `CommError`s mean that ranks ran different collectives. Then a peer is already in its next
+    step and loses that step, so this rank must also lose its next step, and it does in its next collective."""
 
     @functools.wraps(loss)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -319,13 +318,13 @@ def fails_with_engine(loss: _F) -> _F:
 
 
 def check_layout(backend: GroupBackend, tensors: Sequence[torch.Tensor], asked: str) -> None:
-    """Raise on every rank if ranks bring different shapes or element sizes, before a collective that would hang.
+    """Raise on every rank if ranks pass different shapes or element sizes, before a collective that would hang.
 
-    Costs a collective of a few integers. Where collectives complete on the device, reading them would stop the host in
-    every layer, so there it is the caller's to bring equal shapes.
+    Costs a collective of a few integers. If collectives complete on the device, reading the integers would block the
+    host in every layer, so nothing is checked and the caller must pass equal shapes.
 
     Raises:
-        ValueError: names the shapes of each rank.
+        ValueError: the shapes differ; the error names the shapes of each rank.
     """
     if backend.world_size == 1 or not backend.capabilities.completes_on_host:
         return
@@ -345,7 +344,7 @@ def check_layout(backend: GroupBackend, tensors: Sequence[torch.Tensor], asked: 
 
 
 def _shapes(sizes: list[int]) -> str:
-    """The shapes and element sizes in a header, as text."""
+    """Format the shapes and element sizes in a header."""
     found = []
     while sizes and sizes[0]:
         dims = sizes[0]

@@ -1,15 +1,15 @@
-"""`UlyssesSPAttentionHF`: Ulysses inside the attention of transformers' models, and the `mpu` that goes with it.
+"""`UlyssesSPAttentionHF` runs Ulysses inside the attention of transformers' models; `SequenceParallelUnit` is its mpu.
 
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1
     )
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
 
-`deepspeed.initialize` reads the layout of the ranks from the `mpu`. transformers looks its attention functions and the
-functions that make their masks up by name. Registering puts others under the name: the mask is that of the whole
-sequence, and all-to-alls redistribute heads and tokens around the former function. All models of the process with that
-implementation then work on divided sequences, until `unregister_from_transformers`. Batches come from
-`UlyssesSPDataLoaderAdapter`, which gives each part its positions.
+`deepspeed.initialize` reads the layout of the ranks from the `mpu`. transformers finds attention functions and mask
+functions by name. Registering replaces both: the new mask covers the whole sequence, and all-to-alls redistribute heads
+and tokens around the original attention function. All models of the process with that implementation then work on
+divided sequences, until `unregister_from_transformers`. Batches come from `UlyssesSPDataLoaderAdapter`, which adds the
+positions of each part.
 """
 
 import sys
@@ -32,7 +32,7 @@ from deepspeed.sequence.layer import repeat_heads
 
 
 class SequenceParallelUnit:
-    """A mesh under the names of Megatron's `mpu`."""
+    """`SequenceParallelUnit` exposes a mesh under the names of Megatron's `mpu`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -42,7 +42,7 @@ class SequenceParallelUnit:
         return self.mesh.group("sp")
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.mesh.size("sp")
 
     def get_sequence_parallel_rank(self) -> int:
@@ -54,11 +54,11 @@ class SequenceParallelUnit:
         return self.mesh.group("dp")
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.mesh.size("dp")
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the data-parallel ranks."""
         return self.mesh.rank("dp")
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
@@ -66,11 +66,11 @@ class SequenceParallelUnit:
         return self.mesh.gradient_group()
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """Ranks that average a gradient."""
+        """Number of ranks that average a gradient."""
         return self.mesh.size("dp", "sp")
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the ranks that average a gradient."""
         return self.mesh.rank("dp", "sp")
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
@@ -78,11 +78,11 @@ class SequenceParallelUnit:
         return self.mesh.group("tp")
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Ranks that hold the parts of one layer; 1 without tensor parallelism."""
+        """Number of ranks that hold the parts of one layer; 1 without tensor parallelism."""
         return self.mesh.size("tp")
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the ranks that hold the parts of one layer."""
         return self.mesh.rank("tp")
 
     # Megatron's older names
@@ -92,10 +92,10 @@ class SequenceParallelUnit:
 
 
 def sequence_parallel_unit(sequence_parallel_size: int) -> SequenceParallelUnit:
-    """The unit of a mesh in which so many neighbors share a sequence; `groups` answers from it. A collective of all
-    ranks.
+    """Return the unit of a mesh with `sequence_parallel_size` neighbors per sequence. A collective of all ranks.
 
-    A mesh that was chosen before and has that size stays, with its other axes; else the other ranks are data parallel.
+    An existing mesh of that size is reused, with its other axes. Otherwise a new mesh has the remaining ranks data
+    parallel, and `deepspeed.utils.groups` returns this mesh from now on.
 
     Raises:
         ConfigError: if the size does not divide the number of ranks.
@@ -121,7 +121,7 @@ _OUTPUT_DIMS = {"sequence_dim": 1, "head_dim": 2}
 
 @dataclass(frozen=True)
 class _Former:
-    """`_Former` keeps the functions that were registered under a name before; attention is None if there was none."""
+    """`_Former` keeps the original functions registered under a name; attention is None if there was none."""
 
     attention: Callable[..., Any] | None
     mask: Callable[..., Any]
@@ -135,17 +135,17 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over divided sequences.
 
     Args:
-        attn: the core attention, as transformers calls it: over all tokens of this rank's heads.
-        batch_size: sequences of a micro-batch; kept for reading.
+        attn: the core attention, as transformers calls it; it gets all tokens of this rank's heads.
+        batch_size: sequences per micro-batch; only stored.
         attn_head_count: query heads of a layer.
-        attn_head_size: width of a head; kept for reading.
+        attn_head_size: width of a head; only stored.
         kv_head_count: key and value heads of a layer.
-        num_hidden_layers: layers of the model; kept for reading.
+        num_hidden_layers: layers of the model; only stored.
         process_group: the ranks that share a sequence.
-        seq_length_is_variable: False: every batch has `local_seq_length` tokens here, and ranks need not compare.
-        local_seq_length: tokens of a sequence on this rank, if it is not variable.
+        seq_length_is_variable: False: every batch has `local_seq_length` tokens here, so ranks do not compare shapes.
+        local_seq_length: tokens of a sequence on this rank, if the length is not variable.
         global_seq_length: tokens of a sequence.
-        disable_in_eval: modules in eval mode attend to this rank's tokens alone, so give them whole sequences.
+        disable_in_eval: modules in eval mode attend only to this rank's tokens, so pass them whole sequences.
 
     Raises:
         ValueError: if there are fewer heads than ranks.
@@ -190,20 +190,20 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The context of this rank's tokens, [B, T, H, K], and None for the attention weights.
+        """Return the context of this rank's tokens, [B, T, H, K], and None for the attention weights.
 
         Args:
             module: the model's attention layer.
             query: [B, H, T, K] with this rank's tokens.
             key: [B, KV heads, T, K].
             value: as `key`.
-            attention_mask: of the whole sequence, as `mask` makes it, or None.
+            attention_mask: the mask of the whole sequence from `mask`, or None.
             args: for the core attention.
             kwargs: for the core attention.
 
         Raises:
-            ValueError: on every rank, for different shapes, tokens that differ from `local_seq_length`, and what does
-                not work on a divided sequence: position biases, attention sinks, keys of another length.
+            ValueError: on every rank, for shapes that differ between ranks, a number of tokens other than
+                `local_seq_length`, position biases, attention sinks, or keys of another length.
         """
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
@@ -220,7 +220,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         return gather_heads(backend, context, heads.query, **_OUTPUT_DIMS), None
 
     def mask(self, make: Callable[..., Any], **arguments: Any) -> Any:
-        """The mask of the whole sequence, made by transformers' function `make` from the arguments for a part of it."""
+        """Make the mask of the whole sequence with transformers' function `make`, from the arguments for one part."""
         if not self._is_active() or arguments["q_length"] != arguments["kv_length"]:
             return make(**arguments)
         if _reads_tensors(arguments["mask_function"]):
@@ -250,24 +250,24 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         seq_length_is_variable: bool = True,
         disable_in_eval: bool = False,
     ) -> SequenceParallelUnit:
-        """Put Ulysses around an attention implementation of transformers. A collective of all ranks.
+        """Wrap an attention implementation of transformers with Ulysses. A collective of all ranks.
 
         Args:
-            model_name_or_path: a model, its config, or a name or path of one; says how many heads there are.
-            core_attn_implementation: one of `SUPPORTED`, that the model uses.
-            sequence_parallel_size: ranks that share a sequence, neighbors; a divisor of the number of ranks.
-            micro_batch_size: sequences of a micro-batch.
-            seq_length: tokens of a sequence; needed only if it is not variable.
+            model_name_or_path: a model, its config, or a name or path of one; gives the numbers of heads.
+            core_attn_implementation: the implementation that the model uses, one of `SUPPORTED`.
+            sequence_parallel_size: number of neighboring ranks that share a sequence; divides the number of ranks.
+            micro_batch_size: sequences per micro-batch.
+            seq_length: tokens of a sequence; needed only if the length is not variable.
             seq_length_is_variable: False saves the comparison of shapes in each layer.
-            disable_in_eval: attend to this rank's tokens alone in eval mode, for whole sequences on each rank. With a
-                name, path or config the masks follow `torch.is_grad_enabled()` instead, as there is no model to ask.
+            disable_in_eval: attend only to this rank's tokens in eval mode, for whole sequences on each rank. Given a
+                name, path or config instead of a model, masks depend on `torch.is_grad_enabled()` instead.
 
         Returns:
-            for `deepspeed.initialize(mpu=...)`.
+            the mpu for `deepspeed.initialize(mpu=...)`.
 
         Raises:
-            ConfigError: names the argument, what was found and what would fit.
-            ImportError: without transformers.
+            ConfigError: an argument does not fit; the error names it and what would fit.
+            ImportError: transformers is not installed.
         """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -304,7 +304,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
     @staticmethod
     def unregister_from_transformers(core_attn_implementation: str) -> None:
-        """Put transformers' own functions back; nothing if none was replaced."""
+        """Restore transformers' original functions; does nothing if none was replaced."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -318,7 +318,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             ALL_ATTENTION_FUNCTIONS.register(core_attn_implementation, former.attention)
 
     def _is_active(self) -> bool:
-        """Whether masks are for divided sequences."""
+        """Whether to make masks for divided sequences."""
         model = self._model()
         return not self.disable_in_eval or (torch.is_grad_enabled() if model is None else model.training)
 
@@ -359,12 +359,12 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
 
 def _with_groups(module: torch.nn.Module, num_groups: int) -> Any:
-    """`module`, which says as `num_key_value_groups` how many of this rank's query heads share a KV head."""
+    """Return `module`, or a wrapper, with this rank's query heads per KV head as `num_key_value_groups`."""
     return module if getattr(module, "num_key_value_groups", 1) == num_groups else _Regrouped(module, num_groups)
 
 
 class _Regrouped:
-    """An attention layer as its core attention sees it, with other groups of heads."""
+    """A view of an attention layer with another `num_key_value_groups`, for its core attention."""
 
     def __init__(self, module: torch.nn.Module, num_groups: int) -> None:
         self._module = module
@@ -375,7 +375,7 @@ class _Regrouped:
 
 
 def _eager_of_model(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The eager attention, which each model of transformers has in its own file."""
+    """Call the eager attention, which each model of transformers has in its own file."""
     layer = type(getattr(module, "_module", module))
     eager = getattr(sys.modules[layer.__module__], "eager_attention_forward", None)
     if eager is None:
@@ -384,7 +384,7 @@ def _eager_of_model(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_values(value: Any) -> bool:
-    """Whether it is a tensor of real numbers, not of positions, lengths or a single count; names of such change."""
+    """Whether `value` is a floating-point tensor with dims, such as a bias; names of such arguments vary."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 

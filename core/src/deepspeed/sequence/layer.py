@@ -1,11 +1,11 @@
-"""`DistributedAttention`: any attention over sequences that are divided among ranks (Ulysses, arXiv 2309.14509).
+"""`DistributedAttention` runs any attention over sequences that are divided among ranks (Ulysses, arXiv 2309.14509).
 
     attention = DistributedAttention(local_attention, engine.mesh.group("sp"), scatter_idx=2, gather_idx=1)
     y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, 0)     # T: this rank's tokens; H: all heads
 
-Two all-to-alls a layer: one brings all tokens of this rank's heads together, the local attention runs, one brings all
-heads of this rank's tokens together. Key and value may have fewer heads than the query (grouped heads), and heads need
-not divide evenly; see `exchange.py`.
+A layer has two all-to-alls. The first gathers all tokens of this rank's heads; then the local attention runs; the
+second gathers all heads of this rank's tokens. Key and value may have fewer heads than the query (grouped heads), and
+the ranks need not divide the heads evenly; see `exchange.py`.
 """
 
 from typing import Any
@@ -25,14 +25,14 @@ class DistributedAttention(torch.nn.Module):
 
     Args:
         local_attention: called as `local_attention(query, key, value, *args, **kwargs)` with all tokens and this rank's
-            heads, in the layout of the inputs; returns the context in that layout, or with heads and their width as one
-            dim `scatter_idx`. Where the rank's heads no longer form equal groups, key and value are repeated to the
+            heads, in the layout of the inputs; returns the context in that layout, or with heads and their width merged
+            in dim `scatter_idx`. If the rank's heads do not form equal groups, key and value are repeated to match the
             query's heads.
         sequence_process_group: the ranks that share a sequence, in the order of its parts.
-        scatter_idx: dim of the heads, divided among ranks inside.
-        gather_idx: dim of the tokens, divided among ranks outside.
-        sp_stream: accepted for DeepSpeed's signature. Query, key and value travel in one collective here, so there is
-            no second one to overlap with on a stream of its own.
+        scatter_idx: the dim of heads; ranks divide it during the local attention.
+        gather_idx: the dim of tokens; ranks divide it outside.
+        sp_stream: accepted for DeepSpeed's signature. One collective sends query, key and value, so there is no second
+            collective to overlap on another stream.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class DistributedAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The context of this rank's tokens, as the local attention over the whole sequence would give it.
+        """Return the context of this rank's tokens, equal to the local attention over the whole sequence.
 
         Args:
-            query: 4-D: batch, this rank's tokens, heads and their width, in the order that the indices say.
-            key: the same with its own number of heads.
+            query: 4-D: batch, this rank's tokens, heads and their width, in the order of the dim indices.
+            key: the same layout with its own number of heads.
             value: as `key`.
-            batch_dim_idx: dim of the batch; the layout follows from the other two indices.
-            rotary_pos_emb: cosines and sines that broadcast against query and key with all tokens; applied to the first
-                features of a head, as many as they have, by halves.
+            batch_dim_idx: accepted; the layout follows from `scatter_idx` and `gather_idx`.
+            rotary_pos_emb: cosines and sines that broadcast against query and key with all tokens; see
+                `apply_rotary_pos_emb`.
             args: for the local attention.
             kwargs: for the local attention.
 
         Raises:
-            ValueError: on every rank, if ranks bring different shapes, or there are fewer heads than ranks.
+            ValueError: on every rank, if shapes differ between ranks, or there are fewer heads than ranks.
         """
         dims = {"sequence_dim": self.gather_idx, "head_dim": self.scatter_idx}
         backend = channel(self.spg)
@@ -113,18 +113,18 @@ class _SeqAllToAll:
         batch_dim_idx: int = 0,
         *others: Any,
     ) -> torch.Tensor:
-        """Divide dim `scatter_idx` among the ranks and bring dim `gather_idx` together; differentiable.
+        """Divide dim `scatter_idx` among the ranks and gather dim `gather_idx`; differentiable.
 
         Args:
             group: the ranks that share the sequence.
-            input: of equal shape on all ranks; dim `scatter_idx` is a multiple of the number of ranks.
-            scatter_idx: dim that is whole before, and divided after.
-            gather_idx: dim that is divided before, and whole after.
+            input: has equal shapes on all ranks; dim `scatter_idx` is a multiple of the number of ranks.
+            scatter_idx: the dim that is whole before, and divided after.
+            gather_idx: the dim that is divided before, and whole after.
             batch_dim_idx: accepted; the layout follows from the other two.
-            others: DeepSpeed's stream, handle and direction: accepted, as the call is complete when it returns.
+            others: DeepSpeed's stream, handle and direction; accepted, since the call is complete when it returns.
 
         Raises:
-            ValueError: if dim `scatter_idx` is no multiple of the ranks, or shapes differ.
+            ValueError: if dim `scatter_idx` is not a multiple of the ranks, or shapes differ.
         """
         backend = channel(group)
         check_layout(backend, (input,), "_SeqAllToAll")
@@ -148,10 +148,10 @@ def single_all_to_all(
     handle: Any = None,
     type: Any = None,
 ) -> torch.Tensor:
-    """`_SeqAllToAll.apply` with DeepSpeed's order of arguments; `handle` and `type` belong to `async_op`.
+    """Call `_SeqAllToAll.apply` with DeepSpeed's order of arguments; `handle` and `type` belong to `async_op`.
 
     Raises:
-        ValueError: as there, and for `async_op`.
+        ValueError: see `_SeqAllToAll.apply`; also for `async_op`.
     """
     if async_op:
         raise ValueError("single_all_to_all: found async_op True; the exchange is complete when it returns, omit it")
@@ -159,14 +159,14 @@ def single_all_to_all(
 
 
 def repeat_heads(tensor: torch.Tensor, heads: HeadDivision, rank: int, head_dim: int) -> torch.Tensor:
-    """Key or value of `rank` with one head per query head, where its heads form no equal groups; else as it is."""
+    """Repeat key or value heads to one per query head if the heads of `rank` do not form equal groups."""
     if heads.is_grouped(rank):
         return tensor
     return tensor.index_select(head_dim, torch.tensor(heads.local_kv_index(rank), device=tensor.device))
 
 
 def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves of the first features of each head (arXiv 2104.09864, section 3.4.2).
+    """Apply rotary embedding to the halves of the first R features of each head (arXiv 2104.09864, section 3.4.2).
 
     Args:
         t: [..., K]; the last dim is a head's width.

@@ -1,14 +1,14 @@
 """Losses of a divided sequence: the mean over all tokens, and cross entropy over a divided vocabulary.
 
-Each rank has the mean loss of its own tokens. Prompts and padding (label -100) leave ranks with different numbers of
-tokens that count, so the mean of the ranks' means is not the mean over the tokens. `mean_over_sequence` is:
+Each rank has the mean loss of its own tokens. Because of prompts and padding (label -100), ranks have different numbers
+of tokens that count, so averaging the ranks' means is wrong. `mean_over_sequence` returns the mean over all tokens:
 
     loss = mean_over_sequence(loss, (shift_labels != -100).sum(), engine.mesh.group("sp"))
     engine.backward(loss)
 
-The ranks of a sequence have the hidden states of their own tokens. For the logits they can change what is divided, from
-the tokens to the vocabulary: `vocab_parallel_cross_entropy` takes [T, B, V / P], and never has a whole row of logits.
-`vocab_sequence_parallel_cross_entropy` is DeepSpeed's: whole rows of this rank's tokens, losses of all tokens.
+The ranks of a sequence have the hidden states of their own tokens. The logits can be divided by vocabulary instead:
+`vocab_parallel_cross_entropy` takes [T, B, V / P], and no rank has a whole row of logits. DeepSpeed's
+`vocab_sequence_parallel_cross_entropy` takes whole rows of this rank's tokens and returns the losses of all tokens.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ from deepspeed.sequence.exchange import channel, check_layout, fails_with_engine
 
 @fails_with_engine
 def mean_over_sequence(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: ProcessGroup) -> torch.Tensor:
-    """The mean loss per token of the whole sequence, the same on each of its ranks. A collective of two numbers.
+    """Return the mean loss per token of the whole sequence, equal on all its ranks. A collective of two numbers.
 
-    The sum over ranks r of `num_tokens_r * loss_r`, over that of `num_tokens_r`. Its gradient reaches `loss` times the
-    number of ranks, because the engine averages gradients over the ranks of a sequence, as over data.
+    The sum over ranks r of `num_tokens_r * loss_r`, divided by the sum of `num_tokens_r`. Its gradient is multiplied by
+    the number of ranks, because the engine averages gradients over the ranks of a sequence, as over data.
 
     Args:
-        loss: scalar, the mean over this rank's tokens; anything, NaN too, where it has none.
-        num_tokens: of this rank, that count in `loss`; 0 on all ranks gives the loss 0.
+        loss: scalar, the mean over this rank's tokens; any value, even NaN, if the rank has no tokens that count.
+        num_tokens: number of this rank's tokens that count in `loss`; 0 on all ranks gives the loss 0.
         group: the ranks that share the sequence; all of them call this.
     """
     return _MeanOverSequence.apply(loss, num_tokens, group)  # type: ignore[no-any-return,no-untyped-call]
@@ -58,25 +58,25 @@ class _MeanOverSequence(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Cross entropy of each token in nats, from logits divided by vocabulary; the same result on each rank.
+    """Return the cross entropy of each token in nats, from logits divided by vocabulary; equal on all ranks.
 
     The softmax over ranks r is exp(x - m) / sum_r sum(exp(x_r - m)), with m the maximum over all ranks (Megatron-LM,
-    arXiv 1909.08053, section 3): an all-gather and an all-reduce of few numbers per token. Sums are in
-    fp32. The gradient is that of this rank's logits, softmax minus one-hot, times the incoming one, which
-    is the same on all ranks.
+    arXiv 1909.08053, section 3). It takes an all-gather and an all-reduce of few numbers per token. Sums are in fp32.
+    The gradient of this rank's logits is softmax minus one-hot, times the incoming gradient, which must be equal on all
+    ranks.
 
     Args:
         logits: [..., V / P], rank r has the entries from r * V / P on.
-        target: [...], int64, entries of the whole vocabulary or `ignore_index`; the same on all ranks.
+        target: [...], int64, entries of the whole vocabulary or `ignore_index`; equal on all ranks.
         group: the ranks that divide the vocabulary.
-        ignore_index: the loss of such a token is 0.
+        ignore_index: the target of tokens with loss 0.
 
     Returns:
         [...], fp32.
 
     Raises:
-        ValueError: on every rank for different shapes, or if target has another shape than the logits' rows.
-        IndexError: on the host, for a target outside of the vocabulary; a device stops with an error of its own.
+        ValueError: if the shapes differ between ranks (on every rank), or the target's shape is not the logits' rows.
+        IndexError: on the host, for a target outside the vocabulary; a device raises its own error.
     """
     backend = channel(group)
     _check_target(logits, target)
@@ -89,9 +89,9 @@ def vocab_parallel_cross_entropy(
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: ProcessGroup
 ) -> torch.Tensor:
-    """Cross entropy of every token of the sequence in nats, from the rows of this rank's tokens.
+    """Return the cross entropy of every token of the sequence in nats, from the rows of this rank's tokens.
 
-    Each rank brings the same loss's gradient for [T, B]; its logits get that of its own rows.
+    The incoming gradient [T, B] must be equal on all ranks; a rank's logits get the gradient of their own rows.
 
     Args:
         vocab_parallel_logits: [T / P, B, V], this rank's tokens.
@@ -102,7 +102,7 @@ def vocab_sequence_parallel_cross_entropy(
         [T, B], fp32, in the order of ranks.
 
     Raises:
-        ValueError: on every rank for different shapes, or if target has another shape than the logits' rows.
+        ValueError: if the shapes differ between ranks (on every rank), or the target's shape is not the logits' rows.
     """
     backend = channel(sp_group)
     _check_target(vocab_parallel_logits, target)
@@ -113,7 +113,7 @@ def vocab_sequence_parallel_cross_entropy(
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All ranks' parts along dim 0; the gradient is this rank's part of the incoming one."""
+    """All-gather along dim 0; backward keeps this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, backend: GroupBackend) -> torch.Tensor:
@@ -148,14 +148,14 @@ class _VocabParallel(torch.autograd.Function):
         num_own = logits.shape[-1]
         rows = logits.detach().flatten(0, -2).float()
         labels = target.flatten()
-        # an all-gather, as the backend has sums only
+        # an all-gather, since the backend has no maximum reduction
         maxima = backend.allocate(rows.shape[0] * backend.world_size, rows.dtype, rows.device)
         backend.all_gather(maxima, rows.max(dim=-1).values, tag="vocabulary maxima").wait()
         shifted = rows - maxima.view(backend.world_size, -1).max(dim=0).values[:, None]
         place = labels - backend.rank * num_own
         counts = labels != ignore_index
         is_own = (place >= 0) & (place < num_own) & counts
-        # Targets of no rank stay out of range, where a device refuses them.
+        # Targets outside the vocabulary stay out of range, so a device raises its own error.
         is_known = ~counts | ((labels >= 0) & (labels < num_own * backend.world_size))
         place = place.masked_fill(~is_own & is_known, 0)
         chosen = shifted.gather(-1, place[:, None]).squeeze(-1).masked_fill(~is_own, 0.0)
@@ -186,7 +186,7 @@ def _check_target(logits: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _check_in_vocabulary(targets: torch.Tensor, vocabulary: int) -> None:
-    """Raise IndexError for a target outside of the vocabulary; on a device nothing waits for the values of targets."""
+    """Raise IndexError for a target outside the vocabulary. Skipped on a device, to avoid a synchronization."""
     if targets.device.type == "cpu" and targets.numel():
         for target in map(int, targets.aminmax()):
             if not 0 <= target < vocabulary:

@@ -1,15 +1,15 @@
-"""`RingAttention`: attention over divided sequences that divides no heads (arXiv 2310.01889).
+"""`RingAttention` is attention over divided sequences that does not divide heads (arXiv 2310.01889).
 
-Each rank keeps its queries. Keys and values travel around the ring of ranks, one neighbor per step, while the block
-that is there is computed; after as many steps as ranks each query has seen every key. In the backward keys, values and
-their gradients travel once more. It needs no more heads than one, where Ulysses needs one per rank, and sends more:
+Each rank keeps its queries. Keys and values move around the ring of ranks, to the next neighbor in each step, while the
+rank computes the block that it has. With P ranks, each query has seen every key after P steps. In the backward, keys,
+values and their gradients go around once more. One head is enough, while Ulysses needs one per rank, but it sends more:
 
     bytes sent per rank, P ranks, N tokens, G KV heads of width d, e bytes per element, KV = 2 * N / P * G * d * e:
     forward (P - 1) KV;  backward (P - 1) KV, and P KV of gradients in fp32
 
-With a causal mask rank r of P has r + 1 of its P blocks to compute, and the last rank is the slowest. So let each rank
-have two chunks of the 2 P that the sequence is cut in, r and 2 P - 1 - r (striped attention, arXiv 2311.09431, balances
-in the same spirit): then every rank computes half of each block that it is passed.
+With a causal mask, rank r of P computes r + 1 of its P blocks, so the last rank is the slowest. With `zigzag`, the
+sequence is cut into 2 P chunks, and rank r has the chunks r and 2 P - 1 - r (striped attention, arXiv 2311.09431,
+balances in a similar way). Then every rank computes half of each block that it receives.
 
     ring = RingAttention(group, zigzag=True)
     tokens, positions, labels = (zigzag_part(each, group.rank(), group.size(), dim=1) for each in batch)
@@ -34,9 +34,9 @@ class RingAttention(torch.nn.Module):
 
     Args:
         sequence_process_group: the ranks that share a sequence, in the order of its equal parts.
-        causal: whether a token sees only itself and those before it.
-        scale: on the scores; default: the width of a head to the power -1/2.
-        zigzag: the parts are those of `zigzag_part`; else each rank has neighboring tokens.
+        causal: whether a token sees only itself and earlier tokens.
+        scale: factor of the scores; default: the width of a head to the power -1/2.
+        zigzag: each rank has the tokens of `zigzag_part`; otherwise consecutive tokens.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RingAttention(torch.nn.Module):
         self.scale = scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, H, T, K] in the queries' dtype, as `scaled_dot_product_attention` over the whole sequence.
+        """Return [B, H, T, K] in the queries' dtype, equal to `scaled_dot_product_attention` over the whole sequence.
 
         Args:
             query: [B, H, T, K], this rank's tokens.
@@ -61,8 +61,8 @@ class RingAttention(torch.nn.Module):
             value: as `key`.
 
         Raises:
-            ValueError: on every rank, for heads that form no groups, an odd number of tokens in a zigzag, and for
-                shapes that differ between ranks.
+            ValueError: on every rank, if heads do not form groups, the number of tokens is odd with `zigzag`, or
+                shapes differ between ranks.
         """
         backend = channel(self.spg)
         check_layout(backend, (query, key, value), "RingAttention")
@@ -82,7 +82,7 @@ class RingAttention(torch.nn.Module):
 
 
 def zigzag_part(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
-    """Chunks `rank` and 2 * `num_ranks` - 1 - `rank` of the 2 * `num_ranks` chunks of a whole sequence along `dim`.
+    """Return the chunks `rank` and 2 * `num_ranks` - 1 - `rank` of 2 * `num_ranks` chunks of a sequence along `dim`.
 
     Raises:
         ValueError: if the chunks would not be of equal size.
@@ -98,14 +98,14 @@ def zigzag_part(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Order:
-    """`_Order` says which keys of one rank the queries of a rank see; each rank has `num_tokens` tokens."""
+    """`_Order` determines which keys of one rank the queries of another see; each rank has `num_tokens` tokens."""
 
     causal: bool
     zigzag: bool
     num_tokens: int
 
     def seen(self, rank: int, source: int) -> tuple[slice, slice, int | None] | None:
-        """The queries of `rank` that see keys of `source`, these keys, and their diagonal; None: there are none."""
+        """Return the queries of `rank` that see keys of `source`, these keys, and their diagonal; None if none."""
         every = slice(None)
         if not self.causal:
             return every, every, None
@@ -130,7 +130,7 @@ class _Ring(torch.autograd.Function):
             if seen is not None:
                 queries, keys, diagonal = seen
                 block = forward_block(query[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], scale, diagonal)
-                if out is None or lse is None:  # the first block is the rank's own
+                if out is None or lse is None:  # the first block has the rank's own keys, which all its queries see
                     out, lse = block
                 else:
                     merged = merge(out[:, :, queries], lse[:, :, queries], *block)
@@ -175,14 +175,14 @@ class _Ring(torch.autograd.Function):
             if work is not None:
                 work.wait()
             held = arriving
-            grad_held, work = _pass_on(backend, grad_held)  # after the last step they are home
+            grad_held, work = _pass_on(backend, grad_held)  # after the last step they are back on their own rank
             work.wait()
         grads = grad_query.to(query.dtype), grad_held[0].to(key.dtype), grad_held[1].to(value.dtype)
         return (*grads, None, None, None)
 
 
 def _pass_on(backend: GroupBackend, held: Tensor) -> tuple[Tensor, Work]:
-    """Start to send to the next rank, and to receive from the one before."""
+    """Start to send to the next rank, and to receive from the previous rank."""
     arriving = torch.empty_like(held)
     sends, receives = [0] * backend.world_size, [0] * backend.world_size
     sends[(backend.rank + 1) % backend.world_size] = held.numel()

@@ -1,16 +1,16 @@
-"""Parts of a model that work on each token by itself, computed in tiles of the sequence (arXiv 2506.13996, section 3).
+"""Compute token-wise parts of a model in tiles of the sequence (arXiv 2506.13996, section 3).
 
-The MLP and the logits of a long sequence need far more memory than its hidden states. Here a tile is computed, its
-intermediate values are dropped, and the backward computes it again: the memory is that of one tile, and the time one
-more forward. Gradients are those of the whole: each tile is a `torch.utils.checkpoint`, so parameters, hooks of ZeRO
+The MLP and the logits of a long sequence need far more memory than its hidden states. Here each tile is computed, its
+intermediate values are dropped, and the backward recomputes it: this takes the memory of one tile, and the time of one
+more forward. Gradients equal those of the whole. Each tile is a `torch.utils.checkpoint`, so parameters, hooks of ZeRO
 and random states work as in any recomputed block, and every parameter's gradient arrives once.
 
     y_BTD = TiledMLP.apply(mlp_forward, mlp, x_BTD, 4, None)             # mlp_forward(mlp, x), tile by tile
     loss = TiledFusedLogitsLoss.apply(loss_fn, model, x_BTD, labels_BT, None, 8, None, "mean")
 
-The cut is that of `torch.chunk`, as in DeepSpeed: all tiles but the last have ceil(T / shards) tokens, so that few
-tokens make fewer tiles; more than (shards - 1)^2 make as many as asked for. All ranks need the same number of tiles
-where the parts gather parameters (ZeRO stage 3).
+Tiles are cut like `torch.chunk`, as in DeepSpeed: all tiles but the last have ceil(T / shards) tokens, so short
+sequences give fewer tiles; more than (shards - 1)^2 tokens always give `shards` tiles. With ZeRO stage 3 all ranks need
+the same number of tiles, since tiles gather parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed._absent_members import absent_members
 from deepspeed.errors import counted
 
-#: the dim of tokens in what is divided into tiles
+#: the dim of tokens in tensors that are divided into tiles
 TOKEN_DIM = 1
 
 Reduction = Literal["mean", "sum"] | None
@@ -40,22 +40,22 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: Reduction = "mean",
 ) -> torch.Tensor:
-    """`fn(**kwargs)` of each tile of the sequence.
+    """Call `fn(**kwargs)` for each tile of the sequence, and join or reduce the results.
 
     Args:
-        fn: gives a tensor per tile.
-        seqlen: tokens of the tensors in `kwargs_to_shard`.
-        shards: number of tiles, at most.
-        kwargs_to_shard: tensors with the tokens in dim 1, of which each call gets a tile; other values as they are.
+        fn: returns a tensor per tile.
+        seqlen: number of tokens of the tensors in `kwargs_to_shard`.
+        shards: the maximum number of tiles.
+        kwargs_to_shard: tensors with tokens in dim 1; each call gets a tile. Other values are passed unchanged.
         kwargs_to_pass: other arguments, the same in each call.
-        grad_requiring_tensor_key: the key in `kwargs_to_shard` of the tensor that takes part in autograd. Others may,
+        grad_requiring_tensor_key: the key in `kwargs_to_shard` of a tensor that takes part in autograd; others may,
             too.
         compute_params: accepted for DeepSpeed's signature; gradients reach all parameters that `fn` uses.
-        output_unshard_dimension: dim along which the results are joined; 0: they are scalars, and reduced.
-        output_reduction: of scalars: "mean" or "sum"; None stacks them.
+        output_unshard_dimension: the dim along which results are concatenated; 0: the results are scalars to reduce.
+        output_reduction: the reduction of scalars: "mean" or "sum"; None stacks them.
 
     Raises:
-        ValueError: names the argument, what was found and what would fit.
+        ValueError: an argument does not fit; the error names it and what would fit.
     """
     values = kwargs_to_shard.get(grad_requiring_tensor_key)
     if not isinstance(values, torch.Tensor):
@@ -70,7 +70,7 @@ def sequence_tiled_compute(
         for key, value in kwargs_to_shard.items()
     ]
     results = []
-    for tile in zip(*tiles, strict=False):  # one tensor at least, and all have as many tiles
+    for tile in zip(*tiles, strict=False):  # at least one tensor, and all tensors have equally many tiles
         arguments = dict(zip(kwargs_to_shard, tile, strict=True))
         results.append(checkpoint(fn, use_reentrant=False, **arguments, **kwargs_to_pass))
     if output_unshard_dimension == 0:
@@ -98,7 +98,7 @@ class SequenceTiledCompute:
         """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then of `keys_to_pass`.
 
         Raises:
-            ValueError: as `sequence_tiled_compute`, and for another number of values than keys.
+            ValueError: see `sequence_tiled_compute`; also if the numbers of values and keys differ.
         """
         keys = [*keys_to_shard, *keys_to_pass]
         if len(args) != len(keys):
@@ -131,13 +131,13 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`fn(self, x)`, joined along the tokens.
+        """Compute `fn(self, x)` in tiles, concatenated along the tokens.
 
         Args:
             fn: the MLP's forward, for a tile.
             self: its first argument, the module.
             x: [B, T, D], or [T, D].
-            shards: number of tiles, at most.
+            shards: the maximum number of tiles.
             compute_params: accepted for DeepSpeed's signature.
         """
         dim = x.dim() - 2
@@ -147,7 +147,7 @@ class TiledMLP:
 
 @absent_members("runtime.sequence_parallel.ulysses_sp:TiledFusedLogitsLoss")
 class TiledFusedLogitsLoss:
-    """Logits and loss in tiles of the sequence; logits of more than a tile are never there."""
+    """Logits and loss in tiles of the sequence; logits of at most one tile exist at a time."""
 
     @staticmethod
     def apply(
@@ -160,20 +160,20 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None = None,
         output_reduction: Literal["mean", "sum"] = "mean",
     ) -> torch.Tensor:
-        """The scalars `fn(self, x, y)` of all tiles, or `fn(self, x, y, mask)` with a mask, added or averaged.
+        """Sum or average the scalars `fn(self, x, y)`, or `fn(self, x, y, mask)` with a mask, over all tiles.
 
         As in DeepSpeed, batch and tokens are one dim for `fn`: a tile is [N, D], [N] and [N].
 
-        "mean" is that of the tiles. Where tiles have different numbers of tokens that count, let `fn` sum, take "sum",
-        and divide by the number of all tokens.
+        "mean" averages over tiles. If tiles have different numbers of tokens that count, let `fn` sum, use "sum", and
+        divide by the number of all tokens that count.
 
         Args:
-            fn: gives a scalar for a tile.
+            fn: returns a scalar for a tile.
             self: its first argument, the model.
             x: [B, T, D] hidden states.
             y: [B, T] labels.
             mask: [B, T], or None.
-            shards: number of tiles, at most.
+            shards: the maximum number of tiles.
             compute_params: accepted for DeepSpeed's signature.
             output_reduction: "mean" or "sum".
         """
