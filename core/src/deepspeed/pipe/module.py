@@ -279,7 +279,7 @@ class PipelineModule(Module):
 
     def _set_loss(self, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         if isinstance(loss_fn, Module) and self.stage_id < self.num_stages - 1:
-            vars(self)["loss_fn"] = loss_fn  # not registered: this stage would hold a copy of its parameters that never trains
+            vars(self)["loss_fn"] = loss_fn  # not registered: this copy of its parameters would never train
         else:
             self.loss_fn = loss_fn
 
