@@ -1,5 +1,5 @@
-"""Offload: the optimizer's side of a shard in host memory.
+"""Offload optimizer data and weights of a shard to host memory or to swap files.
 
-May import what `zero` may. Read `../placement.py` (the contract), then `host.py` and `buffers.py` beside it;
-`policy.py` says when it is used.
+May import what `zero` may. Read `../placement.py` (the interface), then `host.py` and `buffers.py`; `policy.py` chooses
+where data is kept.
 """

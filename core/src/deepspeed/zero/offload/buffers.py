@@ -1,8 +1,8 @@
-"""Host memory that the device copies from and to (page-locked on request, and a ring of buffers of it), and the lane of
-these copies: a queue of their own beside the computation.
+"""Host memory for copies to and from the device (page-locked on request, also as a ring of buffers), and `CopyLane`, a
+separate queue for these copies beside the computation.
 
-Used by `HostPlacement` and `HostShards`. On a synchronized device there is no queue: a copy is done when its call
-returns, and marks have nothing to wait for.
+`HostPlacement` and `HostShards` use it. A synchronized device has no queue: a copy is done when its call returns, and
+marks have nothing to wait for.
 """
 
 from collections.abc import Iterator
@@ -16,23 +16,23 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once
 
-#: bytes; direct reads and writes of files want addresses that are multiples of it
+#: bytes; direct reads and writes of files need addresses that are multiples of it
 ALIGNMENT = 4096
 
 
 class Waitable(Protocol):
-    """A copy, or an operation on a file."""
+    """`Waitable` is a copy or an operation on a file."""
 
     def wait_on_host(self) -> None:
-        """Return when it is done."""
+        """Return when the operation is done."""
 
 
 class HostMemory:
-    """Gives host tensors.
+    """`HostMemory` allocates host tensors.
 
     Args:
-        pins: whether memory that is copied from or to the device is page-locked, so that copies need no host.
-        key: the section of the configuration that asks for it.
+        pins: whether to page-lock memory for copies from or to the device, so that copies run without the CPU.
+        key: configuration section, for warnings.
     """
 
     def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool, key: str = "offload_optimizer") -> None:
@@ -41,28 +41,28 @@ class HostMemory:
         self._key = key
 
     def allocate(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
-        """An uninitialized 1-D tensor; `crosses`: the device copies from or to it."""
+        """Return an uninitialized 1-D tensor; `crosses`: whether the device copies from or to it."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
         return self.pinned(tensor) if crosses else tensor
 
     def aligned(self, num_bytes: int, offset: int = 0) -> Tensor:
-        """[num_bytes] uint8, uninitialized, for what files are read into and written from: begins at a page.
+        """Return [num_bytes] uninitialized uint8 for file reads and writes, with page alignment.
 
         Args:
-            offset: in the file, where it is read or written; it is moved without a copy if both are apart from a page
-                by as many bytes.
+            offset: where in the file it is read or written. No copy is needed if the address and the offset have the
+                same remainder modulo the page size.
         """
         memory = self.pinned(torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
         start = (offset - memory.data_ptr()) % ALIGNMENT
         return memory[start : start + num_bytes]
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """`tensor`, whose contents do not matter yet, in page-locked memory if that is asked for."""
+        """Return `tensor` (contents arbitrary), or one like it in page-locked memory if that is enabled."""
         if not self._pins or tensor.numel() == 0:
             return tensor
         try:
             return self._accelerator.pin_memory(tensor)
-        except RuntimeError as error:  # no such memory here, or the system grants no more of it: slower, not wrong
+        except RuntimeError as error:  # no such memory, or the system's limit is reached: slower, not wrong
             self._pins = False
             warn_once(
                 f"zero_optimization.{self._key}.pin_memory: the accelerator gave no page-locked memory "
@@ -73,19 +73,19 @@ class HostMemory:
 
 
 class BufferRing:
-    """`count` staging buffers taken in turn; one is taken again only when the copy that used it last is done.
+    """`BufferRing` lends `count` staging buffers in turn, each only after the copy that used it last is done.
 
-    They begin at a page.
+    The buffers are page-aligned.
     """
 
     def __init__(self, memory: HostMemory, count: int) -> None:
         self._memory = memory
         self._buffers: list[Tensor | None] = [None] * count  # bytes
         self._busy: list[Waitable | None] = [None] * count
-        self.place = 0  # of the buffer that was taken last
+        self.place = 0  # of the buffer that was lent last
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of arbitrary contents."""
+        """Return `numel` elements with arbitrary contents."""
         self.place = place = (self.place + 1) % len(self._buffers)
         self._finish(place)
         num_bytes = numel * dtype.itemsize
@@ -95,11 +95,11 @@ class BufferRing:
         return buffer[:num_bytes].view(dtype)
 
     def hold(self, place: int, until: Waitable) -> None:
-        """The buffer at `place` is in use until then."""
+        """Mark the buffer at `place` as in use until `until` is done."""
         self._busy[place] = until
 
     def forget(self) -> None:
-        """All that used the buffers is done, and errors of it do not matter."""
+        """Mark all buffers as free: the operations that used them are done, and their errors do not matter."""
         self._busy = [None] * len(self._busy)
 
     @property
@@ -107,13 +107,13 @@ class BufferRing:
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def release(self) -> None:
-        """Drop the buffers, once the copies that use them are done."""
+        """Drop the buffers after the copies that use them are done."""
         for place in range(len(self._busy)):
             self._finish(place)
         self._buffers = [None] * len(self._buffers)
 
     def _finish(self, place: int) -> None:
-        """Return when the buffer is free. An error of what used it is raised once: the buffer is free then too."""
+        """Return when the buffer is free. An error of its last user is raised once; the buffer is free then too."""
         busy = self._busy[place]
         if busy is None:
             return
@@ -126,7 +126,7 @@ class BufferRing:
 
 
 class Mark:
-    """A place in the lane's queue."""
+    """`Mark` is a place in the lane's queue."""
 
     __slots__ = ("_accelerator", "_event", "_orders")
 
@@ -136,12 +136,12 @@ class Mark:
         self._orders = orders
 
     def wait(self) -> None:
-        """Let what is queued on the current stream from now on come after the mark. The host does not wait."""
+        """Order work that is queued on the current stream from now on after the mark. The CPU does not wait."""
         if self._orders:
             self._accelerator.current_stream().wait_event(self._event)
 
     def poll(self) -> bool:
-        """Whether everything before the mark is done."""
+        """Return whether everything before the mark is done."""
         return self._event is None or bool(self._event.query())
 
     def wait_on_host(self) -> None:
@@ -151,11 +151,11 @@ class Mark:
 
 
 class CopyLane:
-    """One stream for copies.
+    """`CopyLane` is one stream for copies.
 
     Args:
-        accelerator: the one whose memory is copied from and to. Where it `resolves_data_dependency` the device itself
-            orders uses of a tensor, and only the host waits for marks.
+        accelerator: the accelerator whose memory is copied from and to. If it `resolves_data_dependency`, the device
+            itself orders uses of a tensor, and only the CPU waits for marks.
     """
 
     def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
@@ -165,7 +165,7 @@ class CopyLane:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, work is queued on the lane, after all that the current stream has been given so far."""
+        """Queue work inside the context on the lane, after all work that was queued on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -175,7 +175,7 @@ class CopyLane:
             yield
 
     def mark(self) -> Mark:
-        """A mark after all that the lane has been given so far."""
+        """Return a mark after all work that was queued on the lane so far."""
         if self._stream is None:
             return Mark(self._accelerator, None, False)
         event = self._accelerator.Event()

@@ -1,26 +1,26 @@
-"""`HostPlacement`: master weights, optimizer states and reduced gradients of the owned shard in host memory.
+"""`HostPlacement` keeps master weights, optimizer states and reduced gradients of the owned shard in host memory.
 
     device                                   host
     bucket's sum  ------ lane, per bucket --> reduced [S]        while the backward runs
                                               optimizer step     batch by batch
     weights       <----- lane, per batch ---- master weights     while the next batch is updated
 
-A sum that is the first of its step is copied straight to its place. A later one (stages 2 and 3 reduce after
-every backward) is copied to a staging buffer and added by the host, as is one that was reduced in another dtype.
-Low-precision weights are rounded by the host, so that half the bytes cross.
+The first sum of a step is copied directly to its place. A later sum (stages 2 and 3 reduce after every backward), or a
+sum that was reduced in another dtype, is copied to a staging buffer and added by the CPU. The CPU rounds low-precision
+weights, so that only half the bytes are copied.
 
-The norm is taken where the sum is at hand: of what is copied straight, on the device before it leaves; else here.
+The norm of a sum that is copied directly is computed on the device before the copy, every other norm on the CPU.
 
-Memory that crosses is page-locked on request: gradients, staging, and master weights of fp32 weights. Optimizer states
-and master weights of low-precision weights never cross, and are plain.
+Memory for copies is page-locked on request: gradients, staging, and master weights of fp32 weights. Optimizer states
+and master weights of low-precision weights are never copied to the device, so they are in ordinary memory.
 
-`HostShards`: the shards of sharded parameters in host memory (`offload_param: {"device": "cpu"}`, stage 3).
+`HostShards` keeps the shards of parameters in host memory (`offload_param: {"device": "cpu"}`, stage 3).
 
     host                          device
-    shard_S  ---- lane ---------> its part of the whole parameters, which an all-gather in the lane completes
-    shard_S  <--- the update: a host's optimizer writes it, a device's with `UpdateOnDevice`
+    shard_S  ---- lane ---------> its part of the whole parameters; an all-gather in the lane fills the rest
+    shard_S  <--- the update: a CPU optimizer writes it directly, a device's optimizer through `UpdateOnDevice`
 
-Copy and all-gather are queued in a stream beside the computation, as far ahead as units are gathered ahead
+Copy and all-gather are queued in a stream beside the computation, as far ahead as the fetcher prefetches units
 (`fetcher.py`). The computation waits for them when a module uses the unit.
 
 Legend: S numel of this rank's shard of a unit.
@@ -47,30 +47,30 @@ if TYPE_CHECKING:
     from deepspeed.zero.unit import ParamShard, Unit
 
 
-#: sums in flight to the host at the same time, and so staging buffers for them; one more waits for the oldest,
-#: unless it needs no buffer and the accelerator itself holds back what its memory has no room for
+#: sums in flight to host memory at once, and staging buffers for them. One more sum waits for the oldest, unless it
+#: needs no buffer and the accelerator itself delays work for which it has no memory
 MAX_ARRIVING = 4
-#: batches of weights on their way to the device at the same time, besides the one that is being updated
+#: batches of weights in flight to the device at once, besides the batch that is being updated
 MAX_LEAVING = 1
 
 
 @dataclass(slots=True)
 class _HostShard:
-    """The reduced gradients of one unit."""
+    """`_HostShard` holds the reduced gradients of one unit."""
 
     reduced: Tensor  # [S]
-    own: Tensor  # the device's sums, to which a later backward adds (stage 1); empty where it keeps none
+    own: Tensor  # the device's sums, to which a later backward adds (stage 1); empty if it keeps none
     has_sum: bool = False  # of this step
-    norm: Tensor | None = None  # of the sum, 0-D on the device; None: to be taken here
+    norm: Tensor | None = None  # of the sum, 0-D on the device; None: compute it here
 
 
 @dataclass(slots=True)
 class _SumUnderWay:
-    """A sum on its way."""
+    """`_SumUnderWay` is a sum in flight to host memory."""
 
     done: Mark
-    source: Tensor  # held until then: its memory may not go back to the allocator before
-    staged: Tensor | None  # to be put into `target` by the host; None: copied straight there
+    source: Tensor  # held until `done`, so that its memory does not go back to the allocator
+    staged: Tensor | None  # the CPU adds or copies it to `target`; None: copied directly to `target`
     target: Tensor
     adds: bool
 
@@ -83,11 +83,11 @@ class _SumUnderWay:
 
 
 class HostPlacement(Placement):
-    """`HostPlacement` keeps what a `Placement` does in host memory, beside an accelerator with a memory of its own.
+    """`HostPlacement` is a `Placement` in host memory, for an accelerator with its own memory.
 
     Args:
-        accelerator: the one that holds the weights.
-        pins: whether memory that crosses is page-locked.
+        accelerator: the accelerator that holds the weights.
+        pins: whether to page-lock memory for copies.
     """
 
     is_offloaded = True
@@ -97,18 +97,18 @@ class HostPlacement(Placement):
         super().__init__()
         self._memory = HostMemory(accelerator, pins=pins)
         self._lane = CopyLane(accelerator)
-        #: sums that wait for their copy hold the device's memory; staged ones also the few staging buffers
+        #: sums that wait for their copy hold device memory; staged sums also hold the few staging buffers
         self._is_bounded = not accelerator.handles_memory_backpressure()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
         self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
         self._host_shards: dict[int, _HostShard] = {}  # by unit
         self._arrivals: deque[_SumUnderWay] = deque()
-        self._was_changed = False  # gradients were written from outside: norms of the device are void
+        self._was_changed = False  # gradients were written from outside, so the device's norms are invalid
         self._sent: Mark | None = None
 
     @staticmethod
     def is_needed(device: torch.device) -> bool:
-        """Whether host memory is another memory than that of `device`."""
+        """Return whether host memory is other memory than the memory of `device`."""
         return device.type != "cpu"
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class HostPlacement(Placement):
         while len(self._arrivals) >= MAX_ARRIVING and (self._is_bounded or not is_straight):
             self._arrivals.popleft().land()
         with self._lane.copying():
-            work.wait()  # here: it is the lane that waits on a device, the computation goes on
+            work.wait()  # on a device only the lane waits, and the computation goes on
             host_shard.has_sum, host_shard.norm = True, exact_norm(source) if is_straight else None
             staged = None if is_straight else self._incoming.take(source.numel(), source.dtype)
             (target if staged is None else staged).copy_(source, non_blocking=True)
@@ -168,7 +168,7 @@ class HostPlacement(Placement):
     def gradients_changed(self) -> None:
         self._was_changed = True
         for host_shard in self._host_shards.values():
-            if host_shard.own.numel() > 0:  # else the next backward would bring the former sums again
+            if host_shard.own.numel() > 0:  # else the next backward would restore the former sums
                 host_shard.own.copy_(host_shard.reduced)
 
     def forget(self) -> None:
@@ -197,7 +197,7 @@ class HostPlacement(Placement):
                 pairs.append((shard, source))
             elif copies or not self.fetches:
                 shard.stored.store(source)
-            else:  # written meanwhile, and `source` gets other values soon
+            else:  # `source` is overwritten soon, while `stored` still writes
                 shard.stored.store(shard.stored.target().copy_(source.detach().view(-1)))
         if not pairs:
             return
@@ -209,7 +209,7 @@ class HostPlacement(Placement):
         self._sent = self._lane.mark()
         if copies:
             self._outgoing.hold(self._outgoing.place, self._sent)
-        self._sent.wait()  # on the device: what gathers these weights, or computes with them, comes after
+        self._sent.wait()  # on the device: all-gathers and computations with these weights run after the copy
 
     def finish_sending(self) -> None:
         if self._sent is not None:
@@ -218,7 +218,7 @@ class HostPlacement(Placement):
 
 
 def _runs(shards: Sequence[ParamShard]) -> list[tuple[int, int]]:
-    """Ranges of `shards` that follow each other in the buffer of one unit, each copied in one go."""
+    """Return ranges of `shards` that are contiguous in one unit's buffer; each is copied at once."""
     breaks = [i for i in range(1, len(shards)) if not _follows(shards[i - 1], shards[i])]
     return list(zip([0, *breaks], [*breaks, len(shards)], strict=True))
 
@@ -229,7 +229,7 @@ def _follows(one: ParamShard, other: ParamShard) -> bool:
 
 
 def stretched(first: Tensor, numel: int) -> Tensor:
-    """`numel` elements of the buffer that `first` is a view of, from its beginning on."""
+    """Return `numel` elements of the buffer of which `first` is a view, starting where `first` starts."""
     return first.detach().as_strided((numel,), (1,), first.storage_offset())
 
 
@@ -237,10 +237,10 @@ class _HostWeights(OffloadedShard):
     def __init__(self, shard_S: Tensor, lane: CopyLane) -> None:
         super().__init__(shard_S)
         self._lane = lane
-        self._sent: Mark | None = None  # after the latest copy, and what was issued with it
+        self._sent: Mark | None = None  # after the latest copy and the work that was issued with it
 
     def prepare(self) -> None:
-        """They are there."""
+        """Do nothing: the values are in memory."""
 
     @contextmanager
     def copied_to(self, part_S: Tensor) -> Iterator[None]:
@@ -274,8 +274,8 @@ class HostShards(ShardHome):
     """`HostShards` keeps the shards of parameters in host memory.
 
     Args:
-        accelerator: the accelerator that gathers; its memory is not the host's.
-        pins: whether the shards are page-locked, so that the device copies them beside its computation.
+        accelerator: the accelerator that gathers; its memory is not host memory.
+        pins: whether to page-lock the shards, so that the device copies them beside its computation.
     """
 
     name = "cpu"
@@ -289,11 +289,11 @@ class HostShards(ShardHome):
         return _HostWeights(shard_S.copy_(values_S), self._lane)
 
     def release(self) -> None:
-        """The units hold their shards, and nothing else does."""
+        """Do nothing: only the units hold their shards."""
 
 
 class UpdateOnDevice(Placement):
-    """Master weights, states and gradients on the device, and offloaded weights, which get what was updated."""
+    """`UpdateOnDevice` keeps master weights, states and gradients on the device; updated weights are offloaded."""
 
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         if not shards or shards[0].weight.dtype == shards[0].master.dtype:

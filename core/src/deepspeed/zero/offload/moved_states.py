@@ -1,11 +1,11 @@
-"""`MovedStates`: what `engine.offload_states` has moved to host memory, until `reload_states` (stages 1 to 3).
+"""`MovedStates` holds the states that `engine.offload_states` moved to host memory, until `reload_states`.
 
-For phases in which the device is needed for something else, such as generation in reinforcement learning.
+It serves phases that need the device for something else, such as generation in reinforcement learning (stages 1 to 3).
 
-[Note: the storage stays] Optimizer, shards, buckets and parameters hold views of the moved tensors. So what moves is
-the storage: its bytes are copied to the host, and it is resized to zero bytes; a reload resizes it back and copies
-them. Every view is then valid again. Meanwhile nothing may read it: parameters are empty tensors, which torch notices,
-and the rest is checked by `States.require`.
+[Note: the storage stays] Optimizer, shards, buckets and parameters hold views of the moved tensors. So only the storage
+is moved: its bytes are copied to host memory, and it is resized to zero bytes; a reload resizes it back and copies the
+bytes. Every view is then valid again. Meanwhile nothing may read the views: parameters are empty tensors, which torch
+notices, and `States.require` checks all other cases.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _Kind = OffloadStateTypeEnum
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """The bytes of one storage."""
+    """`_Moved` holds the bytes of one storage."""
 
-    whole: Tensor  # all of it, uint8; its storage is empty
+    whole: Tensor  # the whole storage as uint8; the storage is empty
     host: Tensor
 
 
 class MovedStates:
-    """States in host memory, of one engine. Made by `offload_states`.
+    """`MovedStates` holds states of one engine in host memory. `offload_states` creates it.
 
     Args:
-        kinds: that were asked for.
+        kinds: the kinds to move.
         pins: whether the host memory is page-locked.
-        non_blocking: return before all is copied; the device's memory is free for what is queued after it.
+        non_blocking: return before the copies are done; device memory is free for work that is queued after them.
     """
 
     def __init__(self, sharding: Sharding, kinds: Collection[_Kind], *, pins: bool, non_blocking: bool) -> None:
@@ -80,16 +80,16 @@ class MovedStates:
         self._moved[storage._cdata] = _Moved(whole, host.copy_(whole, non_blocking=True))
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the memory of `tensor` was moved."""
+        """Return whether the memory of `tensor` was moved."""
         return tensor.untyped_storage()._cdata in self._moved
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights that modules compute with were moved, or their shards."""
+        """Whether weights with which modules compute, or their shards, were moved."""
         return _Kind.lp_params in self.kinds or bool(self._params or self._units)
 
     def value_of(self, param: Parameter) -> Tensor:
-        """Return the tensor that `param.data` is once everything is back where it was."""
+        """Return the tensor that `param.data` will be when everything is moved back."""
         return self._params.get(param, param.data)
 
     def put_back(self, *, non_blocking: bool) -> None:
@@ -106,7 +106,7 @@ class MovedStates:
 
 
 def tensors_of(sharding: Sharding, kind: _Kind) -> Iterator[Tensor]:
-    """Yield the tensors that an engine has of a kind of state, whatever memory they are in."""
+    """Yield the tensors of an engine for one kind of state, in whatever memory they are."""
     if kind is _Kind.optim_states and sharding.optimizer is not None:
         for state in sharding.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
@@ -121,7 +121,7 @@ def tensors_of(sharding: Sharding, kind: _Kind) -> Iterator[Tensor]:
 
 
 def _own_params(sharding: Sharding) -> Iterator[Parameter]:
-    """The parameters of the model, but those that another engine trains."""
+    """Yield the parameters of the model except those that another engine trains."""
     return (param for _, param in sharding.units.named_parameters if manager_of(param) in (None, sharding))
 
 
@@ -164,7 +164,7 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torc
     """Return the devices on which an engine has its states of one kind.
 
     Args:
-        model: what `deepspeed.initialize` returned.
+        model: the engine that `deepspeed.initialize` returned.
         state: the kind.
 
     Returns:

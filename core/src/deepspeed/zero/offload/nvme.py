@@ -1,18 +1,18 @@
-"""`NvmePlacement`: master weights, optimizer states and reduced gradients of the owned shard in a swap file.
+"""`NvmePlacement` keeps master weights, optimizer states and reduced gradients of the owned shard in a swap file.
 
     device                        host                                  disk
     bucket's sum  --- copy -->    staging buffer   --- write -->        gradients [S]      while the backward runs
                                   slot of a sub-group  <-- read ---     masters, states, gradients
                                   optimizer step                        sub-group by sub-group
-    weights       <-- copy ---    slot             --- write -->        masters, states, if another needs the slot
+    weights       <-- copy ---    slot             --- write -->        masters, states, if another group needs the slot
 
-Between steps no master weight, state or reduced gradient has memory of its own: the tensor objects stay, in the
-optimizer's groups and state, and are empty. `fetch` points those of one sub-group at a slot that has its values;
-`store` empties them. A few sub-groups stay in the slots after the update: the next one begins with them, their
-gradients go straight there, and the file gets their values when another sub-group needs the slot (`swap_slots.py`).
-States that are not one number per element (`step`, factored moments) stay in memory.
+Between steps, master weights, states and reduced gradients have no memory: the tensor objects stay in the optimizer's
+groups and state, and are empty. `fetch` points the tensors of one sub-group at a slot with its values; `store` empties
+them. A few sub-groups stay in the slots after the update. The next update begins with them, their gradients go directly
+to the slots, and their values are written only when another sub-group needs the slot (`swap_slots.py`).
+States without one number per element (`step`, factored moments) stay in memory.
 
-The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_file.py`).
+The norm of a sum is computed before the sum is written. Swap files do not outlive the run (`swap_file.py`).
 ZeRO-Infinity: arXiv 2104.07857, sections 5.1.1 and 5.2.2.
 
 Legend: S numel of this rank's shard of a unit.
@@ -45,16 +45,16 @@ from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 if TYPE_CHECKING:
     from deepspeed.zero.unit import ParamShard, SubGroup, Unit
 
-#: sums on their way to slots and disk, and so staging buffers: one is filled while one is written
+#: sums in flight to slots and disk, and staging buffers for them: one is filled while another is written
 MAX_STAGED = 2
 _KEY = "zero_optimization.offload_optimizer.nvme_path"
 
 
 class _StagedSum(NamedTuple):
-    """A sum in a staging buffer, or on its way there."""
+    """`_StagedSum` is a sum in a staging buffer, or in flight to it."""
 
     done: Mark
-    source: Tensor  # held until then: its memory may not go back to the allocator before
+    source: Tensor  # held until `done`, so that its memory does not go back to the allocator
     place: int  # of the buffer in its ring
     staged: Tensor
     unit: SwappedUnit
@@ -65,18 +65,18 @@ class NvmePlacement(HostPlacement):
     """`NvmePlacement` keeps master weights, states and reduced gradients in a swap file.
 
     Args:
-        accelerator: the one that holds the weights.
-        nvme_path: a folder on a local disk; made if it is missing.
-        rank: of this process, for the name of its folder there.
+        accelerator: the accelerator that holds the weights.
+        nvme_path: a folder on a local disk; created if it is missing.
+        rank: rank of this process, for the name of its folder there.
         aio: how files are read and written.
         pins: whether staging buffers and slots are page-locked.
         reads_ahead: read the next sub-group while one is updated.
         writes_behind: write a sub-group that leaves memory while the next one is updated.
-        buffer_count: tensors of sub-groups in memory, if that is more than these take.
+        buffer_count: tensors of sub-groups in memory, if more than `reads_ahead` and `writes_behind` need.
 
     Raises:
-        ConfigError: `nvme_path` cannot be used.
-        OpUnavailable: no extension serves `async_io`.
+        ConfigError: if `nvme_path` cannot be used.
+        OpUnavailable: if no extension provides `async_io`.
     """
 
     fetches = True
@@ -102,8 +102,8 @@ class NvmePlacement(HostPlacement):
         self._slots = SwapSlots(self._memory, aio, reads_ahead=reads_ahead, writes_behind=writes_behind)
         self._buffer_count = buffer_count
         self._num_states = 0
-        self._units: list[SwappedUnit] = []  # in the order of the stage's
-        self._by_index: dict[int, SwappedUnit] = {}  # those whose gradients have a home
+        self._units: list[SwappedUnit] = []  # in the order of the stage's units
+        self._by_index: dict[int, SwappedUnit] = {}  # by unit index; units passed to `home_of_gradients`
         self._places: dict[int, SwapPlace] = {}  # by the id of a shard
         self._optimizer: Optimizer | None = None
         self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
@@ -118,7 +118,7 @@ class NvmePlacement(HostPlacement):
         self._num_states = num_states(optimizer)
         self._slots.provide(self._buffer_count // (2 + self._num_states), max_sub_group_numel)
         num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
-        report = preflight(self._folder.path, num_bytes)  # of this rank: others may have taken their space already
+        report = preflight(self._folder.path, num_bytes)  # for this rank: others may have allocated already
         for remark in report.remarks:
             warn_once(f"{_KEY}: {remark}")
 
@@ -160,7 +160,7 @@ class NvmePlacement(HostPlacement):
         return super().held_bytes + self._slots.num_bytes
 
     def release(self) -> None:
-        """Drop what is swapped out, with its file; so errors of what is in flight do not matter."""
+        """Drop all swapped data with its file; errors of operations in flight are ignored."""
         self._slots.release()
         self.forget()
         self.finish_sending()
@@ -193,7 +193,7 @@ class NvmePlacement(HostPlacement):
         self._write(shard, name, new.to(place.group.tensors[name].dtype))
 
     def _is_away(self, shard: ParamShard, name: str, value: Any) -> bool:
-        """Whether a tensor of `shard` has no memory now; gradients then have no object either."""
+        """Return whether a tensor of `shard` has no memory now; a gradient is then None."""
         if name == GRADIENT:
             return value is None
         is_empty = isinstance(value, Tensor) and value.numel() == 0
@@ -217,7 +217,7 @@ class NvmePlacement(HostPlacement):
         unit.has_sum = True
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":  # of units that are not offloaded
+        if device.type != "cpu":  # for units that are not offloaded
             return super().scratch(numel, dtype, device)
         return mapped_zeros(self._folder.path, numel, dtype)
 
@@ -240,7 +240,7 @@ class NvmePlacement(HostPlacement):
         return done
 
     def _land(self, arrival: _StagedSum) -> None:
-        """Keep a sum, added to what there is of this step, in the slots of its sub-groups, or begin to write it."""
+        """Add a sum to the step's earlier sum, and put it into its sub-groups' slots or start to write it."""
         arrival.done.wait_on_host()
         unit, sum_S = arrival.unit, arrival.staged
         if arrival.adds and unit.has_sum:
@@ -255,7 +255,7 @@ class NvmePlacement(HostPlacement):
         unit.has_sum, unit.norms = True, [exact_norm(sum_S)]
 
     def _gradients(self, unit: SwappedUnit, numel: int) -> Tensor:
-        """[S], what there is of this step; padding is zero."""
+        """Return this step's sum so far, [S]; padding is zero."""
         unit.finish_writing()
         found_S = torch.zeros(numel, dtype=unit.gradient_dtype)
         works = []
@@ -273,7 +273,7 @@ class NvmePlacement(HostPlacement):
             self._land(self._arriving.popleft())
         for unit in self._units:
             unit.finish_writing()
-        self._slots.settle()  # of the last update: an error is raised before the next one begins
+        self._slots.settle()  # writes of the last update: an error is raised before the next update begins
         if self._units:
             self._file.check("update", 0, self._file.num_bytes)
 
@@ -291,11 +291,11 @@ class NvmePlacement(HostPlacement):
                     found = torch.empty(group.numel, dtype=unit.gradient_dtype)
                     self._queue.read(group.tensors[GRADIENT].region, found).wait()
                 unit.norms.append(exact_norm(found))
-                if unit.own is not None:  # else the next backward would bring the former sums again
+                if unit.own is not None:  # else the next backward would restore the former sums
                     unit.own.narrow(0, group.sub_group.start, group.numel).copy_(found)
 
     def forget(self) -> None:
-        """Gradients that are on their way are dropped, and so are errors of writing them."""
+        """Drop the gradients, including those in flight and errors of writing them."""
         if self._fetched is not None:  # its update failed
             self._give_back(self._fetched)
         for arrival in self._arriving:
@@ -326,7 +326,7 @@ class NvmePlacement(HostPlacement):
         self._slots.make_room()
 
     def _give_back(self, number: int) -> None:
-        """Take the memory of the batch away; what the optimizer has made of it is in the slot."""
+        """Release the memory of the batch; the optimizer's results are in the slot."""
         group = self._group(number)
         slot = self._slots.of(group)
         assert slot is not None
@@ -354,18 +354,18 @@ class NvmePlacement(HostPlacement):
         return self._optimizer.state.get(shard.master, {})
 
     def _swapped(self, shard: ParamShard) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `shard` that have no memory."""
+        """Yield the tensors of `shard` that have no memory."""
         tensors = ((MASTER, shard.master), *self._state(shard).items())
         return ((name, value) for name, value in tensors if self._is_away(shard, name, value))
 
 
 def _by_element(shard: ParamShard, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The states that have memory, and one number for each element."""
+    """Yield the states that have memory and one number per element."""
     for name, value in list(state.items()):
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard.shape:
             yield name, value
 
 
 def _empty(tensor: Tensor) -> None:
-    """Take the memory of a tensor away; the object stays."""
+    """Free the memory of a tensor; the object stays."""
     tensor.data = torch.empty(0, dtype=tensor.dtype)

@@ -1,17 +1,17 @@
-"""The sections `offload_optimizer` and `offload_param` and the accelerator say where an engine keeps what it offloads.
+"""Choose where an engine keeps offloaded data, from `offload_optimizer`, `offload_param` and the accelerator.
 
-The builders in `engine/` ask once; `zero.Init` calls `choose_shard_home` too. `SplitPlacement` is the answer where
-`ratio` leaves a part of the parameters beside the weights.
+The builders in `engine/` call these functions once; `zero.Init` also calls `choose_shard_home`. `SplitPlacement` is
+used if `ratio` leaves a part of the parameters beside the weights.
 
-`SwappedShards`: the shards of sharded parameters in a swap file (`offload_param: {"device": "nvme"}`, stage 3).
+`SwappedShards` keeps the shards of parameters in a swap file (`offload_param: {"device": "nvme"}`, stage 3).
 
     file    ---- read ahead ----> a buffer in host memory ---- lane ----> this rank's part of the whole weights
-    file    <--- write ---------- what the update has made of the weights
+    file    <--- write ---------- the updated weights
 
-A shard has no memory of its own. It is read into one of `buffer_count` buffers, as far ahead of its all-gather as there
-are buffers, in the order in which units were used the last time (`fetcher.py`): reads run beside the computation. The
-buffer is free again when its values were copied. The update gives its results part by part; they are written while it
-goes on, and a read waits until all writes are done. The first units, up to `max_in_cpu` elements, stay in memory.
+A shard has no memory of its own. It is read into one of `buffer_count` buffers before its all-gather, as far ahead as
+there are buffers, in the order of the last use of units (`fetcher.py`), so reads overlap the computation. The buffer is
+free again after its values were copied. The update stores its results part by part; they are written while it goes on,
+and a read waits until all writes are done. The first units, up to `max_in_cpu` elements, stay in memory.
 
 Legend: S numel of a shard.
 """
@@ -38,14 +38,14 @@ from deepspeed.zero.placement import OffloadedShard, Placement, ShardHome
 
 
 class SplitPlacement(Placement):
-    """Gives each unit one of two placements; what concerns all units goes to both.
+    """`SplitPlacement` gives each unit one of two placements; calls for all units go to both.
 
-    Units are not divided, so that the part is met as closely as their sizes permit.
+    Units are not divided, so `ratio` is met as closely as their sizes permit.
 
     Args:
-        offloaded: of the part that is offloaded.
-        near: of the rest.
-        ratio: that part of all elements, 0 to 1.
+        offloaded: placement of the offloaded part.
+        near: placement of the rest.
+        ratio: the offloaded fraction of all elements, 0 to 1.
     """
 
     is_offloaded = True
@@ -100,7 +100,7 @@ class SplitPlacement(Placement):
 
 
 def asks_for_host(offload: OffloadOptimizerConfig | None, stage: int) -> bool:
-    """Whether the section asks for an optimizer that updates in host memory, at a stage that can do so."""
+    """Return whether the section requests updates in host memory, at a stage that supports them."""
     return stage > 0 and offload is not None and offload.device in ("cpu", "nvme") and offload.ratio > 0
 
 
@@ -112,16 +112,16 @@ def choose_shard_home(
     stage: int = 3,
     keeps_int8: bool = False,
 ) -> ShardHome | None:
-    """Choose where the shards of parameters rest for an engine on `device`; None: on that device.
+    """Choose where parameter shards are kept for an engine on `device`; None: on that device.
 
-    Below stage 3 no parameter is sharded, and the section has no effect, as in DeepSpeed: scripts write it at every
+    Below stage 3 no parameter is sharded, and the section has no effect, as in DeepSpeed: scripts set it at every
     stage.
 
     Args:
         keeps_int8: `zero_quantized_nontrainable_weights`.
 
     Raises:
-        ConfigError: offload with `keeps_int8`; says what to do.
+        ConfigError: for offload with `keeps_int8`; names the alternatives.
     """
     if offload is None or offload.device == "none":
         return None
@@ -158,17 +158,17 @@ def choose_placement(
     aio: AioConfig | None = None,
     rank: int = 0,
 ) -> Placement:
-    """The placement for an engine on `device`, whose parameters have their shards at `home`.
+    """Choose the placement for an engine on `device`, whose parameter shards are kept at `home`.
 
-    At stage 0 the section has no effect, as in DeepSpeed: scripts write it at every stage.
+    At stage 0 the section has no effect, as in DeepSpeed: scripts set it at every stage.
 
     Args:
         aio: how swap files are read and written.
-        rank: of this process, for the name of its swap folder.
+        rank: rank of this process, for the name of its swap folder.
 
     Raises:
-        ConfigError: offload to a folder that cannot be used.
-        OpUnavailable: offload to NVMe without an extension that reads and writes files.
+        ConfigError: if the offload folder cannot be used.
+        OpUnavailable: if no extension reads and writes files for offload to NVMe.
     """
     if offload is not None and offload.device != "none" and stage == 0:
         warn_once(
@@ -213,18 +213,18 @@ _KEY = "zero_optimization.offload_param.nvme_path"
 
 
 class _ReadBuffer:
-    """Memory into which one shard at a time is read."""
+    """`_ReadBuffer` is memory into which one shard at a time is read."""
 
     def __init__(self, memory: HostMemory, aio: AioConfig) -> None:
         self._memory = memory
         self._queue = SwapQueue(aio)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._read: SwapWork | None = None
-        self._copied: Mark | None = None  # after the latest copy out of it
-        self.owner: _SwappedShard | None = None  # whose values it has, or gets
+        self._copied: Mark | None = None  # after the latest copy out of the buffer
+        self.owner: _SwappedShard | None = None  # the shard whose values are or will be in the buffer
 
     def begin(self, owner: "_SwappedShard", region: Region) -> None:
-        """Read the values of `owner`."""
+        """Start to read the values of `owner`."""
         if self._copied is not None:
             self._copied.wait_on_host()
         if self._bytes.numel() < region.num_bytes:
@@ -233,22 +233,22 @@ class _ReadBuffer:
         self.owner = owner
 
     def finish(self) -> None:
-        """Return when the values are there; raises OSError if they cannot be read."""
+        """Return when the values have been read; raise OSError if they cannot be read."""
         assert self._read is not None
         self._read.wait()
 
     def values(self, like_S: Tensor) -> Tensor:
-        """The values as a tensor of the dtype and size of `like_S`."""
+        """Return the values as a tensor of the dtype and size of `like_S`."""
         return self._bytes[: like_S.nbytes].view(like_S.dtype)
 
     def free(self, copied: Mark | None = None) -> None:
-        """Nobody needs the values after `copied`."""
+        """Free the buffer; its values are not needed after `copied`."""
         self._queue.finish()
         self._copied, self.owner = copied, None
 
 
 class _SwappedShard(OffloadedShard):
-    """`shard_S` is on the meta device."""
+    """`_SwappedShard` is a shard in a swap file; `shard_S` is on the meta device."""
 
     def __init__(self, home: "SwappedShards", region: Region, shard_S: Tensor) -> None:
         super().__init__(shard_S)
@@ -290,7 +290,7 @@ class _SwappedShard(OffloadedShard):
             self._sent.wait()
 
     def drop(self, copied: Mark | None = None) -> None:
-        """Give the buffer back, once the copy that reads it is done."""
+        """Return the buffer after the copy that reads it is done."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.free(copied)
@@ -313,7 +313,7 @@ class _SwappedShard(OffloadedShard):
 
 
 class _Storing(NamedTuple):
-    """A write of the bytes [first, stop) in flight, with the memory that is written."""
+    """`_Storing` is a write of the bytes [first, stop) in flight, with the memory that is written."""
 
     work: SwapWork
     values: Tensor
@@ -328,12 +328,12 @@ class SwappedShards(ShardHome):
         accelerator: the accelerator that gathers.
         section: `offload_param`, with an `nvme_path`.
         aio: how the file is read and written.
-        memory: keeps shards of at most `max_in_cpu` elements together; None: these stay beside the whole parameters.
-        pins: whether the buffers that shards are read into are page-locked.
-        rank: the rank of this process, for the name of its folder.
+        memory: keeps shards of at most `max_in_cpu` elements in total; None: these stay beside the whole parameters.
+        pins: whether the buffers for reads are page-locked.
+        rank: rank of this process, for the name of its folder.
 
     Raises:
-        ConfigError: if nothing can be written below `nvme_path`, or there is none.
+        ConfigError: if there is no `nvme_path`, or nothing can be written there.
     """
 
     name = "nvme"
@@ -357,13 +357,13 @@ class SwappedShards(ShardHome):
         self._folder = SwapFolder(section.nvme_path, rank=rank, key=_KEY)
         self._file = SwapFile(self._folder.path / "parameters.swap")
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
-        self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
+        self.plain = HostMemory(accelerator, pins=False)  # for memory that the device does not copy
         self._max_buffers = section.buffer_count
         self._new_buffer = partial(_ReadBuffer, staging, aio)
-        self._buffers: list[_ReadBuffer] = []  # no more than shards need at a time
+        self._buffers: list[_ReadBuffer] = []  # created on demand
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[_Storing] = []
-        #: by first byte and end: writes that failed, and were not repeated
+        #: by first byte and end: failed writes that were not repeated
         self._failed: dict[tuple[int, int], OSError] = {}
 
     def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
@@ -381,26 +381,26 @@ class SwappedShards(ShardHome):
         return shard
 
     def free_buffer(self) -> _ReadBuffer | None:
-        """A buffer that no shard was read into."""
+        """Return a buffer without an owner, or None."""
         found = next((buffer for buffer in self._buffers if buffer.owner is None), None)
         if found is None and len(self._buffers) < self._max_buffers:
             self._buffers.append(found := self._new_buffer())
         return found
 
     def any_buffer(self) -> _ReadBuffer:
-        """A free buffer; if there is none, what was read ahead last is dropped."""
+        """Return a free buffer; if there is none, drop the values that were read ahead last."""
         buffer = self.free_buffer() or self._buffers[-1]
         if buffer.owner is not None:
             buffer.owner.drop()
         return buffer
 
     def read(self, region: Region, values: Tensor, start: int) -> None:
-        """Fill `values` from byte `start` of the region on."""
+        """Fill `values` from the region, starting at its byte `start`."""
         self.require_stored(region)
         self._reads.read(region, values, start).wait()
 
     def write(self, region: Region, values: Tensor, start: int) -> None:
-        """Begin to write `values` from byte `start` of the region on."""
+        """Start to write `values` to the region, starting at its byte `start`."""
         if len(self._storing) >= self._max_buffers:
             self.finish_storing()
         first = region.offset + start
@@ -412,10 +412,10 @@ class SwappedShards(ShardHome):
             raise
 
     def finish_storing(self) -> None:
-        """Return when what was given to `write` is in the file, and may be changed.
+        """Return when all values passed to `write` are in the file and may be changed.
 
         Raises:
-            OSError: one of the writes has failed.
+            OSError: if one of the writes failed.
         """
         storing, self._storing = self._storing, []
         self._writes.finish()
@@ -432,10 +432,10 @@ class SwappedShards(ShardHome):
             raise error
 
     def require_stored(self, region: Region) -> None:
-        """Return when the region has what was given to `write` last.
+        """Return when the region has the values that were passed to `write` last.
 
         Raises:
-            OSError: a write has failed, of the region, or one that this call has waited for.
+            OSError: if a write of the region failed, or one for which this call has waited.
         """
         self.finish_storing()
         for (first, stop), error in self._failed.items():

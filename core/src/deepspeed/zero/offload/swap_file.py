@@ -2,25 +2,25 @@
 
     folder = SwapFolder(nvme_path, rank=rank)
     file = SwapFile(folder.path / "optimizer.swap")
-    region = file.allocate(tensor.nbytes)                    # space on the disk, or an error: before training starts
+    region = file.allocate(tensor.nbytes)                    # raises if the disk is full, before training starts
     reads, writes = SwapQueue(aio), SwapQueue(aio)           # `aio`: the section of the configuration
     writes.write(region, tensor).wait()                      # `tensor` must not change until then
     reads.read(region, tensor).wait()                        # `tensor` must not be read until then
 
-Operations in flight have no order: wait for a write before its range is read, and the other way around. A file that
-was removed, replaced or cut off is an error when it is next used, and is never made again in silence, with holes.
+Operations in flight have no order: wait for a write before you read its range, and the other way around. A file that
+was removed, replaced or cut off raises an error at its next use; it is never silently created again, with holes.
 
-`SwapFolder` is a folder of one run on a local disk for what does not fit in memory. It is made by the placements on
-NVMe, one per engine and rank, below `nvme_path`:
+`SwapFolder` is a folder of one run on a local disk for data that does not fit in memory. Placements on NVMe create one
+per engine and rank, below `nvme_path`:
 
     <nvme_path>/ds_swap_<host>_<job>_rank<rank>_pid<pid>_<random>/      mode 0700
         owner.lock      locked as long as the process lives
         ...             swap files
 
-Nothing in it outlives the run: it is removed when the engine is destroyed and at a normal exit. What a killed process
-left is removed by the next one that makes a folder at the same place on the same host: a lock that can be taken has no
-owner. A forked child, such as a worker of a DataLoader, does not keep the lock of a process that was killed. A resumed
-run needs no old swap file; a checkpoint has everything.
+Nothing in it outlives the run: it is removed when the engine is destroyed and at a normal exit. Leftovers of a killed
+process are removed by the next process that creates a folder at the same place on the same host: if the lock can be
+taken, the owner is dead. A forked child, such as a DataLoader worker, does not keep the lock of a process that was
+killed. A resumed run needs no old swap file, because the checkpoint has everything.
 """
 
 import errno
@@ -48,26 +48,26 @@ from deepspeed.zero.offload.buffers import ALIGNMENT
 
 PREFIX = "ds_swap_"
 _LOCK = "owner.lock"
-#: of folders that have no locked lock yet; `nvme_path` itself is locked meanwhile
+#: prefix of folders whose lock is not locked yet; `nvme_path` itself is locked meanwhile
 _UNFINISHED = ".ds_new_swap_"
 #: descriptors of the locks of this process
 _locks: set[int] = set()
 
 
 class SwapFolder:
-    """A new folder below `nvme_path`; leftovers of dead processes of this host are removed first.
+    """`SwapFolder` creates a folder below `nvme_path`, after removing leftovers of dead processes of this host.
 
     Args:
-        nvme_path: a folder that this user may write. Where it is missing it is made, with those above it, for this
-            user alone; it outlives the run.
-        rank: of this process, for the name.
-        key: of the configuration, by which it was asked for.
+        nvme_path: a folder that this user may write. A missing folder is created with its parents, for this user alone;
+            it outlives the run.
+        rank: rank of this process, for the name.
+        key: configuration key, for errors.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
 
     Raises:
-        ConfigError: the folder cannot be made; names the key and why.
+        ConfigError: if the folder cannot be created; names the key and the reason.
     """
 
     def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int, key: str) -> None:
@@ -78,7 +78,7 @@ class SwapFolder:
             _make_private(parent)
             sweep(parent)
             self.path, self._lock = _make(parent, rank)
-        except (OSError, ValueError) as error:  # a ValueError: of a name that no file can have
+        except (OSError, ValueError) as error:  # ValueError: for a name that no file can have
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
                 f"{key}: no folder can be made in {parent}: {reason}; check its permissions and mount, or "
@@ -87,20 +87,20 @@ class SwapFolder:
         self._remove = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def remove(self) -> None:
-        """Remove the folder and everything in it. Also called when the object is garbage, and at exit. Idempotent."""
+        """Remove the folder and its contents. Also called on garbage collection and at exit. Idempotent."""
         self._remove()
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder, and those above it, where they are missing; other ranks may make them at the same time."""
+    """Create the folder and its missing parents; other ranks may create them at the same time."""
     for each in reversed([folder, *folder.parents]):
         if not each.is_dir():
-            with suppress(FileExistsError):  # of a file, the next one is refused
+            with suppress(FileExistsError):  # if it is a file, the next mkdir fails
                 each.mkdir(mode=0o700)
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders below `parent` whose process is dead, of this host only; return them."""
+    """Remove the folders of dead processes of this host below `parent`; return them."""
     swept = []
     for folder in sorted(parent.glob(f"{PREFIX}{_host()}_*")):
         if (lock := _take_lock(folder)) is not None:
@@ -114,10 +114,10 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _make(parent: Path, rank: int) -> tuple[Path, int]:
-    """A folder with a locked lock. It gets its name when it has that, so that no sweep finds it without."""
+    """Create a folder with a locked lock. It gets its final name last, so that no sweep finds it without a lock."""
     prefix = f"{_UNFINISHED}{_host()}_"
     with _locked(parent) as is_alone:
-        for left in parent.glob(f"{prefix}*") if is_alone else ():  # by a process that was killed in here
+        for left in parent.glob(f"{prefix}*") if is_alone else ():  # by a process that was killed in this function
             _delete(left)
         unfinished = tempfile.mkdtemp(prefix=prefix, dir=parent)  # mode 0700
         lock = os.open(f"{unfinished}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -131,7 +131,7 @@ def _make(parent: Path, rank: int) -> tuple[Path, int]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """One process of this host at a time is inside. False where the file system has no locks of folders."""
+    """Let one process of this host at a time enter. Yield False if the file system cannot lock folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     is_locked = False
     try:
@@ -146,7 +146,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _take_lock(folder: Path) -> int | None:
-    """The descriptor of the folder's lock, locked; None: its owner lives, or another process removes it."""
+    """Return the locked descriptor of the folder's lock; None: its owner lives, or another process removes it."""
     lock = None
     with suppress(OSError):
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -158,7 +158,7 @@ def _take_lock(folder: Path) -> int | None:
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:
-    """Delete the folder and close its lock; not in a child of the process, which has the finalizer but no right to."""
+    """Delete the folder and close its lock, except in a forked child, which inherits the finalizer."""
     if os.getpid() == pid:
         _delete(path)
         _locks.discard(lock)
@@ -166,7 +166,7 @@ def _remove(path: Path, lock: int, pid: int) -> None:
 
 
 def _close_locks() -> None:
-    """Close the locks in a forked child: a lock is held until all processes have closed it."""
+    """Close the locks in a forked child, since a lock is held until all processes have closed it."""
     while _locks:
         os.close(_locks.pop())
 
@@ -175,7 +175,7 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def _delete(folder: Path) -> bool:
-    """Delete the folder and return whether it is gone; else a warning says what is left."""
+    """Delete the folder and return whether it is gone; if not, log a warning about what remains."""
     shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
         return True
@@ -189,20 +189,20 @@ def _host() -> str:
 
 
 def _job() -> str:
-    """Return what the launcher or the scheduler calls the run, as part of a file name; else "run"."""
+    """Return the run's id from the launcher or the scheduler, as part of a file name; else "run"."""
     return _plain(os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run")
 
 
 def _plain(text: str) -> str:
-    """`text` as part of a file name; without the underscore that ends it."""
+    """Return `text` as part of a file name, without underscores, which separate the parts."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", text)[:40] or "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`num_bytes` of a swap file, from `offset` on, which is a multiple of `ALIGNMENT`.
+    """`Region` is `num_bytes` of a swap file from `offset`, which is a multiple of `ALIGNMENT`.
 
-    Tensors whose address is one too (`HostMemory.aligned`) are moved without a copy.
+    Tensors whose address is also a multiple (`HostMemory.aligned`) are moved without a copy.
     """
 
     file: "SwapFile"
@@ -214,39 +214,39 @@ class Region:
         return self.offset + self.num_bytes
 
     def part(self, start: int, num_bytes: int) -> "Region":
-        """`num_bytes` from byte `start` of it on, which is a multiple of `ALIGNMENT` too."""
+        """Return `num_bytes` of the region from byte `start`, which is also a multiple of `ALIGNMENT`."""
         assert start % ALIGNMENT == 0, start
         assert start + num_bytes <= self.num_bytes, (start, num_bytes, self.num_bytes)
         return Region(self.file, self.offset + start, num_bytes)
 
 
 def padded(num_bytes: int) -> int:
-    """Return how many bytes of a file `num_bytes` bytes take: the next multiple of `ALIGNMENT`."""
+    """Return how many bytes `num_bytes` take in a file: the next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class SwapFile:
-    """A new file, which grows by the regions that are given out.
+    """`SwapFile` creates a file that grows by each allocated region.
 
     Args:
-        path: in a `SwapFolder`.
+        path: path in a `SwapFolder`.
 
     Raises:
-        OSError: it cannot be made; with its path and errno.
+        OSError: if the file cannot be created; with its path and errno.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_bytes = 0  # given out
+        self.num_bytes = 0  # allocated
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._inode = os.fstat(fd).st_ino
         os.close(fd)
 
     def allocate(self, num_bytes: int) -> Region:
-        """A region with space on the disk; its contents are zero.
+        """Return a region with space on the disk; its contents are zero.
 
         Raises:
-            OSError: the disk is full, or the file is gone; says what to do.
+            OSError: if the disk is full or the file is gone; says what to do.
         """
         region = Region(self, self.num_bytes, num_bytes)
         taken = padded(num_bytes)
@@ -261,7 +261,7 @@ class SwapFile:
         return region
 
     def check(self, action: str, offset: int, num_bytes: int) -> None:
-        """Raise OSError unless the file is the one that was made, with all its bytes."""
+        """Raise OSError unless the file is the original one with all its bytes."""
         try:
             found = os.stat(self.path)
             if found.st_ino != self._inode:
@@ -283,10 +283,10 @@ def _allocate(path: Path, offset: int, num_bytes: int) -> None:
 
 
 def mapped_zeros(folder: Path, numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] zeros that are a file, without a name, mapped into memory: the system can take their memory back.
+    """Return [numel] zeros in an unnamed file that is mapped into memory; the system can reclaim this memory.
 
     Raises:
-        OSError: the disk is full, or the folder is gone; says what to do.
+        OSError: if the disk is full or the folder is gone; says what to do.
     """
     num_bytes = numel * dtype.itemsize
     if num_bytes == 0:
@@ -295,7 +295,7 @@ def mapped_zeros(folder: Path, numel: int, dtype: torch.dtype) -> Tensor:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
-            _allocate(path, 0, num_bytes)  # else a write to the mapping of a full disk would kill the process
+            _allocate(path, 0, num_bytes)  # otherwise a write to the mapping on a full disk would kill the process
             return torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
         finally:
             os.unlink(path)
@@ -314,10 +314,10 @@ _ADVICE = {
 
 
 def swap_error(error: OSError, path: str | Path, what: str = "") -> OSError:
-    """The error of one operation on a swap file: an OSError of the class of its errno, with file and advice.
+    """Return the OSError of one operation on a swap file, of the class of its errno, with file and advice.
 
     Args:
-        what: operation, length and offset, where the text of `error` does not have them.
+        what: operation, length and offset, if the text of `error` does not contain them.
     """
     code = error.errno or errno.EIO
     text = ": ".join(filter(None, (error.strerror or os.strerror(code), what)))
@@ -330,7 +330,7 @@ def _text(action: str, num_bytes: int, offset: int) -> str:
 
 
 class SwapWork:
-    """A read or a write in flight. A `Work` (`comm/backend.py`)."""
+    """`SwapWork` is a read or a write in flight. A `Work` (`comm/backend.py`)."""
 
     __slots__ = ("_error", "_queue", "is_done")
 
@@ -340,14 +340,14 @@ class SwapWork:
         self.is_done = False
 
     def poll(self) -> bool:
-        """Whether `wait` was called, for this operation or for a later one of its queue."""
+        """Return whether `wait` was called for this operation or a later one of its queue."""
         return self.is_done
 
     def wait(self) -> None:
-        """Return when the operation, and all that its queue has in flight, is done.
+        """Return when this operation and all others in flight in its queue are done.
 
         Raises:
-            OSError: one of them failed; with file, offset, length, errno and what to do. Each of them raises it.
+            OSError: if one of them failed; with file, offset, length, errno and what to do. Each of them raises it.
         """
         if not self.is_done:
             self._queue.finish()
@@ -355,18 +355,18 @@ class SwapWork:
         if self._error is not None:
             raise self._error
 
-    wait_on_host = wait  # as a `Mark` has it
+    wait_on_host = wait  # for `Waitable`
 
     def end(self, error: OSError | None) -> None:
-        """Called by the queue."""
+        """Set the result; called by the queue."""
         self.is_done, self._error = True, error
 
 
 class SwapQueue:
-    """Reads and writes that are waited for together; use one queue for what is waited for apart.
+    """`SwapQueue` holds reads and writes that are waited for together; use one queue per set to wait for.
 
     Args:
-        aio: block size, queue depth and workers, as the user chose them.
+        aio: the user's block size, queue depth and workers.
     """
 
     def __init__(self, aio: AioConfig | None = None) -> None:
@@ -381,20 +381,20 @@ class SwapQueue:
         self._works: list[SwapWork] = []
 
     def read(self, region: Region, tensor: Tensor, start: int = 0) -> SwapWork:
-        """Begin to fill `tensor`, contiguous and in host memory, from byte `start` of `region` on."""
+        """Start to fill `tensor`, contiguous and in host memory, from byte `start` of `region`."""
         return self._begin("read", region, tensor, start)
 
     def write(self, region: Region, tensor: Tensor, start: int = 0) -> SwapWork:
-        """Begin to write `tensor`, contiguous and in host memory, from byte `start` of `region` on."""
+        """Start to write `tensor`, contiguous and in host memory, to byte `start` of `region`."""
         return self._begin("write", region, tensor, start)
 
     def finish(self) -> None:
-        """Wait for all that is in flight. Errors are for the `SwapWork`s to raise."""
+        """Wait for all operations in flight. Errors are raised by the `SwapWork`s."""
         if not self._works:
             return
         error: OSError | None = None
         try:
-            self._handle.wait()  # after an interrupt in it all are in flight still, and may be waited for again
+            self._handle.wait()  # if interrupted, all operations are still in flight and can be waited for again
         except OSError as found:
             error = swap_error(found, str(found.filename))
         works, self._works = self._works, []

@@ -1,16 +1,16 @@
-"""`SwapSlots`: the few sub-groups of a swapped optimizer that have memory, and what moves between it and the file.
+"""`SwapSlots` holds in memory the few sub-groups of a swapped optimizer that fit, and moves data from and to the file.
 
-`NvmePlacement` knows a unit whose optimizer side is swapped out as `SwappedUnit`, and each of its sub-groups as
+`NvmePlacement` represents a unit with swapped-out optimizer data as `SwappedUnit`, and each of its sub-groups as
 `SwappedGroup`.
 
-A slot has the tensors of one sub-group at a time: master weights, states, gradients. What the update changes stays
-there, and is written only when the slot is needed for another sub-group; whoever asks for values meanwhile finds them
-there. So an update begins with the sub-groups that the one before ended with (`update.py` turns the order around),
-and only the others pass the disk.
+A slot holds the tensors of one sub-group at a time: master weights, states, gradients. Values that the update changes
+stay in the slot and are written only when another sub-group needs the slot; until then, reads get them from the slot.
+So an update begins with the sub-groups with which the previous one ended (`update.py` reverses the order), and only the
+other sub-groups are read and written.
 
     FREE --read--> READING --finish--> HELD --lend--> LENT --give_back--> HELD --write--> WRITING --finish--> HELD
       |                                 |                                                      any --clear--> FREE
-      +---------- read ----<------------+   (what is missing: gradients that went to the file)
+      +---------- read ----<------------+   (missing tensors: gradients that went to the file)
 """
 
 import enum
@@ -30,18 +30,18 @@ from deepspeed.zero.unit import SubGroup
 
 
 class SwappedTensor(NamedTuple):
-    """Master weights, gradients or one state of a sub-group, end to end."""
+    """`SwappedTensor` is the master weights, gradients or one state of a sub-group, end to end."""
 
     region: Region
     dtype: torch.dtype
 
 
 class SwappedGroup:
-    """A sub-group and its region: master weights, states, gradients, in that order, so that one operation moves all.
+    """`SwappedGroup` is a sub-group and its region: master weights, states, gradients, so that one operation moves all.
 
     Args:
-        master_dtype, gradient_dtype: of its master weights and reduced gradients.
-        num_states: for which the region has places, of the dtype of the master weights; they get their names later.
+        master_dtype, gradient_dtype: dtypes of its master weights and reduced gradients.
+        num_states: number of states with room in the region, in the dtype of the master weights; named later.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class SwappedGroup:
         self.tensors = {MASTER: SwappedTensor(master, master_dtype), GRADIENT: SwappedTensor(gradient, gradient_dtype)}
 
     def tensor(self, name: str, dtype: torch.dtype) -> SwappedTensor:
-        """The tensor `name`; made if the group has none of that dtype."""
+        """Return the tensor `name`; create it if the group has none of that dtype."""
         found = self.tensors.get(name)
         if found is None or found.dtype != dtype:
             found = self.tensors[name] = SwappedTensor(self._place(self.numel * dtype.itemsize), dtype)
         return found
 
     def _place(self, num_bytes: int) -> Region:
-        """Return a region for a tensor: within the group's, or apart from it where that has no place."""
+        """Return a region for a tensor: in the group's region, or a separate one if there is no room."""
         for spare in self._spares:
             if num_bytes <= spare.num_bytes:
                 self._spares.remove(spare)
@@ -77,7 +77,7 @@ class SwappedGroup:
         return self.region.file.allocate(num_bytes)
 
     def runs(self, names: Iterable[str]) -> list[Region]:
-        """The regions of these tensors, as few as possible: those in the group's that follow each other are one."""
+        """Return the regions of these tensors; adjacent ones within the group's region are merged."""
         runs: list[Region] = []
         for region in sorted((self.tensors[name].region for name in names), key=lambda region: region.offset):
             last = runs[-1] if runs else None
@@ -90,48 +90,48 @@ class SwappedGroup:
 
 @dataclass(slots=True)
 class SwappedUnit:
-    """The sub-groups of a unit, and what is known of its reduced gradients."""
+    """`SwappedUnit` holds the sub-groups of a unit and facts about its reduced gradients."""
 
     groups: list[SwappedGroup]
     gradient_dtype: torch.dtype
-    own: Tensor | None = None  # the sums beside the weights, to which a later backward adds (stage 1)
+    own: Tensor | None = None  # the sums on the device, to which a later backward adds (stage 1)
     has_sum: bool = False  # of this step
     norms: list[Tensor] = field(default_factory=list)  # 0-D, of the sum
     written: SwapWork | None = None  # the last write of the sum
 
     def finish_writing(self) -> None:
-        """Return when the sum is in the file; raises OSError if it is not."""
+        """Return when the sum is in the file; raise OSError if the write failed."""
         if self.written is not None:
             self.written.wait()
             self.written = None
 
     def parts(self, buffer_S: Tensor) -> Iterator[tuple[SwappedGroup, Tensor]]:
-        """Each sub-group with its elements of a buffer over this rank's shard."""
+        """Yield each sub-group with its elements of a buffer over this rank's shard."""
         for group in self.groups:
             yield group, buffer_S.narrow(0, group.sub_group.start, group.numel)
 
 
 class SwapPlace(NamedTuple):
-    """A place says in which sub-group of which unit a shard is, and where it begins there."""
+    """`SwapPlace` is the place of a shard: its unit, its sub-group, and the offset there."""
 
     unit: SwappedUnit
     group: SwappedGroup
     start: int  # in elements from the beginning of the sub-group
 
 
-#: sub-groups that are being read while one is updated
+#: sub-groups that are read while one is updated
 MAX_READS_AHEAD = 2
 
 
 class SlotState(enum.Enum):
     FREE = enum.auto()  # holds nothing
-    READING = enum.auto()  # tensors of its sub-group are on their way from the file
-    HELD = enum.auto()  # its tensors have their values; those that are not `dirty` have them in the file too
+    READING = enum.auto()  # tensors of its sub-group are being read from the file
+    HELD = enum.auto()  # its tensors have their values; the file has the values of those that are not `dirty`
     LENT = enum.auto()  # the optimizer's tensors are views of it
-    WRITING = enum.auto()  # as HELD; those that are dirty are on their way to the file
+    WRITING = enum.auto()  # like HELD, while dirty tensors are being written to the file
 
 
-#: the moves that are legal; `SwapSlot._move` is the only writer of the state
+#: the legal moves; `SwapSlot._move` is the only writer of the state
 LEGAL_MOVES = {
     (SlotState.FREE, SlotState.READING),
     (SlotState.HELD, SlotState.READING),
@@ -145,23 +145,23 @@ LEGAL_MOVES = {
 
 
 class SwapSlot:
-    """Memory for one sub-group at a time, laid out as its region of the file. It stays allocated."""
+    """`SwapSlot` is memory for one sub-group at a time, laid out like its region of the file. It stays allocated."""
 
     def __init__(self, memory: HostMemory, queue: SwapQueue) -> None:
         self._memory = memory
-        self._queue = queue  # moves what is in the slot, and nothing else
+        self._queue = queue  # used for this slot only
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._apart: dict[int, Tensor] = {}  # bytes of tensors that are not in the sub-group's region, by offset
+        self._apart: dict[int, Tensor] = {}  # by offset: bytes of tensors outside of the sub-group's region
         self._works: list[SwapWork] = []
         self._sent: Mark | None = None  # copies of the weights to the device
         self.state = SlotState.FREE
         self.group: SwappedGroup | None = None
-        self.names: set[str] = set()  # of the tensors that have their values
-        self.dirty: set[str] = set()  # of those among them that the file has other values of
-        self._moving: set[str] = set()  # of those that are being read or written
+        self.names: set[str] = set()  # tensors whose values are in the slot
+        self.dirty: set[str] = set()  # those of `names` whose values differ from the file
+        self._moving: set[str] = set()  # those that are being read or written
 
     def view(self, name: str) -> Tensor:
-        """[numel of the sub-group], the memory of its tensor `name`."""
+        """Return the memory of the sub-group's tensor `name`, [numel of the sub-group]."""
         assert self.group is not None
         region, dtype = self.group.tensors[name]
         return self._bytes(region).view(dtype)
@@ -174,13 +174,13 @@ class SwapSlot:
                 self._apart[region.offset] = self._memory.aligned(region.num_bytes)
             return self._apart[region.offset]
         if self._buffer.numel() < whole.num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # so that both buffers never exist at once
             self._buffer = self._memory.aligned(whole.num_bytes)
         start = region.offset - whole.offset
         return self._buffer[start : start + region.num_bytes]
 
     def read(self, group: SwappedGroup) -> None:
-        """Begin to read what is missing of the tensors of `group`; what the slot has of another is dropped."""
+        """Start to read the missing tensors of `group`; drop tensors of another sub-group."""
         self.finish()
         if self.group is not group:
             assert not self.dirty, self.dirty
@@ -195,14 +195,14 @@ class SwapSlot:
         self._moving = missing
 
     def lend(self) -> None:
-        """The tensors of the sub-group have their values, and may be changed until `give_back`."""
+        """Lend the sub-group's tensors, which may be changed until `give_back`."""
         self._move(SlotState.LENT)
 
     def give_back(self, changed: Iterable[str], sent: Mark | None = None) -> None:
-        """These tensors have other values now, and the gradients are not needed any more.
+        """End the lending: these tensors have new values, and the gradients are not needed any more.
 
         Args:
-            sent: after copies out of the slot.
+            sent: a mark after copies out of the slot.
         """
         self._move(SlotState.HELD)
         self.names.update(changed)
@@ -211,7 +211,7 @@ class SwapSlot:
         self._sent = sent
 
     def put(self, name: str, start: int, values: Tensor) -> None:
-        """Give elements from `start` on of the tensor `name` other values."""
+        """Replace the elements from `start` on of the tensor `name`."""
         if name in self._moving or self._sent is not None:
             self.finish()
         self.view(name).narrow(0, start, values.numel()).copy_(values)
@@ -219,12 +219,12 @@ class SwapSlot:
         self.dirty.add(name)
 
     def drop(self, name: str) -> None:
-        """The values of a tensor are not needed, or are in the file."""
+        """Drop the values of a tensor, which are not needed or are in the file."""
         self.names.discard(name)
         self.dirty.discard(name)
 
     def write(self) -> None:
-        """Begin to write the tensors that the file has other values of."""
+        """Start to write the tensors whose values differ from the file."""
         if not self.dirty:
             return
         assert self.group is not None
@@ -234,11 +234,11 @@ class SwapSlot:
         self._moving = set(self.dirty)
 
     def finish(self) -> None:
-        """Return when nothing that is in flight uses the memory.
+        """Return when no operation in flight uses the memory.
 
         Raises:
-            OSError: what was in flight failed. What was to be written is in the slot still, and is written again when
-                the slot is needed.
+            OSError: if an operation failed. Values that could not be written stay in the slot, and are written again
+                when the slot is needed.
         """
         try:
             for work in self._works:
@@ -264,14 +264,14 @@ class SwapSlot:
         self._move(SlotState.HELD)
 
     def clear(self) -> None:
-        """Write what the file does not have, and forget the sub-group."""
+        """Write the values that differ from the file, and forget the sub-group."""
         self.finish()
         self.write()
         self.finish()
         self._forget()
 
     def abandon(self) -> None:
-        """Forget the sub-group and what was not written, whether or not what is in flight fails."""
+        """Forget the sub-group and unwritten values; ignore failures of operations in flight."""
         self._queue.finish()
         self._works = []
         if self._sent is not None:
@@ -293,45 +293,45 @@ class SwapSlot:
 
 
 class SwapSlots:
-    """The slots of a rank.
+    """`SwapSlots` manages the slots of a rank.
 
     Args:
-        memory: gives the buffers.
+        memory: allocates the buffers.
         aio: how the file is read and written.
         reads_ahead: read the next sub-group while one is updated.
-        writes_behind: write a sub-group that leaves while the next one is updated.
+        writes_behind: write a sub-group that leaves memory while the next one is updated.
     """
 
     def __init__(self, memory: HostMemory, aio: AioConfig, *, reads_ahead: bool, writes_behind: bool) -> None:
         self._memory, self._aio = memory, aio
         self._reads_ahead, self._writes_behind = reads_ahead, writes_behind
         self._min_count = self.count = 1 + reads_ahead + writes_behind
-        self._max_numel = self._largest_numel = 0  # of all slots together, of a sub-group
-        self._slots: list[SwapSlot] = []  # at most `count`; that was used last at the end
+        self._max_numel = self._largest_numel = 0  # of all slots together, of the largest sub-group
+        self._slots: list[SwapSlot] = []  # at most `count`; the one used last is at the end
         self._order: Sequence[SwappedGroup] = ()  # of the update
-        self._due: dict[SwappedGroup, int] = {}  # those to come: place in the order
+        self._due: dict[SwappedGroup, int] = {}  # sub-groups still to be updated: place in the order
 
     def provide(self, count: int, sub_group_numel: int) -> None:
-        """Memory for `count` sub-groups of so many elements; more of them if they are smaller. Pipelines have what they
-        need in any case."""
+        """Provide memory for `count` sub-groups of this size, or for more if they are smaller. Pipelines always get
+        the slots that they need."""
         self._max_numel = max(count, self._min_count) * sub_group_numel
 
     def expect(self, group: SwappedGroup) -> None:
-        """A sub-group that will be fetched."""
+        """Register a sub-group that will be fetched."""
         self._largest_numel = max(self._largest_numel, group.numel)
         self.count = max(self._min_count, self._max_numel // self._largest_numel)
 
     def begin(self, order: Sequence[SwappedGroup]) -> None:
-        """An update of these sub-groups begins. For each follow `fetch`, its slot's `give_back`, and `make_room`."""
+        """Begin an update of these sub-groups. For each, call `fetch`, its slot's `give_back`, and `make_room`."""
         self._order = order
         self._due = {group: place for place, group in enumerate(order)}
 
     def of(self, group: SwappedGroup) -> SwapSlot | None:
-        """The slot that has the sub-group's values."""
+        """Return the slot with the sub-group's values, or None."""
         return next((slot for slot in self._slots if slot.group is group), None)
 
     def fetch(self, group: SwappedGroup) -> SwapSlot:
-        """The slot with all tensors of the sub-group, lent; reads of those to come have begun."""
+        """Return the lent slot with all tensors of the sub-group; start to read the next sub-groups."""
         slot = self.of(group) or self._taken()
         slot.read(group)
         slot.finish()
@@ -344,7 +344,7 @@ class SwapSlots:
         return slot
 
     def make_room(self) -> None:
-        """A slot was given back. Begin to write those that were used first, if others to come need their slots."""
+        """After a slot was given back, start to write the earliest used slots if coming sub-groups need them."""
         num_missing = len(self._due) - sum(slot.group in self._due for slot in self._slots)
         num_needed = num_missing - (self.count - len(self._slots)) - len(self._spare())
         dirty = [slot for slot in self._slots if slot.state is SlotState.HELD and slot.dirty]
@@ -354,7 +354,7 @@ class SwapSlots:
                 slot.finish()
 
     def _read_ahead(self, place: int) -> None:
-        """Read the next sub-groups of which something is missing, as far as there are slots for them."""
+        """Read missing tensors of the next sub-groups, as far as there are slots for them."""
         num_reads = 0
         for group in self._order[place : place + self.count]:
             slot = self.of(group)
@@ -369,12 +369,12 @@ class SwapSlots:
                 return
 
     def _spare(self) -> list[SwapSlot]:
-        """Return the slots that the update needs no more and that have nothing to be written, or are being written."""
+        """Return the slots that the update does not need any more and that are clean or being written."""
         spare = [slot for slot in self._slots if slot.state is not SlotState.LENT and slot.group not in self._due]
         return [slot for slot in spare if slot.state is SlotState.WRITING or not slot.dirty]
 
     def _free(self) -> SwapSlot | None:
-        """A slot for a sub-group to come. One of those that are being written is left to that."""
+        """Return a slot for a coming sub-group, or None. One slot that is being written is left alone."""
         if len(self._slots) < self.count:
             return self._made()
         spare = self._spare()
@@ -383,7 +383,7 @@ class SwapSlots:
         return next(iter(rest or writing[:-1]), None)
 
     def _taken(self) -> SwapSlot:
-        """A slot for a sub-group that has none: that of the one which is needed last, or not any more."""
+        """Return a slot for a sub-group without one, taken from a sub-group that is not needed or needed last."""
         if len(self._slots) < self.count:
             return self._made()
         free = self._spare() or [slot for slot in self._slots if slot.state is not SlotState.LENT]
@@ -402,12 +402,12 @@ class SwapSlots:
     # ---- outside of an update -----------------------------------------------------------------------------------
 
     def found(self, group: SwappedGroup, name: str) -> Tensor | None:
-        """[numel of the sub-group], the values of its tensor `name`; None: the file has them."""
+        """Return the values of the sub-group's tensor `name`, [numel of the sub-group]; None: they are in the file."""
         slot = self.of(group)
         return None if slot is None or name not in slot.names else slot.view(name)
 
     def put(self, group: SwappedGroup, name: str, values: Tensor, start: int = 0) -> bool:
-        """Give elements from `start` on of the tensor `name` other values; False: the file has it."""
+        """Replace elements from `start` on of the tensor `name`; False: its values are in the file."""
         slot = self.of(group)
         if slot is None or (name not in slot.names and values.numel() < group.numel):
             return False
@@ -415,7 +415,7 @@ class SwapSlots:
         return True
 
     def drop(self, group: SwappedGroup, name: str) -> None:
-        """The sub-group gets another tensor `name`."""
+        """Drop the sub-group's tensor `name`, because another one replaces it."""
         slot = self.of(group)
         if slot is not None:
             slot.finish()
@@ -425,23 +425,23 @@ class SwapSlots:
         """Return when nothing is in flight.
 
         Raises:
-            OSError: a write has failed.
+            OSError: if a write failed.
         """
         for slot in self._slots:
             slot.finish()
 
     def forget_gradients(self) -> None:
-        """The gradients of the step are not needed any more."""
+        """Drop the gradients of the step, which are not needed any more."""
         for slot in self._slots:
             slot.drop(GRADIENT)
 
     def release(self) -> None:
-        """Drop the memory, and errors of what is in flight."""
+        """Drop the memory, and ignore errors of operations in flight."""
         for slot in self._slots:
             slot.abandon()
         self._slots, self._order, self._due = [], (), {}
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that all buffers have."""
+        """Number of bytes of all buffers."""
         return sum(slot.num_bytes for slot in self._slots)
