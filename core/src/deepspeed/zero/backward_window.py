@@ -1,36 +1,36 @@
-"""When a backward begins and when it ends.
+"""`BackwardWindow` detects when a backward begins and when it ends.
 
 The engine knows both when the user calls `engine.backward(loss)`. With a plain `loss.backward()` it learns them from
-autograd: a hook on the outputs of the forward sees the beginning, a callback of the autograd engine sees the end.
+autograd: a hook on the outputs of the forward detects the beginning, a callback of the autograd engine detects the end.
 
-[Note: the end of a backward] A gradient hook cannot say "this was the last one": parameters may be unused, used
+[Note: the end of a backward] A gradient hook cannot know that it is the last one: parameters may be unused, used
 twice, or get several gradients when a checkpointed block runs a backward of its own inside the backward. Autograd's
-`queue_callback` runs when the graph task in which it was queued is done. A callback queued from a parameter's hook
-could belong to such an inner task and come too early; one queued from a hook on an output of the model belongs to the
-outermost task. So the outputs are watched, and a parameter's hook opens the window only when no output was seen.
-A forward inside a backward (a reentrant checkpoint around the whole model) gets a backward of its own, in an inner
-task, and runs itself in the outer one. So it queues the callback there, even without gradients: of nested checkpoints
-only that forward runs in the outermost task. The window then opens in whichever inner task has the first gradient.
+`queue_callback` runs the callback when the graph task in which it was queued is done. A callback queued from a
+parameter's hook could belong to such an inner task and run too early. A callback queued from a hook on an output of
+the model belongs to the outermost task. So the window watches the outputs, and a parameter's hook opens the window only
+if no output hook has run. A forward inside a backward (a reentrant checkpoint around the whole model) gets its own
+backward in an inner task, while the forward itself runs in the outer task. So the forward queues the callback in the
+outer task, even without gradients. The window then opens in the inner task that has the first gradient.
 
-[Note: running or left] An exception ends a backward without its callback. The engine's own `backward` sees the
-exception, and `see_calls` that of a plain `loss.backward()`. For what calls autograd's engine in another way
-the callback object itself is the sign: autograd's graph task holds the only reference to it, so it is gone exactly when
-the task is, whether the task ended well or not.
+[Note: running or left] An exception ends a backward without running its callback. The engine's own `backward` sees the
+exception; `see_calls` catches the exception of a plain `loss.backward()`. If autograd's engine was called in another
+way, the callback object shows it: autograd's graph task holds the only reference to the callback, so the callback is
+freed exactly when the task is, whether the task succeeded or failed.
 
     IDLE --open--> OPEN --close | abort--> IDLE
 
-Every backward of this process passes one function of torch's in Python, around which `see_calls` puts another.
+Every backward of this process calls one Python function of torch, which `see_calls` wraps.
 
-So a plain `loss.backward()` that fails on this rank is known as it fails, not when the engine is called next. Peers
-wait for this rank in the reduction of its gradients, or in collectives of the model, and a program that catches the
-exception may never call the engine again. Autograd has no callback for a backward that fails. Here the exception is at
-hand, for the peers to hear why.
+So a failing `loss.backward()` is noticed at once, not at the next call of the engine. This matters because peers wait
+for this rank in the reduction of its gradients or in collectives of the model, and a program that catches the exception
+may never call the engine again. Autograd has no callback for a failed backward. The wrapper has the exception, so peers
+can be given the reason.
 
-Whose backward it was: that of an engine which has seen it begin and not end, and of each engine whose outputs or
-parameters are in its graph, since it may have failed before it came to them.
+A failed backward is attributed to each engine whose window is left open, and to each engine whose outputs or parameters
+are in the graph, since the backward may have failed before it reached them.
 
-And the tensors are at hand that a running backward began from, for `runs_unscaled` to judge all of its paths.
-`backward_roots` checks those that `engine.backward` is given.
+The wrapper also records the tensors from which a running backward began, so that `runs_unscaled` can check all paths.
+`backward_roots` checks the tensors that the user passes to `engine.backward`.
 """
 
 import enum
@@ -57,20 +57,20 @@ class WindowState(enum.Enum):
     OPEN = enum.auto()
 
 
-#: the moves that are legal; `BackwardWindow._move` is the only writer of the state
+#: the legal moves; `BackwardWindow._move` is the only writer of the state
 LEGAL_MOVES = {(WindowState.IDLE, WindowState.OPEN), (WindowState.OPEN, WindowState.IDLE)}
 
 
-# by which the node of an output has its window, among what torch lets users keep with a node
+# metadata key on the autograd node of an output: its window
 _MARK = "deepspeed_window"
-# by which the node of a loss has the window of the engine that has scaled it
+# metadata key on the autograd node of a loss: the window of the engine that scaled the loss
 _SCALED = "deepspeed_scaled_for"
-#: what torch gives as the graph task's id outside of a backward
+#: the graph task's id that torch returns outside of a backward
 _NO_GRAPH_TASK = -1
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward on this thread."""
+    """Return whether autograd runs a backward on this thread."""
     return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
 
@@ -78,21 +78,21 @@ class BackwardWindow:
     """Calls `on_begin(by_user)` once when a backward begins and `on_end()` once when it ends.
 
     Args:
-        on_begin: gets True when the window was opened by autograd, that is by a plain `loss.backward()`.
-        on_end: called with all gradients in place.
-        on_abort: called when a backward was left by an exception.
+        on_begin: gets True if autograd opened the window, that is in a plain `loss.backward()`.
+        on_end: called when all gradients are in place.
+        on_abort: called when an exception ended the backward.
     """
 
     def __init__(
         self, on_begin: Callable[[bool], None], on_end: Callable[[], None], on_abort: Callable[[], None]
     ) -> None:
         self.state = WindowState.IDLE
-        #: one value: it is open, and its backward was not left by an exception; for hooks that look at nothing else
+        #: one value: whether the window is open and no exception has ended its backward; read by hooks
         self.running = [False]
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
         self._itself = weakref.ref(self)
         self._see_output = _output_hook(self._itself)
-        self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
+        self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opens and closes the window
         self._is_unseen = False
 
     @property
@@ -105,7 +105,7 @@ class BackwardWindow:
 
     @property
     def is_engines(self) -> bool:
-        """Whether the engine's own backward has opened it."""
+        """Whether the engine's own backward opened the window."""
         return self.is_open and self._task_end is None
 
     @property
@@ -115,7 +115,7 @@ class BackwardWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the window for the engine's own `loss.backward()`; an exception aborts, else `close()` is to follow."""
+        """Open the window for the engine's own `loss.backward()`. An exception aborts; otherwise the caller closes."""
         self.open()
         try:
             yield
@@ -124,10 +124,10 @@ class BackwardWindow:
             raise
 
     def open(self) -> None:
-        """The engine is about to call `loss.backward()`.
+        """Open the window; the engine is about to call `loss.backward()`.
 
         Raises:
-            StateError: inside a running backward.
+            StateError: if a backward is already running.
         """
         self.abort_if_left()
         if self.is_open:
@@ -139,7 +139,7 @@ class BackwardWindow:
         self._begin(by_user=False)
 
     def open_from_autograd(self) -> None:
-        """A hook runs inside a backward that the engine did not start."""
+        """Open the window from a hook inside a backward that the engine did not start."""
         if self._is_unseen:
             return
         self.abort_if_left()
@@ -151,7 +151,7 @@ class BackwardWindow:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Enclose what differentiates a loss for another end than the gradients of a step: no hook opens the window."""
+        """Ignore backwards that do not compute the gradients of a step: no hook opens the window."""
         self._is_unseen = True
         try:
             yield
@@ -159,7 +159,7 @@ class BackwardWindow:
             self._is_unseen = False
 
     def open_and_close(self) -> None:
-        """A backward is over that nothing has seen."""
+        """Open and close the window for a finished backward that no hook saw."""
         self._task_end = None
         self._begin(by_user=True)
         self.close()
@@ -179,7 +179,7 @@ class BackwardWindow:
         self._on_end()
 
     def end_of_task(self, end: "_TaskEnd") -> None:
-        """Autograd has run everything; closes the window if it is still the one that `end` was queued for."""
+        """Close the window if `end` was queued for its current backward; autograd has finished the graph task."""
         if self._task_end is not None and self._task_end() is end:
             self.close()
 
@@ -190,19 +190,19 @@ class BackwardWindow:
             self._on_abort()
 
     def fail(self) -> None:
-        """A backward that an exception ended was this one's, whether it had come here or not; not for one of the
-        engine's own, which sees the exception itself."""
+        """Abort a plain backward that an exception ended, even if it had not reached this window yet. A backward of the
+        engine is left alone, since the engine sees the exception itself."""
         if self.is_engines:
             return
         self.abort() if self.is_open else self._on_abort()
 
     def abort_if_left(self) -> None:
-        """Drop a plain `loss.backward()` that an exception ended; one that is running goes on."""
+        """Drop a plain `loss.backward()` that an exception ended; a running backward goes on."""
         if self.is_left:
             self.abort()
 
     def begin_forward(self) -> None:
-        """The module's forward begins, maybe inside a running backward, whose end is then the window's."""
+        """Prepare for a forward of the module. Inside a running backward, queue the callback for its end."""
         self.abort_if_left()
         if is_in_backward() and not self.is_open and not self._has_task_end():
             self._queue_end()
@@ -216,10 +216,10 @@ class BackwardWindow:
                 _metadata(tensor.grad_fn)[_MARK] = own
 
     def watch_scaled(self, loss: Tensor, saw: Callable[[], None]) -> None:
-        """Call `saw` whenever a backward runs through `loss`, which the engine has scaled; see `is_scaled_for`.
+        """Call `saw` whenever a backward runs through `loss`, which the engine scaled; see `is_scaled_for`.
 
         Args:
-            saw: is held by the graph, and keeps no engine alive.
+            saw: the graph holds it; it must not keep an engine alive.
         """
         loss.register_hook(lambda grad: saw())
         _metadata(loss.grad_fn)[_SCALED] = self._itself
@@ -245,8 +245,8 @@ class BackwardWindow:
 
 
 def _output_hook(window: "weakref.ref[BackwardWindow]") -> Callable[[Tensor], None]:
-    """Called when a backward reaches an output. The graph holds it, and an engine that nothing else refers to is not
-    kept alive by a tensor that somebody keeps."""
+    """Return a hook that opens the window when a backward reaches an output. The graph holds the hook, and the hook
+    holds only a weak reference, so a tensor that the user keeps does not keep the engine alive."""
 
     def call(grad: Tensor) -> None:
         owner = window()
@@ -257,19 +257,19 @@ def _output_hook(window: "weakref.ref[BackwardWindow]") -> Callable[[Tensor], No
 
 
 def window_of_output(node: Node) -> BackwardWindow | None:
-    """The window of the engine, if it lives, whose forward gave an output that `node` of a graph made."""
+    """Return the window of the engine whose forward output was made by `node`, or None if there is none alive."""
     own = _metadata(node).get(_MARK)
     return None if own is None else own()
 
 
 def is_scaled_for(window: BackwardWindow, node: Node) -> bool:
-    """Whether `node` of a graph made a loss that the engine with this window has scaled."""
+    """Return whether `node` made a loss that the engine with this window scaled."""
     own = _metadata(node).get(_SCALED)
     return own is not None and own() is window
 
 
 def _metadata(node: Node | None) -> dict[str, "weakref.ref[BackwardWindow]"]:
-    """A dict that lives as long as the node; torch's stub has it as a method."""
+    """Return a dict that lives as long as the node; torch's stub declares it as a method."""
     return node.metadata  # type: ignore[union-attr, return-value]
 
 
@@ -284,7 +284,7 @@ class _TaskEnd:
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in any nesting of containers, and within torch.func's transforms those that they wrap."""
+    """Yield the tensors in any nesting of containers; inside torch.func's transforms also the tensors they wrap."""
     if isinstance(outputs, Tensor):
         yield outputs
         while is_functorch_wrapped_tensor(outputs):
@@ -302,23 +302,23 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 _NAME = "_engine_run_backward"
-# what autograd and torch's operators say of a tensor that has become empty and 1-D
+# error messages of autograd and torch's operators about a tensor that has become empty and 1-D
 _OF_SHAPES = re.compile(
     r"size of tensor|invalid gradient|expected shape|must be a matrix|Dimension out of range|1-D tensor"
 )
 _windows: WeakSet[BackwardWindow] = WeakSet()
-#: what each running backward began from, by a number of its call; also one inside of another, or on another thread
+#: the root tensors of each running backward, by a key per call; backwards may be nested or on other threads
 _roots: dict[object, Iterable[Any]] = {}
 
 
 def see_calls(window: BackwardWindow) -> None:
-    """From now on a backward of this engine that fails ends the window at once. Called when an engine is built."""
+    """End the window at once when a backward of this engine fails. Called when an engine is built."""
     _windows.add(window)
     on_failure_after(_end)
     former = getattr(torch.autograd, _NAME, None)
     if former is None or hasattr(former, "_is_of_zero"):
-        return  # torch may rename it: then the next call of the engine finds that a backward has failed
-    for module in (torch.autograd.graph, torch.autograd):  # torch.compiler puts back what the first of them has
+        return  # torch may rename it; then the next call of the engine finds the failed backward
+    for module in (torch.autograd.graph, torch.autograd):  # torch.compiler restores the function of the first module
         setattr(module, _NAME, _seeing(former))
 
 
@@ -330,7 +330,7 @@ def _seeing(former: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return former(outputs, *args, **keys)
         except BaseException:
-            if not is_in_backward():  # else it may be caught inside the outer one
+            if not is_in_backward():  # else the outer backward may catch it
                 _end(outputs if keys.get("accumulate_grad", True) else ())
             raise
         finally:
@@ -341,7 +341,7 @@ def _seeing(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end(outputs: Iterable[Any]) -> None:
-    """The exception that is being handled has ended a backward from `outputs`."""
+    """Fail the windows of the backward from `outputs` that the current exception has ended."""
     failed = {window for window in _windows if window.is_left} | {
         window for node in _nodes(outputs) if (window := _window_of(node)) is not None
     }
@@ -350,7 +350,7 @@ def _end(outputs: Iterable[Any]) -> None:
 
 
 def runs_unscaled(window: BackwardWindow) -> bool:
-    """Whether a running backward comes to this engine's outputs or parameters past every loss that it has scaled."""
+    """Return whether a running backward reaches this engine's outputs or parameters without passing a scaled loss."""
     return any(
         _window_of(node) is window
         for outputs in list(_roots.values())
@@ -359,7 +359,7 @@ def runs_unscaled(window: BackwardWindow) -> bool:
 
 
 def _window_of(node: Node) -> BackwardWindow | None:
-    """The window of the engine of which the node made an output or has a parameter; graphs outlive the backward."""
+    """Return the window of the engine to which the node's output or parameter belongs; graphs outlive the backward."""
     if (window := window_of_output(node)) is not None:
         return window
     manager = manager_of(param) if isinstance(param := getattr(node, "variable", None), Tensor) else None
@@ -367,7 +367,7 @@ def _window_of(node: Node) -> BackwardWindow | None:
 
 
 def _nodes(outputs: Iterable[Any], *, until: Callable[[Node], bool] = lambda node: False) -> Iterator[Node]:
-    """The nodes of the graph below `outputs`, but for those for which `until` holds, and what only they lead to."""
+    """Yield the nodes of the graph below `outputs`; do not enter nodes for which `until` holds."""
     todo = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     seen: set[Node | None] = {None}
     while todo:
@@ -383,14 +383,14 @@ def _nodes(outputs: Iterable[Any], *, until: Callable[[Node], bool] = lambda nod
 def backward_roots(
     loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors at which a backward begins, and the gradient of each; None: it is a scalar, whose gradient is 1.
+    """Return the tensors at which a backward begins and their gradients; None stands for a gradient of 1 (a scalar).
 
     Args:
-        loss: a tensor or several; each requires a gradient.
-        gradient: of `loss`, and like it one or several, of the same shapes. A tensor of one element needs none.
+        loss: one tensor or several; each requires a gradient.
+        gradient: one gradient or several, with the shapes of `loss`. Optional for a tensor of one element.
 
     Raises:
-        ValueError: says what was found.
+        ValueError: names the number, types or shapes that were found.
     """
     tensors = [loss] if isinstance(loss, Tensor) or not isinstance(loss, Sequence) else list(loss)
     gradients = list(gradient) if isinstance(gradient, Sequence) else [gradient] * len(tensors)
@@ -418,7 +418,7 @@ def _check(tensor: Any, grad: Any) -> None:
 
 
 def add_gathering_hint(error: Exception) -> None:
-    """Append what to do to the message of `error` where a backward may have failed over a parameter that is sharded."""
+    """Append a hint to the message of `error` if the backward may have failed because a parameter is sharded."""
     if type(error) in (RuntimeError, IndexError) and _OF_SHAPES.search(str(error)):
         hint = (
             "stage 3: if the loss has a term that reads parameters in GatheredParameters, they are sharded again; call "

@@ -1,26 +1,26 @@
-"""The gradients of one unit on their way from autograd to the shards of the ranks.
+"""`Bucket` moves the gradients of one unit from autograd to the shards of the ranks.
 
 A `Bucket` is written, launched when it is full or when the backward ends, and finished before its values are read
-(`gradient_reduction.py`). A gradient that is written waits until it is worth an operation on the buffer, with others:
-until many elements wait, the bucket is full or the backward ends.
+(`gradient_reduction.py`). Written gradients are copied to the buffer in batches: they wait until many elements wait,
+the bucket is full or the backward ends.
 
     EMPTY --write--> FILLING --launch--> REDUCING --finish--> REDUCED --write--> FILLING
       |                                     ^                    |
       +------------- launch ----------------+------ launch ------+         any --clear | abandon--> EMPTY
 
-Its buffer has N elements. With a `pool` it is borrowed from the first gradient until the sum was taken out of it
-(stages 2 and 3); else it lives from step to step (stages 0 and 1), and the sum stays in it.
+Its buffer has N elements. With a `pool` (stages 2 and 3) the bucket borrows the buffer from the first gradient until
+the sum was taken out. Without a pool (stages 0 and 1) the buffer lives from step to step, and the sum stays in it.
 
-[Note: a second reduction in a step] A sum that stays in the buffer is part of what the next reduction adds up (a late
-gradient, or two backwards before the step). One rank must contribute it, the others only what is new: this rank keeps
-the range `kept` of the buffer and zeroes the rest before it writes again. In stage 0 the first rank keeps all, in stage
-1 each keeps its shard.
+[Note: a second reduction in a step] A late gradient, or two backwards before the step, reduce the same bucket again. A
+sum that stays in the buffer is part of that reduction, so only one rank may contribute it; the others contribute new
+gradients only. Each rank keeps the range `kept` of the buffer and zeroes the rest before it writes again. In stage 0
+the first rank keeps everything; in stage 1 each rank keeps its shard.
 
-[Note: late gradients] A gradient may come after the launch of its bucket, in the same backward: of a block, for
-example, that two checkpoints run. It comes in a hook, where this rank waits for nobody: the peer whose part of the sum
-is missing may be in a collective of the model, which needs this rank. So it is kept until the reduction is over.
+[Note: late gradients] A gradient may arrive after the launch of its bucket in the same backward, for example if two
+checkpoints run the same block. It arrives in a hook, where this rank must not wait: the peer whose part of the sum
+is missing may be in a collective of the model that needs this rank. So the gradient waits until the reduction is over.
 
-The sums of stages 2 and 3 are kept in `GradientShards` (`gradient_memory.py`).
+`GradientShards` (`gradient_memory.py`) keeps the sums of stages 2 and 3.
 
 Legend: N numel of the unit, S of a shard.
 """
@@ -46,7 +46,7 @@ class BucketState(enum.Enum):
 
 _FILLING = BucketState.FILLING
 
-#: the moves that are legal; `Bucket._move` is the only writer of the state
+#: the legal moves; `Bucket._move` is the only writer of the state
 LEGAL_MOVES = {
     (BucketState.EMPTY, BucketState.FILLING),
     (BucketState.EMPTY, BucketState.REDUCING),
@@ -59,18 +59,18 @@ LEGAL_MOVES = {
 
 
 class Bucket:
-    """Gradient memory of one unit.
+    """`Bucket` holds the gradient memory of one unit.
 
     Args:
-        index: of the unit.
-        layout: of the unit.
-        shapes: of its gradients.
-        memory: gives the buffer [N] where there is no pool; called at the first write.
+        index: index of the unit.
+        layout: layout of the unit.
+        shapes: shapes of the unit's gradients.
+        memory: allocates the buffer [N] if there is no pool; called at the first write.
         pool: lends the buffer.
         result: [start, stop) of the buffer that holds this rank's sum after a reduction.
-        kept: [start, stop) that this rank contributes to the next reduction; see the note.
-        wire_dtype: dtype of the reduction; None means the buffer's own.
-        keep: takes the sum out of the buffer; None: it stays there.
+        kept: [start, stop) that this rank contributes to a second reduction; see the note.
+        wire_dtype: dtype of the reduction; None means the buffer's dtype.
+        keep: takes the sum out of the buffer; None: the sum stays there.
     """
 
     def __init__(
@@ -92,30 +92,30 @@ class Bucket:
         self._numels, self._shapes = layout.numels, shapes
         self.state = BucketState.EMPTY
         self.is_late = False  # a gradient arrived after the launch, in the same backward
-        self._held: set[int] = set()  # parameters to whose part a write adds instead of overwriting it
-        self._arrived: set[int] = set()  # parameters whose gradient of this backward was added to the buffer
-        self._num_awaited = len(layout.numels)  # all others
-        self.was_launched = False  # in this backward; its reduction may be over already
+        self._held: set[int] = set()  # parameters with values in the buffer: a write adds instead of overwriting
+        self._arrived: set[int] = set()  # parameters whose gradient of this backward is in the buffer
+        self._num_awaited = len(layout.numels)  # all other parameters
+        self.was_launched = False  # in this backward; the reduction may be over already
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter
         self._waiting_numel = 0
         self._late: list[dict[int, Tensor]] = []  # gradients that wait for the reduction in flight
-        self._factor = 1.0  # by which they are multiplied
+        self._factor = 1.0  # multiplies the gradients
         self._allocate, self._pool = memory, pool
         self._result = slice(*result)
-        self.kept = kept  # may be another range from one backward to the next
+        self.kept = kept  # may change from one backward to the next
         self._wire_dtype = wire_dtype
         self._keep = keep
         self._memory: Tensor | None = None
         self._views: list[Tensor] = []
-        self._busy: Work | None = None  # what to wait for before the buffer is written again
+        self._busy: Work | None = None  # work to wait for before the buffer is written again
         self._wire: Tensor | None = None
         self._work: Work | None = None
 
     def begin_backward(self, factor: float = 1.0) -> None:
-        """Forget which gradients have arrived; what was accumulated stays.
+        """Forget which gradients have arrived; accumulated gradients stay.
 
         Args:
-            factor: multiplies the gradients of this backward; it contains the division by the number of ranks.
+            factor: multiplies the gradients of this backward; includes the division by the number of ranks.
         """
         self.finish()
         self.was_launched = False
@@ -125,12 +125,12 @@ class Bucket:
 
     @property
     def num_missing(self) -> int:
-        """Gradients that are still to arrive in this backward."""
+        """Number of gradients that have not arrived yet in this backward."""
         return len(self._numels) - len(self._arrived | self._waiting.keys())
 
     def write(self, grads: dict[int, Tensor]) -> None:
-        """Take gradients of the unit's parameters, by their places; each is added to what the buffer holds of it. The
-        dict is the bucket's from then on."""
+        """Add gradients of the unit's parameters, by their places, to what the buffer holds of each. The bucket owns
+        the dict afterwards."""
         if self.state is not _FILLING:
             if not self.poll():  # [Note: late gradients]
                 self.is_late = True
@@ -153,12 +153,12 @@ class Bucket:
         if self.was_launched:
             self.finish()
             self.is_late = True
-        if self.state is not _FILLING:  # as it is after `finish` if gradients waited for that
+        if self.state is not _FILLING:  # `finish` may have written late gradients
             self._open()
             self._move(_FILLING)
 
     def flush(self) -> None:
-        """Add the gradients that wait to the buffer."""
+        """Add the waiting gradients to the buffer."""
         waiting, views = self._waiting, self._views
         new = waiting
         if self._held:
@@ -174,7 +174,7 @@ class Bucket:
         self._drop_waiting()
 
     def launch(self, reduce: Callable[[Tensor], Work]) -> None:
-        """Start the reduction. What has no gradient contributes zero."""
+        """Start the reduction. Parameters without a gradient contribute zero."""
         self.flush()
         if self.state is not BucketState.FILLING:
             self._open()
@@ -191,11 +191,11 @@ class Bucket:
         self._work = reduce(self._wire)
 
     def poll(self) -> bool:
-        """Whether `finish` would not block."""
+        """Return whether `finish` would not block."""
         return self._work is None or self._work.poll()
 
     def finish(self) -> None:
-        """Wait for the reduction, if one is in flight, and take the sum to where it lives."""
+        """Wait for the reduction, if one is in flight, and store the sum."""
         if self.state is not BucketState.REDUCING:
             return
         assert self._work is not None
@@ -231,13 +231,13 @@ class Bucket:
         self._forget()
 
     def abandon(self) -> Work | None:
-        """Forget all gradients and the reduction in flight, without waiting; returns its work, for the backend."""
+        """Forget all gradients and the reduction in flight, without waiting; return its work for the backend."""
         work, self._work, self._wire = self._work, None, None
         self._forget()
         return work
 
     def release(self) -> None:
-        """Drop the buffer at once."""
+        """Drop the buffer immediately."""
         self.clear()
         self._memory = self._busy = None
         self._views = []
@@ -255,7 +255,7 @@ class Bucket:
         self._waiting_numel = 0
 
     def _open(self) -> None:
-        """The buffer, ready to be written."""
+        """Make the buffer ready to be written."""
         if self._busy is not None:
             self._busy.wait()
             self._busy = None
@@ -284,8 +284,8 @@ class Bucket:
         return self._pool is None
 
     def lasting(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """The buffer that lives from step to step, [N], and the views through which gradients are written into it, by
-        parameter, each in its shape."""
+        """Return the buffer that lives from step to step, [N], and its views, one per parameter in the parameter's
+        shape, through which gradients are written."""
         assert self.is_lasting
         if self._memory is None:
             self._take_memory()
@@ -293,7 +293,7 @@ class Bucket:
         return self._memory, self._views
 
     def _close(self) -> None:
-        """Nothing of this rank's own is in the buffer any more; a borrowed one goes back."""
+        """Forget this rank's own gradients; return a borrowed buffer to the pool."""
         self._held = set()
         if self._pool is not None and self._memory is not None:
             self._pool.give(self._memory, self._busy)
@@ -306,7 +306,7 @@ class Bucket:
 
 
 def _set(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
-    """view = factor * grad, for all of them."""
+    """Compute view = factor * grad for each pair."""
     if factor == 1.0:
         torch._foreach_copy_(views, grads)
         return
@@ -322,7 +322,7 @@ def _set(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
 
 
 def _add(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
-    """view += factor * grad, for all of them."""
+    """Compute view += factor * grad for each pair."""
     if factor == 1.0 or _is_one_call(views[0].device, factor):
         torch._foreach_add_(views, grads, alpha=factor)
         return
@@ -331,22 +331,22 @@ def _add(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
 
 
 def _is_one_call(device: torch.device, factor: float) -> bool:
-    """Whether one operator multiplies many tensors. It may round the factor to their dtype, which leaves a power of two
-    as it is; on the host one pass for each is faster."""
+    """Return whether to multiply many tensors with one operator. It may round the factor to their dtype, which
+    is exact for a power of two. On the CPU one pass per tensor is faster."""
     return device.type != "cpu" and math.frexp(factor)[0] == 0.5
 
 
 class BucketPool:
-    """Buffers for buckets that are sent and forgotten (stages 2 and 3): at most `max_free` wait for reuse."""
+    """`BucketPool` lends buffers to buckets of stages 2 and 3; it keeps at most `max_free` buffers for reuse."""
 
     def __init__(self, max_free: int, allocate: Callable[[int], Tensor]) -> None:
         self._max_free = max_free
         self._allocate = allocate
-        self._free: list[tuple[Tensor, Work | None]] = []  # with what to wait for before it is written
-        self._lent: dict[int, Tensor] = {}  # by address: the whole buffer of which a bucket uses the beginning
+        self._free: list[tuple[Tensor, Work | None]] = []  # with the work to wait for before a buffer is written
+        self._lent: dict[int, Tensor] = {}  # by address: the whole buffer; a bucket may use only its beginning
 
     def take(self, numel: int) -> Tensor:
-        """A 1-D buffer of `numel` elements, with arbitrary contents."""
+        """Return a 1-D buffer of `numel` elements with arbitrary contents."""
         fitting = [index for index, (buffer, _) in enumerate(self._free) if buffer.numel() >= numel]
         buffer, busy = self._free.pop(fitting[0]) if fitting else (self._allocate(numel), None)
         if busy is not None:
@@ -355,15 +355,15 @@ class BucketPool:
         return buffer[:numel]
 
     def give(self, memory: Tensor, busy: Work | None = None) -> None:
-        """Take a buffer back that is in use until `busy` is done."""
+        """Take back a buffer that is in use until `busy` is done."""
         buffer = self._lent.pop(memory.data_ptr())
         if len(self._free) < self._max_free:
             self._free.append((buffer, busy))
         elif busy is not None:
-            busy.wait()  # its memory goes back to the allocator
+            busy.wait()  # before the allocator gets the memory back
 
     def drop_free(self) -> None:
-        """Give back the memory of the buffers that wait for reuse."""
+        """Free the buffers that wait for reuse."""
         for _, busy in self._free:
             if busy is not None:
                 busy.wait()
@@ -371,10 +371,10 @@ class BucketPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that wait for reuse."""
+        """Bytes of the buffers that wait for reuse."""
         return sum(buffer.nbytes for buffer, _ in self._free)
 
 
-#: elements of gradients that are copied to the buffer in one go: many small gradients, or one large one, which the
-#: host's cache still holds
+#: waiting gradient elements at which they are copied to the buffer: many small gradients, or one large one that is
+#: still in the CPU's cache
 FLUSH_NUMEL = 2**18

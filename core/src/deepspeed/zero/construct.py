@@ -1,13 +1,13 @@
-"""`zero.Init`: modules built inside it are sharded as they are built (stage 3).
+"""`zero.Init`: modules built inside the context are sharded as they are built (stage 3).
 
-Each module is built whole, in host memory and in the dtype that its code asks for, so that it draws the same random
-numbers as without the context. When its `__init__` is over, its parameters are made those of rank 0 and cut: the whole
-model never exists on a rank. `initialize` then lays the shards out in units, one unit at a time.
+Each module is built whole, in host memory and in the dtype that its code requests, so that it draws the same random
+numbers as without the context. When its `__init__` is over, its parameters get the values of rank 0 and are sharded: a
+rank never holds the whole model. `initialize` then moves the shards into units, one unit at a time.
 
-This is also what `deepspeed.runtime.zero.partition_parameters` names: libraries replace
-`zero_wrapper_for_fp_tensor_constructor` here, so the context looks it up when it is entered.
+`deepspeed.runtime.zero.partition_parameters` is an alias of this module: libraries replace
+`zero_wrapper_for_fp_tensor_constructor` here, so the context looks the function up when it is entered.
 
-`MiCS_Init` and `OnDevice` are beside it.
+The module also holds `MiCS_Init` and `OnDevice`.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
-# torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
+# torch's own constructor; a replaced wrapper compares against it
 _orig_torch_arange = torch.arange
 
 _NAME = "zero.Init"  # for messages
@@ -70,12 +70,12 @@ def zero_wrapper_for_fp_tensor_constructor(
     target_fp_dtype: torch.dtype | None,
     target_device: torch.device | str | None = None,
 ) -> Callable[..., Tensor]:
-    """A tensor constructor whose results are on one device, floating ones in one dtype.
+    """Wrap a tensor constructor so that results are on one device, and floating results in one dtype.
 
     Args:
-        fn: such as `torch.empty` or `torch.arange`.
-        target_fp_dtype: of floating results; None leaves what the call gives.
-        target_device: where tensors go if the caller names no device; default: this rank's device.
+        fn: a constructor such as `torch.empty` or `torch.arange`.
+        target_fp_dtype: dtype of floating results; None keeps the dtype of the call.
+        target_device: device of the tensors if the caller names none; default: this rank's device.
     """
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
@@ -91,26 +91,26 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 @absent_members("runtime.zero.partition_parameters:Init")
 class Init(contextlib.AbstractContextManager["Init"]):
-    """Context in which the parameters of new modules are sharded over the ranks. Contexts may be nested.
+    """`Init` is a context in which the parameters of new modules are sharded over the ranks. Contexts may be nested.
 
     Args:
         module: an existing module, whose parameters are sharded at once; the context then has nothing more to do.
         data_parallel_group: the ranks that share the parameters; default: `mpu`'s data parallel group, else all.
-        remote_device: where the shards are until `initialize`: "cpu" for host memory, "nvme" for files below the
-            `offload_param.nvme_path` of the configuration, "none" for this rank's device. Default: the
+        remote_device: where the shards are kept until `initialize`: "cpu" for host memory, "nvme" for files below
+            `offload_param.nvme_path` of the configuration, "none" for this rank's device. Default:
             `offload_param.device` of the configuration, else this rank's device.
         pin_memory: page-lock shards in host memory, as `offload_param.pin_memory` of the configuration does.
-        config_dict_or_path: the DeepSpeed configuration, also as `config`; values that are "auto" do not matter here.
-            Without it parameters are sharded in their own dtype.
+        config_dict_or_path: the DeepSpeed configuration, also accepted as `config`; "auto" values do not matter here.
+            Without a configuration, parameters keep their dtype.
         enabled: False turns the context off.
-        dtype: of the sharded weights; default: what the configuration enables (bf16, fp16), else their own.
-        mpu: gives the data parallel group.
+        dtype: dtype of the sharded weights; default: the dtype that the configuration enables (bf16, fp16), else
+            their own.
 
-    `mem_efficient_linear` is accepted: no linear layer keeps a gathered weight here.
+    `mem_efficient_linear` is accepted and ignored: no linear layer keeps a gathered weight here.
 
     Raises:
-        ConfigError: if the configuration has another stage than 3, where nothing would be sharded, if
-            shards on "nvme" have no `nvme_path`, or if a parameter is on the meta device, where it has no values.
+        ConfigError: if the configuration has a stage other than 3 (nothing would be sharded), if shards on "nvme" have
+            no `nvme_path`, or if a parameter is on the meta device and has no values.
     """
 
     _depth = 0  # contexts that are entered
@@ -143,14 +143,14 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._check(settings)
         offload = _offload_of(settings, remote_device, pin_memory)
         self.dtype = dtype if dtype is not None else _dtype_of(settings)
-        #: how the weights of new layers are stored, which then come from a checkpoint; None: as they are
+        #: how weights of new layers are stored until a checkpoint fills them; None: unchanged
         self._stored = None if settings is None else settings.weight_quantization.quantized_initialization
         comm.init_distributed()
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         self._ranks = comm.group_backend(group)
-        self._has_arrived = False  # the other ranks are waited for where the first parameter is sharded
+        self._has_arrived = False  # the first sharded parameter waits for the other ranks
         self._device = torch.device(get_accelerator().current_device_name())
         self._checks_values = settings is not None and settings.zero_optimization.enable_sanity_checks
         aio = settings.aio if settings is not None else AioConfig()
@@ -167,7 +167,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 self._shard(module)
 
     def _check(self, settings: DeepSpeedConfig | None) -> None:
-        """Refuse a configuration with which the context would do nothing."""
+        """Raise if the context would do nothing with this configuration."""
         if settings is not None and settings.zero_optimization.stage != 3:
             raise ConfigError(
                 f"zero.Init: zero_optimization.stage is {settings.zero_optimization.stage}, so no parameter would be "
@@ -201,7 +201,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._patch_class(self._undo, cls)
 
     def _patch_class(self, undo: contextlib.ExitStack, cls: type[Module]) -> None:
-        """Let the outermost `__init__` of an object of the class end with the sharding of its parameters."""
+        """Wrap the class's `__init__`: the outermost `__init__` of an object shards its parameters at the end."""
         init = vars(cls).get("__init__")
         if init is None:
             return
@@ -212,7 +212,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 init(module, *args, **kwargs)
                 return
             module.__dict__[_UNDER_CONSTRUCTION] = True
-            if isinstance(module, ParametrizationList):  # it compares the dtype of its argument with that of the values
+            if isinstance(module, ParametrizationList):  # it compares the dtypes of its argument and of the values
                 self._access.gather(*args, *kwargs.values())
             try:
                 init(module, *args, **kwargs)
@@ -238,7 +238,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         watch(module)
 
     def _arrive(self) -> None:
-        """Once, before the first collective: a rank that does not come is named."""
+        """Wait for the other ranks once, before the first collective; a missing rank is named."""
         if not self._has_arrived:
             begin_in(self._ranks.group, _NAME)
             self._ranks.connect()
@@ -278,12 +278,12 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether stage 3 or `zero.Init` has taken over this parameter."""
+    """Return whether stage 3 or `zero.Init` manages this parameter."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
 def _offload_of(settings: DeepSpeedConfig | None, device: str | None, pins: bool) -> OffloadParamConfig:
-    """Return the section that says where shards are kept: as the configuration says, but on `device` if it is given."""
+    """Return the configuration section for the shards, with `device` in place of the section's if `device` is given."""
     section = (settings and settings.zero_optimization.offload_param) or OffloadParamConfig(pin_memory=False)
     device = section.device if device is None else device
     if device not in ("none", "cpu", "nvme"):
@@ -311,7 +311,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, and note how to take that back."""
+    """Set an attribute and register how to restore it."""
     former = vars(owner).get(name)
     setattr(owner, name, value)
     if former is None:
@@ -332,15 +332,15 @@ def _check_arguments(module: Any, dtype: Any, mpu: Any) -> None:
 
 @absent_members("runtime.zero.mics:MiCS_Init")
 class MiCS_Init(Init):
-    """`zero.Init` that asks for MiCS: the configuration must have `zero_optimization.mics_shard_size`.
+    """`MiCS_Init` is `zero.Init` for MiCS: the configuration must have `zero_optimization.mics_shard_size`.
 
     Inside it parameters are sharded over all ranks of the group; `initialize` divides them over the shard groups.
 
     Args:
-        args, kwargs: those of `zero.Init`, in its order; `config_dict_or_path`, or `config`, must be among them.
+        args, kwargs: arguments of `zero.Init`, in its order; they must include `config_dict_or_path` or `config`.
 
     Raises:
-        ConfigError: without a configuration, for one without `mics_shard_size`, or as `zero.Init`.
+        ConfigError: if the configuration or its `mics_shard_size` is missing, or as in `zero.Init`.
     """
 
     def __init__(
@@ -367,12 +367,12 @@ class MiCS_Init(Init):
 
 @absent_members("utils.init_on_device:OnDevice")
 class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
-    """Context in which torch constructs tensors on `device`, and floating ones in `dtype` by default.
+    """`OnDevice` makes torch construct tensors on `device`, and floating tensors in `dtype` by default.
 
     Used to construct a model without allocating its weights: `with OnDevice(dtype=torch.bfloat16, device="meta")`.
 
     Args:
-        dtype: floating dtype of tensors whose constructor names none.
+        dtype: default floating dtype.
         device: a torch device, or its name.
         enabled: False turns the context off.
     """

@@ -1,13 +1,13 @@
 """`ExposedGrads`: the averaged gradients that a user finds in `param.grad` between backward and step.
 
-Made by `Gradients`, where all ranks have whole gradients (stage 0). What is shown are the views through which buckets
-write their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get
-other `.data` from its user; it is given its memory back before a bucket writes through it again.
+`Gradients` creates it where all ranks have whole gradients (stage 0). `param.grad` is the view through which the bucket
+writes its memory, so the step uses what the user changes in place, such as clipped gradients. If the user assigns other
+`.data` to a view, the view gets its memory back before a bucket writes through it again.
 
-At stages 1 to 3 `param.grad` is None between backward and step, so that `torch.nn.utils.clip_grad_norm_` and
-`clip_grad_value_` clip nothing, and say nothing either: `hint_at_clipping` has them say so. Scripts import these
-functions before there is an engine. So the hint is put where they call on: each is a wrapper of torch's that turns
-gradients off, around a function in a cell of its closure.
+At stages 1 to 3 `param.grad` is None between backward and step, so `torch.nn.utils.clip_grad_norm_` and
+`clip_grad_value_` silently clip nothing. `hint_at_clipping` adds a warning. Scripts import these functions before an
+engine exists, so replacing the names would be too late. Each function is a no-grad wrapper around a function in a cell
+of its closure, and the warning is added in that cell.
 """
 
 import functools
@@ -28,27 +28,27 @@ from deepspeed.zero.units import Units
 
 
 class ExposedGrads:
-    """`ExposedGrads` lets `param.grad` show the gradients of one step. The object is false while nothing is shown."""
+    """`ExposedGrads` lets `param.grad` show the gradients of one step. The object is false while it shows none."""
 
     def __init__(self) -> None:
         self._units: list[tuple[Unit, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views
         self._used: list[bool] = []  # by attached parameter
-        # What is shown of these, kept between steps; one entry for each parameter:
+        # Shown gradients, kept between steps; one entry per shown parameter:
         self._indices: list[int] = []
         self._params: list[Parameter] = []
         self._views: list[Tensor] = []
         self._addresses: list[int] = []  # of the views, which a user may give other `.data`
         self._is_shown = False
-        self._versions: list[int] = []  # of the memory, by unit: torch counts what is written into it
+        self._versions: list[int] = []  # of the memory, by unit: torch counts writes
 
     def __bool__(self) -> bool:
         return self._is_shown
 
     def show(self, units: Units, buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
-        """Let each used parameter show its part of its bucket's memory, if both have one dtype.
+        """Set `param.grad` of each used parameter to its part of the bucket's memory, if both have one dtype.
 
         Args:
-            buckets: of the units; their buffers live from step to step.
+            buckets: buckets of the units; their buffers live from step to step.
             used: by attached parameter.
         """
         found = [(units[bucket.index], *bucket.lasting()) for bucket in buckets]
@@ -75,7 +75,7 @@ class ExposedGrads:
         self._addresses = [view.data_ptr() for view in self._views]
 
     def _memory(self, index: int) -> Tensor:
-        """The gradient memory of the parameter `index`, in its shape."""
+        """Return the gradient memory of parameter `index`, in the parameter's shape."""
         for unit, memory_N, _ in self._units:
             if 0 <= (place := index - unit.first_index) < len(unit.params):
                 shape = unit.shapes[place]
@@ -83,10 +83,10 @@ class ExposedGrads:
         raise AssertionError(f"the parameter {index} is in no unit")
 
     def take(self) -> list[int]:
-        """Bring what the user made of `param.grad` into the gradient memory; returns the parameters whose gradient
-        was set to None.
+        """Copy the user's changes of `param.grad` to the gradient memory; return the parameters whose gradient was set
+        to None.
 
-        Every rank has all of them, so no communication is needed; the user does the same on every rank.
+        Every rank has whole gradients and the user does the same on every rank, so no communication is needed.
         """
         if not self._is_shown:
             return []
@@ -115,13 +115,13 @@ class ExposedGrads:
         return list(map(Tensor.data_ptr, self._views)) != self._addresses
 
     def restore_views(self) -> None:
-        """Gradients are about to be written through the views, of which a user may have kept one."""
+        """Restore the memory of the views, before gradients are written through them; a user may have kept a view."""
         if self._has_other_data():
             for index, view in zip(self._indices, self._views, strict=True):
                 view.data = self._memory(index)
 
     def were_written(self) -> bool:
-        """Whether the gradient memory was written since it was shown, or since the last call."""
+        """Return whether the gradient memory was written since it was shown, or since the last call."""
         former, self._versions = self._versions, self._count_versions()
         return former != self._versions
 
@@ -129,11 +129,11 @@ class ExposedGrads:
         return [memory_N._version for _, memory_N, _ in self._units]
 
     def forget(self) -> None:
-        """Nothing is shown any more; `param.grad` is set by the caller."""
+        """Stop showing gradients; the caller sets `param.grad`."""
         self._is_shown = False
 
 
-#: by the name in torch's module: the name that scripts call, and what to do instead
+#: by the name in torch's module: the name that scripts call, and the alternative
 _INSTEAD = {
     "_clip_grads_with_norm_": (
         "clip_grad_norm_",
@@ -149,12 +149,12 @@ _INSTEAD = {
 
 
 def hint_at_clipping() -> None:
-    """Called when an engine is built whose gradients are not shown. Idempotent."""
+    """Add the warning to torch's functions. Called when an engine with hidden gradients is built. Idempotent."""
     for name, (called, instead) in _INSTEAD.items():
         closure: tuple[CellType, ...] = getattr(getattr(clip_grad, name, None), "__closure__", None) or ()
         if len(closure) == 1 and callable(former := closure[0].cell_contents) and not hasattr(former, "_is_of_zero"):
             closure[0].cell_contents = _hinting(former, called, instead)
-        # torch may write it in another way: then the hint is missing, and no more
+        # if torch changes these functions, only the warning is lost
 
 
 def _hinting(former: Callable[..., Any], called: str, instead: str) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def _hinting(former: Callable[..., Any], called: str, instead: str) -> Callable[
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keys: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if _are_hidden(listed, called, instead):
-            return None  # torch's clip_grad_value_ fails for an empty list of gradients, and says something else
+            return None  # torch's clip_grad_value_ would fail for an empty list of gradients
         return former(listed, *args, **keys)
 
     clip._is_of_zero = True  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def _hinting(former: Callable[..., Any], called: str, instead: str) -> Callable[
 
 
 def _are_hidden(params: list[Tensor], called: str, instead: str) -> bool:
-    """Whether an engine holds the gradients, which is said once."""
+    """Return whether an engine holds the gradients; warn once if so."""
     if any(param.grad is not None for param in params):
         return False
     manager = next((found for param in params if (found := manager_of(param)) is not None), None)

@@ -1,21 +1,21 @@
-"""`ParamFetcher`: which units are whole at which moment (stage 3).
+"""`ParamFetcher` decides which units are gathered at which moment (stage 3).
 
 Modules call it through their hooks (`module_hooks.py`): `use` before a module reads a unit, `release_or_keep` when the
-module is done with it. The fetcher gathers, gathers ahead, keeps units that are used again soon, and releases the rest.
+module is done with it. The fetcher gathers, prefetches, keeps units that are used again soon, and releases the rest.
 
-[Note: the order of use] Prefetching needs to know what comes next. Each use is noted as the successor of the two uses
-before it. The next time these two follow each other, the noted unit is gathered ahead, then its own successor, and so
-on, up to `prefetch_numel` elements. Where the flow of control has changed, the note is corrected: a wrong guess costs
-one gather, never a wrong result. All ranks see the same uses, so they issue the same all-gathers in the same order.
+[Note: the order of use] Prefetching needs to know which unit comes next. The fetcher records each use as the successor
+of the two uses before it. When these two uses follow each other again, the fetcher prefetches the recorded unit, then
+that unit's successor, and so on, up to `prefetch_numel` elements. If the control flow has changed, the record is
+corrected: a wrong guess costs one all-gather and never a wrong result. All ranks see the same uses, so they issue the
+same all-gathers in the same order.
 
-[Note: ranks that differ] Where a library matches all-gathers by their order alone (gloo), ranks that use different
-modules may get each other's weights. A step notices it in its small all-reduce. An evaluation has none, so a forward of
-the whole model without gradients ends with one, if it has gathered anything (`compare_order`).
+[Note: ranks that differ] A library may match all-gathers by their order alone (gloo). Then ranks that use different
+modules may get each other's weights. A step detects this in its small all-reduce. An evaluation has no step, so a
+forward of the whole model without gradients ends with one, if it has gathered anything (`compare_order`).
 
-[Note: left whole] What a forward leaves whole looks to a script like parameters that it may change. Where a backward
-follows, it is released soon; after an evaluation it stays, and the script has it. So what was whole after a forward
-that no backward followed is compared with the shards before a step, and where it is released: torch counts no changes
-by `param.data`.
+[Note: left whole] A script may change parameters that a forward leaves gathered. If a backward follows, they are
+released soon; after an evaluation they stay gathered. torch does not count changes through `param.data`. So units that
+were gathered after such a forward are compared with the shards before a step and when they are released.
 """
 
 import functools
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def _outside_transforms(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Call `method` where no transform of `torch.func` wraps the memory that it makes, fills and frees."""
+    """Run `method` outside of `torch.func` transforms, so that they do not wrap the memory that it manages."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **keys: P.kwargs) -> T:
@@ -57,17 +57,17 @@ def _outside_transforms(method: Callable[Concatenate[Any, P], T]) -> Callable[Co
 
 
 class ParamFetcher:
-    """Gathers and releases units.
+    """`ParamFetcher` gathers and releases units.
 
     Args:
-        units: all of one engine.
-        prefetch_numel: elements that are gathered ahead, at most (`stage3_prefetch_bucket_size`).
-        max_live_numel: elements of whole parameters above which what nobody uses is released, and nothing is gathered
-            ahead (`stage3_max_live_parameters`).
-        max_reuse_numel: a unit that is used again before so many elements of others are is kept
+        units: all units of one engine.
+        prefetch_numel: maximum of elements that are gathered ahead (`stage3_prefetch_bucket_size`).
+        max_live_numel: maximum of gathered elements; above it unused units are released and nothing is gathered ahead
+            (`stage3_max_live_parameters`).
+        max_reuse_numel: a unit is kept if its next use comes before this many elements of other units are used
             (`stage3_max_reuse_distance`).
         quantizes: all-gathers send int8 (`zero_quantized_weights`).
-        reduction: of the gradients, whose buffers it frees when an all-gather has shown how far the peers are.
+        reduction: the gradient reduction; its buffers are freed once an all-gather shows that the peers are that far.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class ParamFetcher:
         self._max_live_numel = max_live_numel
         self._max_reuse_numel = max_reuse_numel
         self._quantizes = quantizes
-        self._reduction = None if reduction is None else weakref.ref(reduction)  # which holds the engine
-        self._num_issued: dict[ParamUnit, int] = {}  # reductions before the latest all-gather of a unit
+        self._reduction = None if reduction is None else weakref.ref(reduction)  # weak: `reduction` holds the engine
+        self._num_issued: dict[ParamUnit, int] = {}  # reductions issued before the latest all-gather of a unit
         self._next: dict[_Place, ParamUnit] = {}
         self._place: _Place = (None, None)
-        whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
-        self._unused = dict.fromkeys(whole)  # whole or on its way, and used by nobody; oldest first
-        self._kept: set[ParamUnit] = set()  # whole until the weights change
+        whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # left by an earlier fetcher
+        self._unused = dict.fromkeys(whole)  # gathered or in flight, and not in use; oldest first
+        self._kept: set[ParamUnit] = set()  # gathered until the weights change
         self._is_evaluated = False  # no backward has followed the latest forward
-        self._left_whole: set[ParamUnit] = set()  # by such a forward
+        self._left_whole: set[ParamUnit] = set()  # gathered after such a forward
         self._live = LiveNumel(sum(unit.numel for unit in whole))
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
@@ -103,7 +103,7 @@ class ParamFetcher:
     # ---- called around modules -----------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward begins, inside no other and in no backward."""
+        """Begin an outermost forward that is not inside a backward."""
         self._note_left_whole()
         self._is_evaluated = True
 
@@ -112,7 +112,7 @@ class ParamFetcher:
         self._is_evaluated = False
 
     def refuse_left_whole(self) -> None:
-        """A step begins, in which what was changed since an evaluation would be lost; see [Note: left whole].
+        """Check at the begin of a step that nothing was changed since an evaluation; see [Note: left whole].
 
         Raises:
             StateError: names a parameter that was changed.
@@ -128,7 +128,7 @@ class ParamFetcher:
 
     @_outside_transforms
     def use(self, unit: ParamUnit) -> None:
-        """Return when the parameters of `unit` are whole."""
+        """Return when the parameters of `unit` are gathered."""
         if unit.status is _AVAILABLE and unit not in self._unused:  # in use
             return
         self._note(unit)
@@ -144,9 +144,9 @@ class ParamFetcher:
 
     @_outside_transforms
     def release_or_keep(self, unit: ParamUnit) -> None:
-        """Release a unit that its last user is done with, or keep it whole for its next use (`max_reuse_numel`).
+        """Release a unit after its last use, or keep it gathered for its next use (`max_reuse_numel`).
 
-        What is kept is released when room is needed or when the weights change, at the latest in the step.
+        A kept unit is released when room is needed or when the weights change, at the latest in the step.
         """
         if unit.status is not _AVAILABLE or unit.num_contexts or unit in self._kept:
             return
@@ -157,11 +157,11 @@ class ParamFetcher:
             self._release(unit)
 
     def keep(self, unit: ParamUnit) -> None:
-        """Do not release `unit` before the weights change: a graph that no module sees reads it."""
+        """Do not release `unit` before the weights change, because a graph outside of any module reads it."""
         self._kept.add(unit)
 
     def forget(self, unit: ParamUnit) -> None:
-        """Have nothing to do with `unit` any more, as it is."""
+        """Stop managing `unit` and leave it in its current state."""
         if unit in self.units:
             if unit.status is ZeroParamStatus.INFLIGHT:
                 unit.finish()
@@ -188,11 +188,11 @@ class ParamFetcher:
 
     @_outside_transforms
     def compare_order(self) -> None:
-        """Raise where ranks have gathered different units; see [Note: ranks that differ]. A collective of each group
-        in which something was gathered since the last call, of a library that does not compare by itself.
+        """Raise if ranks have gathered different units; see [Note: ranks that differ]. Runs a collective in each group
+        that gathered something since the last call, if its library matches collectives by order alone.
 
         Raises:
-            CommError: on every rank; names what two of them have gathered.
+            CommError: on every rank; names what two ranks have gathered.
         """
         gathered, self._uncompared = self._uncompared, {}
         for ranks in gathered:
@@ -200,10 +200,10 @@ class ParamFetcher:
                 ranks.all_reduce(torch.zeros(1, dtype=torch.float64), tag="order").wait()
 
     def release_all(self) -> None:
-        """Release every unit: the weights are about to change, or were changed.
+        """Release every unit, because the weights are about to change or have changed.
 
         Raises:
-            StateError: parameters were changed where that is lost; all units are released all the same, as on peers.
+            StateError: if changes of parameters would be lost. All units are released first, as on the peers.
         """
         self._note_left_whole()
         self.finish_all()
@@ -222,7 +222,7 @@ class ParamFetcher:
 
     @_outside_transforms
     def abandon(self) -> list[tuple[GroupBackend, Work]]:
-        """Forget the all-gathers in flight without waiting for them; returns the group and the work of each."""
+        """Forget the all-gathers in flight without waiting for them; return the group and the work of each."""
         works = []
         for unit in self.units:
             if (work := unit.abandon()) is not None:
@@ -230,7 +230,7 @@ class ParamFetcher:
             unit.num_users = 0
             unit.release()
         self._forget_whole()
-        self.invalidate_trace()  # ranks that failed at other places have learned other parts of it
+        self.invalidate_trace()  # ranks that failed at different places have recorded different parts of it
         return works
 
     def _forget_whole(self) -> None:
@@ -242,7 +242,7 @@ class ParamFetcher:
     # ---- the order of use ----------------------------------------------------------------------------------------
 
     def is_invalid_trace(self) -> bool:
-        """Whether no order of use is known."""
+        """Return whether no order of use is known."""
         return not self._next
 
     def invalidate_trace(self) -> None:
@@ -256,7 +256,7 @@ class ParamFetcher:
         self._place = (self._place[1], unit)
 
     def _upcoming(self) -> Iterator[ParamUnit]:
-        """Yield the units that were used next the last time, in order; at most 4 per unit of the engine."""
+        """Yield the units that came next the last time, in order; at most 4 per unit of the engine."""
         place = self._place
         for _ in range(4 * len(self.units)):
             unit = self._next.get(place)
@@ -267,7 +267,7 @@ class ParamFetcher:
 
     def _prefetch(self) -> None:
         ahead = 0
-        gathers = True  # else shards are only read from where they are
+        gathers = True  # else shards are only read ahead from where they are stored
         for unit in self._upcoming():
             ahead += unit.numel
             has_room = unit.status is not _NOT_AVAILABLE or self._live.numel + unit.numel <= self._max_live_numel
@@ -293,7 +293,7 @@ class ParamFetcher:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def _make_room(self, numel: int) -> None:
-        """Release what nobody uses, oldest first, until `numel` more elements fit."""
+        """Release unused units, oldest first, until `numel` more elements fit."""
         excess = self._live.numel + numel - self._max_live_numel
         for unit in list(self._unused):
             if excess <= 0:

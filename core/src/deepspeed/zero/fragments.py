@@ -1,16 +1,16 @@
-"""`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whatever the stage.
+"""`safe_get_*` and `safe_set_*` access one parameter's weight, gradient or optimizer state at any stage.
 
-`..._full_...` give and take the whole parameter on every rank, `..._local_...` the elements that this rank's optimizer
-updates: a 1-D tensor, empty on a rank that has none of them. In stage 0 these are all elements, of its part where the
-model itself is divided.
+`..._full_...` functions use the whole parameter on every rank. `..._local_...` functions use the elements that this
+rank's optimizer updates: a 1-D tensor, empty on a rank that has none of them. In stage 0 these are all elements (of
+this rank's part, if the model itself is divided).
 
-A parameter that is divided over tensor-parallel ranks, or as a stack of experts over expert-parallel ones, is whole
-where a mark of `parallel.model_part` says how; all those ranks call, too. An expert that is no stack is a parameter of
-its own, whole on the ranks that hold it: these call.
+A parameter that is divided over tensor-parallel ranks, or as a stack of experts over expert-parallel ranks, is joined
+if a mark of `parallel.model_part` describes the division; then all those ranks must call. An expert that is not in a
+stack is a separate parameter, whole on the ranks that hold it: these ranks call.
 
-The user's calls for debugging and for methods that read gradients (AdaLoRA). All ranks call them together, between
-`backward` and `step` for gradients. Of a parameter that no engine manages there is no fp32 weight and no state (None),
-and its gradient is `param.grad`.
+Users call these functions for debugging and in methods that read gradients (AdaLoRA). All ranks call them together; for
+gradients between `backward` and `step`. If no engine manages a parameter, its fp32 weight and states are None, and its
+gradient is `param.grad`.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ from deepspeed.zero.sharding import Sharding
 from deepspeed.zero.states import note_write
 from deepspeed.zero.unit import ParamShard, Unit
 
-#: gives one tensor of a shard; None: it has none
+#: returns one tensor of a shard, or None if the shard has no such tensor
 _Pick = Callable[[Sharding, ParamShard], Tensor | None]
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """The fp32 weight that the optimizer updates, with the whole parameter's shape; None if no engine manages it.
+    """Return the fp32 weight that the optimizer updates, in the parameter's shape; None if no engine manages it.
 
     A collective: all ranks call it, and all get the weight.
     """
@@ -46,10 +46,10 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The reduced gradient in fp32, averaged over ranks, still multiplied by the loss scale; None if there is none.
+    """Return the reduced gradient in fp32, averaged over ranks and still multiplied by the loss scale, or None.
 
-    It is a copy, widened where gradients are kept in a lower precision; `safe_set_full_grad` replaces the gradient. A
-    collective: all ranks call it, between `backward` and `step`, and all get the gradient.
+    The gradient is a copy, widened if gradients are kept in a lower precision; `safe_set_full_grad` replaces it. A
+    collective: all ranks call it between `backward` and `step`, and all get the gradient.
     """
     found = _find(param)
     if found is None:
@@ -68,7 +68,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """One state of the optimizer, such as "exp_avg", with the whole parameter's shape; None before the first step.
+    """Return one optimizer state, such as "exp_avg", in the whole parameter's shape; None before the first step.
 
     A collective: all ranks call it, and all get the state.
     """
@@ -79,7 +79,7 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace the weight, in fp32 and in the model's dtype. All ranks call it with the same `value`."""
     unit = unit_of(param)
-    if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
+    if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # prefetched: peers still read the shard
         unit.finish()
     value = _scatter(param, value, "safe_set_full_fp32_param", MASTER, _master)
     with torch.no_grad():
@@ -100,9 +100,9 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 
 def safe_update_full_grad_vectorized(param_list: Sequence[Parameter], update_func: Callable[[Tensor], Tensor]) -> None:
-    """Replace the reduced gradient of each parameter by `update_func(gradient)`; those without a gradient are left out.
+    """Replace the reduced gradient of each parameter by `update_func(gradient)`; skip those without a gradient.
 
-    All ranks call it with the same parameters, and the function gives the same on all.
+    All ranks call it with the same parameters, and `update_func` returns the same values on all ranks.
     """
     for param in param_list:
         if (grad := safe_get_full_grad(param)) is not None:
@@ -110,22 +110,22 @@ def safe_update_full_grad_vectorized(param_list: Sequence[Parameter], update_fun
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it.
+    """Replace the reduced gradient, in the form that `safe_get_full_grad` returns; the step clips by the new norm.
 
-    All ranks call it with the same `value`, of any floating type: it is rounded to that in which gradients are kept.
+    All ranks call it with the same `value`. Any floating dtype is rounded to the dtype in which gradients are kept.
     """
     asked = "safe_set_full_grad"
     _replace_gradient(param, value, asked, _scatter)
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
-    """This rank's elements of the fp32 weight, 1-D, copied."""
+    """Return this rank's elements of the fp32 weight, 1-D, copied."""
     found = _find(param)
     return None if found is None else _local(*found, MASTER, _master)
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
-    """This rank's elements of `safe_get_full_grad`, 1-D, copied. All ranks call it."""
+    """Return this rank's elements of `safe_get_full_grad`, 1-D, copied. All ranks call it."""
     found = _find(param)
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
@@ -141,16 +141,16 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of one state of the optimizer, 1-D, copied; None before the first step if there
-    are such elements."""
+    """Return this rank's elements of one optimizer state, 1-D, copied; None if the rank has elements but no state yet,
+    as before the first step."""
     found = _find(param)
     return None if found is None else _local(*found, optim_state_key, _picks(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Replace this rank's elements of the fp32 weight; `value` as `safe_get_local_fp32_param` gives it. All ranks call
-    it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step; in fp32,
-    where masters and weights are one, those of this rank do at once."""
+    """Replace this rank's elements of the fp32 weight with `value`, 1-D as in `safe_get_local_fp32_param`. All ranks
+    call it. The model's weights follow immediately in stage 0 and if they are sharded; otherwise with the next step. In
+    fp32, where master and weight share memory, this rank's elements of the weight change immediately."""
     unit, sharding = unit_of(param), manager_of(param)
     if unit is not None and sharding is not None:
         sharding.release_gathered()  # what is gathered has the former value
@@ -166,8 +166,8 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
-    """Replace this rank's elements of the reduced gradient; `value` as `safe_get_local_grad` gives it. All ranks call
-    it, and the step clips by the norm with it."""
+    """Replace this rank's elements of the reduced gradient with `value`, 1-D as in `safe_get_local_grad`. All ranks
+    call it, and the step clips by the new norm."""
     _replace_gradient(param, value, "safe_set_local_grad", _set_local)
 
 
@@ -192,7 +192,7 @@ def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callab
 
 
 def _widened(gradient: Tensor, factor: float) -> Tensor:
-    """A new gradient times `factor`, at least in fp32."""
+    """Return a new gradient multiplied by `factor`, at least in fp32."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     return wide if factor == 1.0 else wide.mul_(factor)
 
@@ -226,8 +226,8 @@ def _assemble(found: tuple[Sharding, Unit, int], param: Parameter, name: str, pi
     """Collect the owners' fragments of one parameter into a new tensor of its shape.
 
     Args:
-        name: of the tensor, as `Placement.read` has it.
-        pick: gives a shard's tensor, or None if it has none; either all ranks have one or none has.
+        name: name of the tensor for `Placement.read`.
+        pick: returns a shard's tensor, or None; either all ranks have the tensor or none has.
     """
     sharding, unit, index = found
     fragments = [fragment for fragment in unit.layout.fragments if fragment.param == index]
@@ -258,7 +258,7 @@ _DTYPES = (
 
 
 def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    """The dtype that the owners have, known to ranks that own nothing of the parameter."""
+    """Return the owners' dtype on all ranks, including ranks that own nothing of the parameter."""
     flags_N = torch.zeros(len(_DTYPES), device=device)
     if dtype is not None:
         flags_N[_DTYPES.index(dtype)] = 1.0
@@ -268,10 +268,10 @@ def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torc
 
 
 def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> Tensor:
-    """Copy this rank's fragments of the whole `value` to the tensors `name`, which `pick` gives.
+    """Copy this rank's fragments of the whole `value` to the tensors called `name`, which `pick` returns.
 
     Returns:
-        The part of `value` that this rank has; all of it unless the model is divided.
+        The part of `value` that this rank has; all of `value` unless the model is divided.
     """
     note_write()
     sharding, unit, index = _managed(param, asked)
@@ -299,8 +299,8 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
 
 
 def _accepted_by_all(check: Callable[[], Tensor], asked: str, ranks: GroupBackend) -> Tensor:
-    """The value that `check` returns, once every rank has accepted one of the same sum; nothing is written where one
-    refuses."""
+    """Return `check()` once every rank has accepted a value and the sums agree. If one rank refuses, all ranks raise
+    and nothing is written."""
     if ranks.world_size == 1:
         return check()
     try:
@@ -338,7 +338,7 @@ def _gradient(sharding: Sharding, shard: ParamShard) -> Tensor | None:
 
 
 def _picks(key: str) -> _Pick:
-    """Gives a shard's state, if it exists."""
+    """Return a function that returns a shard's state, or None if it does not exist."""
 
     def pick(sharding: Sharding, shard: ParamShard) -> Any:
         optimizer = sharding.optimizer
@@ -348,7 +348,7 @@ def _picks(key: str) -> _Pick:
 
 
 def _requires(asked: str, key: str) -> _Pick:
-    """Gives a shard's state, which must exist."""
+    """Return a function that returns a shard's state and raises if it does not exist."""
 
     def pick(sharding: Sharding, shard: ParamShard) -> Tensor:
         state = sharding.optimizer.state.get(shard.master, {}) if sharding.optimizer is not None else {}
@@ -362,7 +362,7 @@ def _requires(asked: str, key: str) -> _Pick:
 
 
 def _local(sharding: Sharding, unit: Unit, index: int, name: str, pick: _Pick) -> Tensor | None:
-    """This rank's fragments of one parameter, end to end."""
+    """Concatenate this rank's fragments of one parameter."""
     shards = [shard for shard in unit.shards if shard.fragment.param == index]
     picked = [shard.placement.read(shard, name, pick(sharding, shard)) for shard in shards]
     present = [value.detach().reshape(-1) for value in picked if value is not None]
@@ -372,7 +372,7 @@ def _local(sharding: Sharding, unit: Unit, index: int, name: str, pick: _Pick) -
 
 
 def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
-    """Copy `value`, this rank's elements of `param`, to the tensors `name`, which `pick` gives."""
+    """Copy `value`, this rank's elements of `param`, to the tensors called `name`, which `pick` returns."""
     note_write()
     sharding, unit, index = _managed(param, asked)
     shards = [shard for shard in unit.shards if shard.fragment.param == index]
@@ -389,7 +389,7 @@ def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pi
             pick(sharding, shard)  # raises if it is not there
         return value
 
-    # at stage 0 a rank's elements are all of them; at the others each rank's are its own affair
+    # at stage 0 each rank has all elements, so values must agree; at other stages each rank's elements differ
     part = _accepted_by_all(check, asked, unit.ranks.reduce_group) if sharding.stage == 0 else check()
     flat = part.detach().reshape(-1)
     start = 0

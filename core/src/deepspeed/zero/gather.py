@@ -1,20 +1,20 @@
-"""`GatheredParameters`: sharded parameters made whole for a while, and parameters that other modules read (stage 3).
+"""`GatheredParameters` gathers sharded parameters for a while; it also registers external parameters (stage 3).
 
-In stages 0, 1 and 2 every rank holds whole parameters, so the context gives them as they are; with `modifier_rank`
-those that an engine trains are broadcast at its end, so that a script that changes them on one rank parts no ranks.
+In stages 0, 1 and 2 every rank holds whole parameters, so there is nothing to gather. With `modifier_rank`, parameters
+that an engine trains are broadcast when the context ends, so that a change on one rank reaches all ranks.
 
-`GatheredChanges`: what was changed inside a `GatheredParameters` without `modifier_rank` (stage 3).
+`GatheredChanges` handles changes inside a `GatheredParameters` without `modifier_rank` (stage 3).
 
-Nobody says whose changes count there, so they are dropped on every rank: the shards of large parameters were not
-touched, and small ones, which every rank keeps whole, get the values back that they had. Dropping alone would be
-silent. So a rank that sees a change says so to the others when the context ends, all compare their whole parameters
-with the shards, and all raise. A rank sees what torch counts, an in-place operation on a parameter or another
-`param.data`. With `zero_optimization.enable_sanity_checks` all compare every time, and find operations on `param.data`
-too.
+Without `modifier_rank` nothing defines which rank's changes count, so every rank drops them: the shards of large
+parameters were not touched, and small parameters, which every rank keeps whole, get their former values back. Dropping
+a change silently would hide a mistake. So a rank that detects a change informs the others when the context ends, all
+ranks compare their whole parameters with the shards, and all raise. A rank detects what torch counts: an in-place
+operation on a parameter, or a new `param.data`. With `zero_optimization.enable_sanity_checks` all ranks compare every
+time, which also finds operations on `param.data`.
 
-[Note: the outermost context] Of nested contexts the outermost one that holds a parameter looks at it: an outer one with
-`modifier_rank` keeps what is changed in an inner one. A load, an update or `safe_set_...` inside is no change of the
-user's: then the parameter is not looked at.
+[Note: the outermost context] Of nested contexts, the outermost one that holds a parameter checks it: an outer context
+with `modifier_rank` keeps the changes of an inner one. A load, an update or `safe_set_...` inside the context is not a
+change by the user; then the parameter is not checked.
 """
 
 import contextlib
@@ -42,26 +42,26 @@ from deepspeed.zero.unit_groups import broadcast_from
 
 @absent_members("runtime.zero.partition_parameters:GatheredParameters")
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
-    """Context in which sharded parameters are whole. A collective: all ranks enter and leave it together.
+    """`GatheredParameters` is a context with whole parameters. A collective: all ranks enter and leave it together.
 
     Args:
-        params: one parameter, or any iterable of them. A parameter brings those that are gathered with it. Tensors that
-            are not sharded are left as they are; None, as a layer without bias has it, is passed over.
-        modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
-            keeps its shard of them, also of the fp32 master weights. Of experts that this rank does not hold, those of
-            the first rank that does count. None: the parameters are only read, and changes are dropped, of which those
-            that are seen are an error (`GatheredChanges`).
-        fwd_module: a module whose forward reads the parameters, which are external to it.
+        params: one parameter, or an iterable of parameters. Parameters of the same unit are gathered as well. Tensors
+            that are not sharded stay as they are; None, as in a layer without bias, is skipped.
+        modifier_rank: global rank whose changes count: when the context ends, it broadcasts the whole parameters, and
+            every rank keeps its shard of them and of the fp32 master weights. For experts that this rank does not hold,
+            the first rank that holds them counts. None: the parameters are only read; changes are dropped, and detected
+            changes raise an error (`GatheredChanges`).
+        fwd_module: a module whose forward reads the parameters as external parameters.
         enabled: False turns the context off.
 
     Raises:
         TypeError: for anything else in `params`.
-        ValueError: if `modifier_rank` is no rank of the job; on leaving, on a rank that has set `param.data` of a
+        ValueError: if `modifier_rank` is not a rank of the job; at the end, on a rank that has set `param.data` of a
             parameter to a value of another shape.
-        StateError: on entering, where this object is entered already; on leaving without `modifier_rank`, where
-            parameters were changed: on every rank, where the context has gathered something.
+        StateError: at the beginning, if this object is entered already; at the end without `modifier_rank`, if
+            parameters were changed: on every rank, if the context has gathered something.
 
-    Contexts may be nested, each an object of its own: what an outer one gathered stays whole when an inner one ends.
+    Contexts may be nested, each as an object of its own: parameters of the outer one stay whole when the inner ends.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         _check_rank(modifier_rank)
         self.enabled = enabled
         self._modifier_rank = modifier_rank
-        self._held: list[tuple[ParamUnit, bool]] = []  # whether it is released when no other context holds it
-        self._changes: GatheredChanges | None = None  # made while it is entered
+        self._held: list[tuple[ParamUnit, bool]] = []  # with whether to release the unit after its last context
+        self._changes: GatheredChanges | None = None  # set while the context is entered
         if fwd_module is not None:
             for param in self.params:
                 register_external_parameter(fwd_module, param)
@@ -110,7 +110,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                     else:
                         self._changes.refuse()
                 is_left = False
-        except StateError:  # also of a module that reads them: its forward ends
+        except StateError:  # release units that a running forward reads, too: the error ends that forward
             self._held = [(unit, True) for unit, _ in self._held]
             raise
         except BaseException:
@@ -126,8 +126,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             self._held.append((unit, is_released))
 
     def _tell_peers(self) -> None:
-        """An exception ends the context on this rank, and is being handled. Peers, who may wait for it where the
-        context begins or ends, raise."""
+        """Make peers raise, because an exception ends the context on this rank; they may wait where the context begins
+        or ends."""
         if not any(unit.unit_ranks.reduce_group.world_size > 1 for unit in self._units()):
             return
         managers = {manager for param in self.params if (manager := manager_of(param)) is not None}
@@ -147,12 +147,12 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                 unit.release()
 
     def _units(self) -> list[ParamUnit]:
-        """The units of the parameters, in the same order on all ranks: a list made from a set differs by rank."""
+        """Return the units of the parameters in the same order on all ranks; the order of a set differs by rank."""
         units = {unit for param in self.params if (unit := unit_of(param)) is not None}
         return sorted(units, key=lambda unit: min(param.ds_id for param in unit.params))  # type: ignore[attr-defined]
 
     def _small_params(self) -> list[Any]:
-        """The parameters that stage 3 keeps whole, in the same order on all ranks."""
+        """Return the parameters that stage 3 keeps whole, in the same order on all ranks."""
         return sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id)
 
     def _keep_changes(self, source: int) -> None:
@@ -171,7 +171,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
 
 def _listed(params: Any) -> list[Any]:
-    """The parameters of an argument `params`."""
+    """Return the argument `params` as a list."""
     is_one = isinstance(params, (torch.Tensor, Module, str)) or not isinstance(params, Iterable)
     listed = [params] if is_one else list(params)
     listed = [each for each in listed if each is not None]
@@ -195,14 +195,14 @@ def _check_rank(modifier_rank: Any) -> None:
 
 
 def _stays_whole(param: Any) -> bool:
-    """Whether it is a small parameter, which stage 3 does not shard; not a buffer, or one of no engine."""
+    """Return whether it is a small parameter of an engine, which stage 3 does not shard."""
     return getattr(param, "ds_persist", False) and param.ds_world_size > 1
 
 
 def register_external_parameter(module: Module, parameter: Any) -> None:
-    """Say that `module`'s forward reads a parameter of another module.
+    """Declare that `module`'s forward reads a parameter of another module.
 
-    Stage 3 gathers it with the module; in other stages it is whole anyway.
+    Stage 3 then gathers the parameter with the module; in other stages the parameter is whole anyway.
 
     Raises:
         TypeError: if `parameter` is not a Parameter.
@@ -212,7 +212,7 @@ def register_external_parameter(module: Module, parameter: Any) -> None:
 
 
 def unregister_external_parameter(module: Module, parameter: Any) -> None:
-    """Take `register_external_parameter` back.
+    """Undo `register_external_parameter`.
 
     Raises:
         TypeError: if `parameter` is not a Parameter.
@@ -228,17 +228,17 @@ def _check(parameter: Any) -> None:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model, or an engine's, with whole weights while a generation calls it token by token. A collective."""
+    """Yield the model (or the engine's module) with whole weights, for token-by-token generation. A collective."""
     module = getattr(model, "module", model)
     with GatheredParameters(list(module.parameters())):
         yield module
 
 
 class GatheredChanges:
-    """Made when a context is entered; then `refuse` or not, and `close`.
+    """`GatheredChanges` detects changes in a context. The context creates it, may call `refuse`, and calls `close`.
 
     Args:
-        held: units that the context holds whole, and whether it gathered them.
+        held: units that the context holds, each with whether the context gathered it.
         small: parameters that every rank keeps whole, in the same order on all ranks.
     """
 
@@ -249,15 +249,15 @@ class GatheredChanges:
         self._small = [_KeptValue(param) for param in small if KEPT not in vars(param)]
 
     def refuse(self) -> None:
-        """Raise if parameters were changed. A collective, unless the context has gathered nothing.
+        """Raise if parameters were changed. A collective if the context has gathered something.
 
         Raises:
-            StateError: names them; on every rank of a group that has gathered some.
+            StateError: names the parameters; raised on every rank of a group that has gathered some.
         """
         found: dict[str, list[_Change]] = {}
         units = [(unit, num_changes) for unit, num_changes in self._units if unit.params]
         all_ranks = [unit.unit_ranks.reduce_group for unit, _ in units] + [kept.ranks for kept in self._small]
-        for everyone in dict.fromkeys(all_ranks):  # also where this rank has nothing to look at: its peers may have
+        for everyone in dict.fromkeys(all_ranks):  # also if this rank has nothing to check: its peers may have
             its_units = {unit: num for unit, num in units if unit.unit_ranks.reduce_group is everyone}
             its_small = [kept for kept in self._small if kept.ranks is everyone]
             for change in _changed(everyone, its_units, its_small, self._gathered):
@@ -276,19 +276,19 @@ class GatheredChanges:
             )
 
     def close(self, *, keeps: bool) -> None:
-        """The context ends. `keeps`: what was changed was kept, else it is dropped."""
+        """End the context. `keeps`: whether changes are kept; else they are dropped."""
         for kept in self._small:
             kept.close(keeps=keeps)
 
 
 class _Change(NamedTuple):
     name: str
-    rank: int  # global, that changed it
-    is_rounded: bool  # undone up to rounding, as after `merge_adapter()` and `unmerge_adapter()` of peft
+    rank: int  # global rank that made the change
+    is_rounded: bool  # undone up to rounding, as by `merge_adapter()` and `unmerge_adapter()` of peft
 
 
 class _KeptValue:
-    """The value that a small parameter had when the outermost context around it began."""
+    """`_KeptValue` holds the value of a small parameter from the begin of its outermost context."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
@@ -302,11 +302,11 @@ class _KeptValue:
         vars(param)[KEPT] = self
 
     def was_written(self) -> bool:
-        """Whether an engine wrote weights meanwhile."""
+        """Return whether an engine wrote weights since the context began."""
         return num_writes() != self._num_writes
 
     def is_seen(self) -> bool:
-        """Whether torch has counted a change."""
+        """Return whether torch has counted a change."""
         return self.param._version != self._version or not self.param.is_set_to(self._home)
 
     def is_changed(self) -> bool:
@@ -325,8 +325,8 @@ class _KeptValue:
 def _changed(
     everyone: GroupBackend, units: Mapping[ParamUnit, int], small: Sequence[_KeptValue], gathered: set[ParamUnit]
 ) -> list[_Change]:
-    """The changes of parameters of `everyone`. `units`: with how many writes of engines each had when the context
-    began."""
+    """Return the changes of parameters of the group `everyone`. `units` maps each unit to its count of engine writes
+    when the context began."""
     compares = any(unit.checks_values for unit in units) or any(kept.checks_values for kept in small)
     has_gathered = any(unit in gathered for unit in units)
     written = [unit.names[0] for unit, num_changes in units.items() if unit.num_changes != num_changes]
@@ -340,7 +340,7 @@ def _changed(
     has_seen, has_written = _on_any_rank([bool(seen), bool(written)], everyone)
     if not compares and not has_seen:
         return []
-    if has_written:  # by one rank alone, perhaps: then nobody looks at them
+    if has_written:  # maybe on one rank only: then no rank checks these parameters
         written = [name for theirs in all_gather_values(written, backend=everyone) for name in theirs]
     changes: dict[str, bool] = {}
     for unit in units:

@@ -1,8 +1,8 @@
-"""`GradientMemory`: where the gradients of a step add up and are reduced: a bucket per unit, and the memory behind it.
+"""`GradientMemory` holds the memory in which gradients of a step are summed and reduced: a bucket for each unit.
 
-Where gradients are whole (stages 0 and 1) a bucket fills memory that lives from step to step. Where they are divided
-(stages 2 and 3) it borrows a buffer of a pool for one reduction, and this rank's sum is added to its shard, which has
-memory until the step is over.
+With whole gradients (stages 0 and 1) a bucket fills memory that lives from step to step. With sharded gradients (stages
+2 and 3) a bucket borrows a buffer from a pool for one reduction; the reduced sum is added to this rank's shard, which
+has memory until the step is over.
 
 Legend: N padded numel of a unit, S numel of a shard.
 """
@@ -24,8 +24,8 @@ class GradientMemory:
 
     Attributes:
         buckets: one for each unit, in the order in which a backward fills them.
-        by_unit: what lives from step to step, by unit; a tensor may be without memory.
-        reduced: by unit, where the optimizer finds this rank's sums; padding is zero.
+        by_unit: by unit, the tensor that lives from step to step; its storage may be empty.
+        reduced: by unit, the tensor in which the optimizer finds this rank's sums; padding is zero.
     """
 
     def __init__(self, units: Units, options: ShardingOptions, backend: GroupBackend) -> None:
@@ -42,7 +42,7 @@ class GradientMemory:
         return len(self.by_unit) == len(self._units)
 
     def cut_buckets(self) -> None:
-        """Make a bucket for each unit; again after a group was added."""
+        """Create a bucket for each unit; called again after a param group was added."""
         buckets = [self._create_bucket(unit) for unit in self._units]
         self.buckets = sorted(buckets, key=lambda bucket: -self._units.position(self._units[bucket.index]))
         if self.is_allocated:
@@ -69,8 +69,8 @@ class GradientMemory:
         return self._pools.setdefault((dtype, device), new)
 
     def allocate(self) -> None:
-        """Make the memory of units that have none yet: at the first backward, which an engine that only evaluates never
-        sees."""
+        """Allocate the memory of units that have none. Called at the first backward, so an engine that only evaluates
+        allocates nothing."""
         if self.is_allocated:
             return
         for index in range(len(self.by_unit), len(self._units)):
@@ -89,17 +89,17 @@ class GradientMemory:
         return self._shards.create(unit, numel, dtype)
 
     def _own(self, unit: Unit) -> Tensor:
-        """This rank's part of the memory of a unit, 1-D."""
+        """Return this rank's part of the memory of a unit, 1-D."""
         memory = self.by_unit[unit.index]
         return memory if self._stage.lends_buffers(unit) else memory[slice(*self._stage.result(unit))]
 
     def _connect_shards(self) -> None:
-        """Point each shard at its reduced gradient: at the tensor through which its bucket writes it, where that is the
-        same memory. A model of many small parameters is slowed down by every tensor object that a step touches."""
+        """Point each shard at its reduced gradient. If the bucket writes that memory through a view, use that view as
+        the gradient: every tensor object that a step touches slows down a model of many small parameters."""
         self._shards.allocate()
         for bucket in self.buckets:
             unit = self._units[bucket.index]
-            if unit.placement.fetches:  # which does it for each batch
+            if unit.placement.fetches:  # the placement sets gradients for each batch
                 continue
             reduced_S = self.reduced[bucket.index]
             views = bucket.lasting()[1] if bucket.is_lasting else ()
@@ -111,70 +111,70 @@ class GradientMemory:
         self._shards.free()
 
     def of_units(self) -> Iterator[tuple[Unit, Tensor]]:
-        """The units, with this rank's reduced gradients of each."""
+        """Yield each unit with this rank's reduced gradients."""
         return zip(self._units, self.reduced, strict=True)
 
     def zero_without_sum(self) -> None:
-        """Zero the shards that no backward reduced, as when gradients are set from outside."""
+        """Zero the shards that no backward reduced, for example if gradients are set from outside."""
         self._shards.zero_without_sum()
 
     def finish_sums(self) -> None:
-        """Every reduction of the step is finished: bring the sums to where the optimizer finds them."""
+        """Bring the sums to where the optimizer finds them, after every reduction of the step is finished."""
         self._shards.finish()
 
     @property
     def is_final(self) -> bool:
-        """Whether no backward may add to the sums of this step any more."""
+        """Whether backwards may no longer add to the sums of this step."""
         return self._shards.is_final
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the sums; the step is over."""
         self._shards.forget()
 
     def leave(self) -> None:
-        """Leave the memory to works in flight; the next backward allocates other memory."""
+        """Leave the memory to works in flight; the next backward allocates new memory."""
         for bucket in self.buckets:
             bucket.release()
         self.by_unit, self.reduced = [], []
         self._shards.leave()
 
     def drop_free_buffers(self) -> None:
-        """Give back the buffers that no bucket uses now."""
+        """Free the buffers that no bucket uses now."""
         for pool in self._pools.values():
             pool.drop_free()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the buffers that no bucket uses now."""
+        """Bytes of the pooled buffers that no bucket uses now."""
         return sum(pool.free_bytes for pool in self._pools.values())
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all buckets and memory."""
         self.leave()
         self.buckets = []
         self._pools.clear()
 
 
 class GradientShards:
-    """This rank's reduced gradients where they are sharded (stages 2 and 3), by unit.
+    """`GradientShards` holds this rank's reduced gradients by unit if they are sharded (stages 2 and 3).
 
-    A shard has memory from its first sum until the step is over; between steps there is none. The tensors, and the
-    views that the optimizer's side has of them, stay, as those of released weights do (`param_unit.py`).
+    A shard has memory from its first sum until the step is over, and none between steps. The tensor objects, and the
+    optimizer's views of them, stay; only their storage is resized, as for released weights (`param_unit.py`).
     """
 
-    is_final = False  # whether no backward may add to the sums of this step any more
+    is_final = False  # whether backwards may no longer add to the sums of this step
 
     def __init__(self) -> None:
         self._shards: dict[int, Tensor] = {}
-        self._summed: set[int] = set()  # units whose shard has memory, with a sum of this step
+        self._summed: set[int] = set()  # units whose shard has memory with a sum of this step
 
     def create(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
-        """The shard [S] of `unit`, with memory until `free` is called."""
+        """Return the shard [S] of `unit`, with memory until `free` is called."""
         self._shards[unit.index] = torch.empty(numel, dtype=dtype, device=unit.device)
         return self._shards[unit.index]
 
     def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
-        """Add what a bucket has reduced to the sum of the step; a `Keep` (`placement.py`)."""
+        """Add the reduced values of a bucket to the sum of the step; a `Keep` (`placement.py`)."""
         work.wait()
         if index in self._summed:
             self._shards[index].add_(sum_S)
@@ -183,30 +183,30 @@ class GradientShards:
         return DONE
 
     def finish(self) -> None:
-        """The sums are what reductions have added up; there is nothing to do."""
+        """Do nothing: reductions have completed the sums."""
 
     def zero_without_sum(self) -> None:
-        """Zero those that no backward reduced, as when gradients are set from outside."""
+        """Zero the shards that no backward reduced, for example if gradients are set from outside."""
         for index in self._without_sum():
             self._take_memory(index).zero_()
 
     def allocate(self) -> None:
-        """Memory with arbitrary contents for those without: a view needs it while it is made."""
+        """Allocate memory with arbitrary contents for shards without a sum: views can be made only with memory."""
         for index in self._without_sum():
             self._resize(self._shards[index], self._shards[index].nbytes)
 
     def free(self) -> None:
-        """Give the memory of those without a sum back."""
+        """Free the memory of shards without a sum."""
         for index in self._without_sum():
             self._resize(self._shards[index], 0)
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the sums and free their memory; the step is over."""
         self._summed.clear()
         self.free()
 
     def leave(self) -> None:
-        """Drop the shards without giving their memory back: works in flight use it."""
+        """Drop the shards without freeing their memory: works in flight use it."""
         self._shards.clear()
         self._summed.clear()
 
@@ -225,20 +225,20 @@ class GradientShards:
 
 
 class PartialSums:
-    """The sums of the complete subtrees that the backwards of a step have given so far, of one unit.
+    """`PartialSums` holds the sums of the complete subtrees of one unit's backwards in this step.
 
-    Two of one size become one at once, so there are no more than the binary digits of the number of backwards.
+    Two subtrees of one size are merged at once, so there are at most log2(number of backwards) + 1 of them.
 
     Args:
-        first_S: the memory of the first sum, where the last one ends.
+        first_S: the memory of the first sum, and finally of the total.
     """
 
     def __init__(self, first_S: Tensor) -> None:
         self._first_S = first_S
-        self._sums: list[tuple[int, Tensor]] = []  # leaves and sum [S] of each, fewer and fewer leaves
+        self._sums: list[tuple[int, Tensor]] = []  # number of leaves and sum [S] of each subtree, largest first
 
     def add(self, new_S: Tensor) -> None:
-        """Take what one backward gave; `new_S` may be written afterwards."""
+        """Add the gradients of one backward; `new_S` may be overwritten afterwards."""
         leaves, sum_S = 1, new_S
         while self._sums and self._sums[-1][0] == leaves:
             sum_S = self._sums.pop()[1].add_(sum_S)
@@ -248,7 +248,7 @@ class PartialSums:
         self._sums.append((leaves, sum_S))
 
     def total(self) -> Tensor:
-        """Return the sum of all, the smallest subtrees first."""
+        """Return the total, adding the smallest subtrees first."""
         _, total_S = self._sums.pop()
         while self._sums:
             total_S = self._sums.pop()[1].add_(total_S)
@@ -256,17 +256,17 @@ class PartialSums:
 
 
 class OrderedShards(GradientShards):
-    """`GradientShards` whose sums of several backwards have the order of a binary tree; see the note in `stages.py`.
+    """`OrderedShards` is `GradientShards` that adds backwards in the order of a binary tree; see `stages.py`.
 
     Args:
-        stage: says which part of a unit this rank sums.
+        stage: decides which part of a unit this rank sums.
     """
 
     def __init__(self, stage: ZeroStage) -> None:
         super().__init__()
         self._stage = stage
         self._units: dict[int, Unit] = {}
-        self._partial: dict[int, PartialSums] = {}  # of the units that this step has reduced
+        self._partial: dict[int, PartialSums] = {}  # by unit that this step has reduced
 
     def create(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
         self._units[unit.index] = unit
@@ -281,7 +281,7 @@ class OrderedShards(GradientShards):
         return DONE
 
     def _first(self, index: int, sum_S: Tensor) -> Tensor:
-        """The memory of this rank's sum at the end of the step."""
+        """Return the memory of this rank's sum at the end of the step."""
         unit = self._units[index]
         if unit.placement.is_offloaded:
             return torch.empty_like(sum_S)
@@ -290,7 +290,7 @@ class OrderedShards(GradientShards):
 
     def finish(self) -> None:
         gathers = []
-        for index, partial in sorted(self._partial.items()):  # ranks took them as they came
+        for index, partial in sorted(self._partial.items()):  # sorted: the order of arrival differs by rank
             unit, total_S = self._units[index], partial.total()
             if (keep := unit.placement.keeper(adds=False)) is not None:
                 keep(index, DONE, total_S)
@@ -313,5 +313,5 @@ class OrderedShards(GradientShards):
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors are the same elements in the same shape."""
+    """Return whether two contiguous tensors are the same elements in the same shape."""
     return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)

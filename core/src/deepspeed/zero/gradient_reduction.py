@@ -1,25 +1,25 @@
-"""`GradientReduction`: the gradients of a step on their way from autograd to their sums over the ranks.
+"""`GradientReduction` brings the gradients of a step from autograd to their sums over the ranks.
 
     begin            a backward begins
-    (hooks)          gradients are in `param.grad`; sooner or later they are taken into their bucket (`bucket.py`)
-    end              the backward is over: what is left is taken, and launched if this backward reduces
-    finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
+    (hooks)          gradients are in `param.grad`; hooks take them into their bucket (`bucket.py`)
+    end              the backward is over: remaining gradients are taken, and launched if this backward reduces
+    finish           the sums are complete; gradients that came after the launch of their bucket are still to be reduced
 
-Used by `Gradients`. How a bucket is reduced is the answer of the stage (`stages.py`). `ReplicaSum` completes the sums
-once per step.
+`Gradients` uses it. The stage decides how a bucket is reduced (`stages.py`). `ReplicaSum` completes the sums once per
+step.
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
-large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
-last: it takes what is there of the whole bucket. What is left is taken when the backward is over. A large gradient is
-taken at once because the host's cache still holds it; on a device, where that gains nothing and the host's part of a
-backward is what there is to save, only the first parameter of each bucket has a hook. All parameters of a sharded unit
-(stage 3) have one, as the unit is dropped after its last gradient. Where gradients are shown on a device
-(stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
-open; the step would average a gradient of this rank too late for those who read it.
+these parameters have one: large parameters, whose hook takes the gradient at once, and the first parameter of each
+bucket, which a backward reaches last and whose hook takes all gradients of the bucket. The end of the backward takes
+the rest. A large gradient is taken at once because it is still in the CPU's cache. On a device that gains nothing, and
+the CPU time of a backward is the bottleneck, so only the first parameter of each bucket has a hook. All parameters of a
+sharded unit (stage 3) have one, because the unit is released after its last gradient. If gradients are shown on a
+device (stage 0), every backward must be detected, so all other parameters have a hook that does nothing while the
+window is open; otherwise the step would average a gradient too late for its readers.
 
-[Note: after the script's hooks] Whoever registers a hook of a parameter, before `initialize` or after it, finds the
-gradient of this backward of this rank in `param.grad`, and what it makes of it is what is reduced. So the hook that
-takes the gradient is the last one whenever it was registered: `_HooksThenOurs` keeps it behind the others.
+[Note: after the script's hooks] A hook that the script registers on a parameter, before or after `initialize`, must
+find this rank's gradient of this backward in `param.grad`, and its changes must be reduced. So the hook that takes
+the gradient runs last, whenever it was registered: `_HooksThenOurs` keeps it behind the others.
 """
 
 import weakref
@@ -47,12 +47,12 @@ class GradientReduction:
 
     Args:
         window: the window of the backwards; it opens with the first gradient at the latest.
-        units: whose gradients.
-        buckets: one for each unit, in the order in which they are launched, on all ranks alike.
-        rows: for an optimizer that takes sparse gradients only.
-        open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
-        after_arrival: called when a gradient of parameters that are divided themselves was taken, with their weights.
-        waits_on_device: whether waiting for a collective holds the device up, not the host.
+        units: the units whose gradients are reduced.
+        buckets: one for each unit, in the order of their launch, which is the same on all ranks.
+        rows: touched rows, for an optimizer that needs sparse gradients; else None.
+        open_window: called in a hook before the first gradient of a backward is taken, if the window is not open.
+        after_arrival: called when a gradient of a sharded unit was taken, with the unit (stage 3).
+        waits_on_device: whether waiting for a collective blocks the device and not the CPU.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class GradientReduction:
         self._open_window = open_window
         self._after_arrival = after_arrival
         self._name_of = units.name_of
-        self._overlaps = options.overlap  # a bucket is launched when it is full, not when the backward is over
-        #: launched buckets from which on sums are taken out during the backward; None: not before its end
-        lends = self._stage.divides_gradients or self._stage.fixes_order  # buffers for one reduction
+        self._overlaps = options.overlap  # launch a bucket when it is full, not when the backward is over
+        #: number of launched buckets above which sums are taken out during the backward; None: only at its end
+        lends = self._stage.divides_gradients or self._stage.fixes_order  # buffers are lent for one reduction
         self._max_in_flight = MAX_IN_FLIGHT if lends else options.placement.max_in_flight
         self._waits_on_device = waits_on_device
         self._rows = rows
         self._places = [(self._by_unit[unit.index], place) for unit in units for place in range(len(unit.params))]
-        self.used = [False] * len(self._places)  # a gradient was taken since the last step
-        self._launched = 0  # buckets
-        self.num_issued = 0  # reductions that were launched since the object was made
+        self.used = [False] * len(self._places)  # by parameter: a gradient was taken since the last step
+        self._launched = 0  # number of buckets
+        self.num_issued = 0  # reductions launched since the object was created
         self._in_flight: deque[tuple[int, Bucket]] = deque()  # with `num_issued` at the launch
-        self.is_launched = True  # no gradient waits on this rank for its reduction
+        self.is_launched = True  # no gradient of this rank still waits for the launch of its reduction
         self._reduces = False
         self._refusal: Exception | None = None
-        self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
+        self._inspects = False  # inspect every gradient of this backward, not only sparse ones or those with a graph
         self._hooks: list[RemovableHandle] = []
         opens = _opening_hook(weakref.ref(self), window.running)
         for index, unit in enumerate(self._units):
@@ -99,22 +99,22 @@ class GradientReduction:
                     self._hooks.append(_register_last(param, _gradient_hook(weakref.ref(self), index, place)))
                 elif not self._stage.divides_states:
                     self._hooks.append(_register(param, opens))
-        weakref.finalize(self, _remove, self._hooks).atexit = False  # of an engine that was dropped
+        weakref.finalize(self, _remove, self._hooks).atexit = False  # for an engine that was dropped
 
     def remove_hooks(self) -> None:
-        """No gradient is taken any more. Idempotent."""
+        """Stop taking gradients. Idempotent."""
         _remove(self._hooks)
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def begin(self, *, reduces: bool, factor: float, refusal: Exception | None) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Args:
-            reduces: whether its gradients are needed after it.
-            factor: multiplies its gradients as they are written to their bucket; it contains the division by the number
+            reduces: whether to reduce its gradients.
+            factor: multiplies its gradients as they are written to their bucket; includes the division by the number
                 of ranks (`ZeroStage.begin_backward`), so that the sum over the ranks is an average.
-            refusal: raised when a gradient is taken.
+            refusal: an error to raise when a gradient is taken; None: gradients are accepted.
         """
         self._reduces = reduces
         self._refusal = refusal
@@ -126,7 +126,7 @@ class GradientReduction:
             bucket.begin_backward(factor)
 
     def arrived(self, index: int, place: int) -> None:
-        """Called by the hook of a parameter of the unit `index`; see [Note: which parameters have hooks]."""
+        """Take gradients; called by the hook of a parameter. See [Note: which parameters have hooks]."""
         if not self._window.is_running:
             self._open_window()
         self._take(index, None if place == 0 else (place,))
@@ -136,7 +136,7 @@ class GradientReduction:
             self._launch_full(taken=index if place == 0 else None)
 
     def _take(self, index: int, places: Iterable[int] | None = None) -> None:
-        """Bring the gradients of a unit that are there into its bucket; `places`: of these parameters only."""
+        """Move the present gradients of a unit into its bucket; `places` selects parameters (default: all)."""
         unit = self._units[index]
         params = unit.params
         found = enumerate(params) if places is None else ((place, params[place]) for place in places)
@@ -156,16 +156,16 @@ class GradientReduction:
         self._by_unit[index].write(grads)
 
     def _inspected(self, index: int, param: Parameter, grad: Tensor) -> Tensor:
-        """A gradient as its bucket takes it: dense, without a graph."""
+        """Return a gradient in the form for its bucket: dense, without a graph."""
         if self._refusal is not None:
             raise self._refusal
-        grad = grad.detach()  # of a backward with create_graph=True; the step needs no graph
+        grad = grad.detach()  # from a backward with create_graph=True; the step needs no graph
         if self._rows is not None:
             self._rows.note(index, grad, self._name_of(param))
-        return grad.to_dense() if grad.is_sparse else grad  # of an embedding with sparse=True
+        return grad.to_dense() if grad.is_sparse else grad  # sparse: from an embedding with sparse=True
 
     def end(self) -> None:
-        """The backward is over."""
+        """End the backward: take the remaining gradients and launch their buckets if this backward reduces."""
         for index in range(len(self._units)):
             self._take(index)
         if self._reduces:
@@ -177,7 +177,7 @@ class GradientReduction:
     # ---- collectives --------------------------------------------------------------------------------------------
 
     def _launch_full(self, taken: int | None) -> None:
-        """Launch the buckets that are full, as far as all before them are; `taken`: the unit just taken whole."""
+        """Launch full buckets in order, up to the first one that is not full; `taken`: the unit just taken whole."""
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if bucket.index != taken:
@@ -205,17 +205,17 @@ class GradientReduction:
         bucket.launch(partial(self._stage.reduce, self._units[bucket.index]))
 
     def _finish_early(self, max_in_flight: int) -> None:
-        """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
-        backward, where a peer may wait for this rank in a collective of the model: so the host waits for nobody."""
+        """Take sums out of the oldest buckets to free their buffers. This runs in a hook in the middle of the user's
+        backward, where a peer may wait for this rank in a collective of the model: so the CPU must not block."""
         while self._in_flight and (
             self._in_flight[0][1].poll() or (self._waits_on_device and len(self._in_flight) > max_in_flight)
         ):
             self._in_flight.popleft()[1].finish()
 
     def finish_issued_before(self, num_issued: int, ranks: GroupBackend) -> None:
-        """Called when a collective over `ranks` is over that was issued after `num_issued` reductions: every rank of
-        the group has issued these as well, and none waits for this rank before they are done. So the host may wait for
-        them, and does, down to one in flight: where peers are slow, buffers would pile up."""
+        """Finish old reductions after a collective over `ranks` that was issued after `num_issued` reductions. Every
+        rank of the group has issued these reductions as well and does not wait for this rank, so blocking is safe. The
+        CPU waits until fewer than the maximum are in flight: with slow peers, buffers would pile up."""
         while self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
             number, bucket = self._in_flight[0]
             if number > num_issued or self._units[bucket.index].ranks.shard_group is not ranks:
@@ -224,26 +224,26 @@ class GradientReduction:
             bucket.finish()
 
     def finish(self) -> None:
-        """Wait for the collectives in flight and take the sums to where they live."""
+        """Wait for the collectives in flight and store the sums."""
         self._in_flight.clear()
         for bucket in self._buckets:
             bucket.finish()
 
     @property
     def late(self) -> list[bool]:
-        """The list says by bucket whether this rank has a gradient that came after the launch: of a block, for example,
-        that a checkpoint runs twice in one backward."""
+        """List by bucket whether this rank has a gradient that came after the launch, for example of a block that a
+        checkpoint runs twice in one backward."""
         return [bucket.is_late for bucket in self._buckets]
 
     def launch_late(self, late: Sequence[float]) -> None:
-        """Launch the buckets again of which a rank has a late gradient: where `late` is not 0."""
+        """Launch again the buckets for which `late` is not 0: a rank has a late gradient."""
         for bucket, is_late in zip(self._buckets, late, strict=True):
             if is_late:
                 bucket.is_late = False
                 self._launch(bucket)
 
     def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
-        """Forget the collectives in flight without waiting for them; yields the group and the work of each."""
+        """Forget the collectives in flight without waiting for them; yield the group and the work of each."""
         self._in_flight.clear()
         for bucket in self._buckets:
             if (work := bucket.abandon()) is not None:
@@ -252,7 +252,7 @@ class GradientReduction:
     # ---- the end of a step --------------------------------------------------------------------------------------
 
     def drop(self, index: int) -> None:
-        """Forget the gradient of the parameter `index`, which was taken."""
+        """Forget the taken gradient of the parameter `index`."""
         self.used[index] = False
         bucket, place = self._places[index]
         bucket.forget(place)
@@ -271,7 +271,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 class _HooksThenOurs(OrderedDict[int, Callable[[Tensor], None]]):
-    """The hooks of a parameter by number, in the place of torch's dictionary; that of `last` stays the last."""
+    """`_HooksThenOurs` replaces torch's dictionary of a parameter's hooks, by number; the hook `last` stays last."""
 
     last: int | None = None
 
@@ -286,7 +286,7 @@ def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> Removabl
     hooks = param._post_accumulate_grad_hooks
     if not isinstance(hooks, _HooksThenOurs):
         former, hooks = hooks, _HooksThenOurs()
-        if former:  # its owners remove hooks from their dictionary
+        if former:  # owners of these hooks remove them from the former dictionary
             hooks[-1] = partial(_call_all, former)
         param._post_accumulate_grad_hooks = hooks
     handle = _register(param, hook)
@@ -295,7 +295,7 @@ def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> Removabl
 
 
 def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register `hook`, also for a parameter that is frozen now, of which torch takes no hook, and may train again."""
+    """Register `hook`, also on a frozen parameter that may train again: torch refuses hooks on frozen parameters."""
     trains = param.requires_grad
     param.requires_grad_(True)
     try:
@@ -310,7 +310,7 @@ def _call_all(hooks: dict[int, Callable[[Tensor], None]], param: Tensor) -> None
 
 
 def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[bool]) -> Callable[[Tensor], None]:
-    """Return a hook that opens the window when a gradient is in `param.grad`, and takes no gradient."""
+    """Return a hook that opens the window when a gradient is in `param.grad` but does not take the gradient."""
 
     def call(_: Tensor) -> None:
         if not running[0] and (owner := reduction()) is not None:
@@ -322,7 +322,7 @@ def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[boo
 def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, place: int) -> Callable[[Tensor], None]:
     """Return the hook that autograd calls when it has put a gradient into `param.grad`.
 
-    The parameter holds the hook; an engine that nothing else refers to is not kept alive by it.
+    The parameter holds the hook, and the hook holds a weak reference, so it does not keep the engine alive.
     """
 
     def call(param: Tensor) -> None:
@@ -334,16 +334,16 @@ def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, plac
 
 
 class ReplicaSum:
-    """Sums the gradients of a step over the copies of the weights: those of MiCS, and parameters of several stages.
+    """`ReplicaSum` sums the gradients of a step over copies of the weights (MiCS, and parameters of several stages).
 
     A bucket is reduce-scattered in the shard group after every backward. The shards are summed over the replicas once
     per step, which moves the fewest bytes between shard groups (the two hops of MiCS, arXiv 2205.00119).
 
-    [Note: a second sum in a step] After the sum every replica holds all of it. If more is added before the step, one
-    replica must contribute it, and the others only what is new: so these forget it.
+    [Note: a second sum in a step] After the sum every replica holds the total. If more is added before the step, only
+    one replica may contribute the total; the others contribute new gradients only, so they zero their copy.
 
     Args:
-        wire_dtype: dtype of the reduction; None means the gradients' own.
+        wire_dtype: dtype of the reduction; None means the gradients' dtype.
     """
 
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
@@ -361,7 +361,7 @@ class ReplicaSum:
                 continue
             wire_S = gradients_S.to(unit.device, self._wire_dtype or gradients_S.dtype)
             self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=wire_S.numel())))
-            if wire_S is not gradients_S:  # a copy; the next one reuses its memory
+            if wire_S is not gradients_S:  # a copy; the next copy reuses its memory
                 self._wait()
                 gradients_S.copy_(wire_S)
         self._wait()
@@ -373,13 +373,13 @@ class ReplicaSum:
         self._in_flight.clear()
 
     def abandon(self) -> list[tuple[GroupBackend, Work]]:
-        """Forget the sums in flight without waiting for them; returns the group and the work of each, which may still
+        """Forget the sums in flight without waiting for them; return the group and the work of each. A work may still
         use the memory of the gradients."""
         in_flight, self._in_flight = self._in_flight, []
         return in_flight
 
     def reopen(self, units: Iterable[tuple[Unit, Tensor]]) -> None:
-        """A backward adds to the step; see [Note: a second sum in a step]."""
+        """Prepare for another backward in this step; see [Note: a second sum in a step]."""
         if not self._is_done:
             return
         for unit, gradients_S in units:
@@ -388,9 +388,9 @@ class ReplicaSum:
         self._is_done = False
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget that the sum is done; the step is over."""
         self._is_done = False
 
 
-#: elements from which on a parameter in host memory is large: its gradient is taken at once
+#: numel from which a parameter in host memory is large: its gradient is taken at once
 LARGE_NUMEL = 2**13

@@ -1,10 +1,10 @@
-"""`Gradients`: the gradients of one engine from a backward to the step, in all stages.
+"""`Gradients` manages the gradients of one engine from a backward to the step, in all stages.
 
     window.open / close     around `loss.backward()`; a plain `loss.backward()` does it through hooks
     (hooks)                 gradient -> bucket; a full bucket is launched (`gradient_reduction.py`)
-    reduce()                every collective is done, and all ranks agree on the norm and on which parameters were used
-    norm()                  global L2 norm of the gradients as they are (still scaled)
-    (update)                `Sharding.update` reads them where `GradientMemory` has them
+    reduce()                finish every collective; all ranks agree on the norm and on which parameters were used
+    norm()                  global L2 norm of the current gradients (still multiplied by the loss scale)
+    (update)                `Sharding.update` reads the gradients from `GradientMemory`
     zero_grad()
 
 A rank that fails in any of these abandons its collectives, so that no peer waits for it (`abandon`).
@@ -55,17 +55,17 @@ _FINAL = (
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """A `BackwardPlan` carries the decisions of the schedule about the backward that begins."""
+    """`BackwardPlan` holds the engine's decisions about the backward that begins."""
 
-    reduces: bool  # whether the gradients are needed after it
-    postpones: bool  # whether it leaves them to `reduce_postponed`, at a stage too that reduces after every backward
-    factor: float  # by which its gradients are multiplied, besides the averaging over ranks
-    refusal: Exception | None = None  # raised if a parameter gets a gradient in it
-    enclosing: AbstractContextManager[None] | None = None  # from its beginning to its end
+    reduces: bool  # whether to reduce the gradients in this backward
+    postpones: bool  # whether to leave them to `reduce_postponed`, even at a stage that reduces after every backward
+    factor: float  # multiplies the gradients, besides the averaging over ranks
+    refusal: Exception | None = None  # raised if a parameter gets a gradient
+    enclosing: AbstractContextManager[None] | None = None  # entered at the beginning, closed at the end
 
 
 def abandons_on_error(method: _F) -> _F:
-    """Decorator of a part of the step: if it fails on this rank, nothing waits for its collectives in flight."""
+    """Decorate a part of the step: if it fails on this rank, abandon the collectives in flight."""
 
     @functools.wraps(method)
     def call(self: "Gradients", *args: Any) -> Any:
@@ -79,21 +79,21 @@ def abandons_on_error(method: _F) -> _F:
 
 
 class Gradients:
-    """`Gradients` takes the gradients of one rank's backwards, sums them over the ranks, and knows their norm.
+    """`Gradients` takes the gradients of one rank's backwards, sums them over the ranks, and computes their norm.
 
     Args:
-        units: whose gradients.
-        states: of the same engine, which a backward needs.
+        units: the units whose gradients are managed.
+        states: the engine's states; a backward requires them.
 
     Attributes:
         window: open while a backward runs.
-        memory: where gradients add up, and where the update finds the sums.
-        reduction: the way of the gradients into it, and over the ranks.
-        gathering: of parameters that are divided themselves; None in other stages.
+        memory: where gradients are summed, and where the update finds the sums.
+        reduction: takes the gradients into `memory` and reduces them.
+        gathering: gathers sharded parameters (stage 3); None in other stages.
         was_used: by attached parameter, whether some rank has a gradient of this step; known after `reduce()`.
-        rows: for an optimizer that takes sparse gradients only.
-        postsum_factor: the rest of the division by the number of ranks, by which the update multiplies. 1.0 where all
-            of it is done before the sum, that is without `gradient_predivide_factor`.
+        rows: touched rows, for an optimizer that needs sparse gradients; else None.
+        postsum_factor: the rest of the division by the number of ranks; the update multiplies by it. 1.0 if the whole
+            division happens before the sum, that is without `gradient_predivide_factor`.
     """
 
     def __init__(self, units: Units, options: ShardingOptions, backend: GroupBackend, states: States) -> None:
@@ -104,31 +104,31 @@ class Gradients:
         self.memory = GradientMemory(units, options, backend)
         self.was_used: list[bool] = []
         self.rows: TouchedRows | None = None
-        self.reduction = self._create_reduction()  # of nothing yet
+        self.reduction = self._create_reduction()  # empty until `connect`
         self.gathering = self._create_gathering(Module())
         self._presum_divisor = options.predivide_factor or float(
             backend.world_size
         )  # divides gradients before their sum over the ranks
         self.postsum_factor = self._presum_divisor / backend.world_size
-        self._plan: Callable[[bool], BackwardPlan]  # these two are given to `attach`
+        self._plan: Callable[[bool], BackwardPlan]  # set by `attach`, as is `_dropped`
         self._dropped: Callable[[], None]
-        self._enclosing = ExitStack()  # the backward that runs
+        self._enclosing = ExitStack()  # encloses the running backward
         self._others: list[tuple[str, Parameter]] = []  # parameters of the module that are not attached
         self._ranks_by_param: list[UnitRanks] = []
-        self._adds_up = False  # there are gradients of a backward of this step that is over
+        self._adds_up = False  # an earlier backward of this step has left gradients
         self._shown = ExposedGrads()
         self._replica_sum = ReplicaSum(options.wire_dtype)
         self._facts = self._create_facts()
-        self._norm: Scalar | None = None  # of the reduced gradients, once the ranks have agreed on it
+        self._norm: Scalar | None = None  # norm of the reduced gradients, once the ranks have agreed on it
 
     # ---- building -----------------------------------------------------------------------------------------------
 
     def attach(self, plan: Callable[[bool], BackwardPlan], dropped: Callable[[], None]) -> None:
-        """See `Sharding.attach`. `connect` is to follow."""
+        """Set the callbacks; see `Sharding.attach`. The caller calls `connect` next."""
         self._plan, self._dropped = plan, dropped
 
     def connect(self, module: Module, rows: TouchedRows | None) -> None:
-        """Put buckets and hooks in place for all units of `module`; again after units were added. All ranks call it
+        """Create buckets and hooks for all units of `module`; called again after units were added. All ranks call it
         together."""
         units = self._units
         self.rows = rows
@@ -138,7 +138,7 @@ class Gradients:
         self._others = [(name, param) for name, param in units.named_parameters if id(param) not in attached]
         self.was_used = [False] * len(units.params)
         for param in units.params:
-            param.grad = None  # of a backward before the engine knew it
+            param.grad = None  # left by a backward before the engine managed it
         if len(units):
             self._ranks_by_param = [unit.ranks for unit in units for _ in unit.params]
             numel = sum(unit.layout.numel * (1 + unit.dtype.is_complex) for unit in units)  # of real numbers
@@ -186,7 +186,7 @@ class Gradients:
         self._shown.restore_views()
         self.memory.allocate()
         self._replica_sum.reopen(self.memory.of_units())
-        self._adds_up = any(self.reduction.used)  # the user may have dropped shown ones
+        self._adds_up = any(self.reduction.used)  # the user may have dropped shown gradients
         self._norm = None
         self.reduction.begin(
             reduces=plan.reduces or (self._stage.reduces_every_backward and not plan.postpones),
@@ -202,14 +202,14 @@ class Gradients:
 
     @abandons_on_error
     def _take_shown(self) -> None:
-        """Take what the user made of the shown gradients: other values, another tensor, or None."""
+        """Apply the user's changes of the shown gradients: other values, another tensor, or None."""
         for index in self._shown.take():
             self.was_used[index] = False
             self.reduction.drop(index)
         if not self._shown or self._norm is None:
             return
         were_written = self._shown.were_written()
-        if self._units.ranks.stages_divide_experts:  # other ranks do not know whether these were written
+        if self._units.ranks.stages_divide_experts:  # other ranks do not know whether these gradients were written
             self._norm = self._facts.root_over_model(self._facts.sum_squares(self._local_norms()))
         elif were_written:
             counts_all = self._options.counts_replicated
@@ -217,8 +217,8 @@ class Gradients:
             self._norm = self._facts.root_over_model(self._facts.own_squares(own))
 
     def collect_unseen_grads(self) -> None:
-        """Take gradients of a backward that neither an output of the forward nor a hook has seen, or that the user has
-        set."""
+        """Take gradients that the user has set, or of a backward that neither the outputs' hooks nor the parameters'
+        hooks detected."""
         if not (self._shown or self.window.is_open) and self.are_set:
             self.window.open_and_close()
 
@@ -228,7 +228,7 @@ class Gradients:
         return any(param.grad is not None for param in self._units.params)
 
     def _open_from_hook(self) -> None:
-        """The first gradient of a backward that no output of the forward has seen begin; hooks see some only."""
+        """Open the window from a parameter's hook: no output hook detected the begin of this backward."""
         if self.window.is_left:
             raise StateError(
                 "backward: found gradients of a backward that an exception ended; call engine.zero_grad() before the "
@@ -249,7 +249,7 @@ class Gradients:
         if self.reduction.is_launched:
             self._all_launched()
         if untrained := [name for name, param in self._others if param.grad is not None]:
-            self._others = [(name, param) for name, param in self._others if name not in untrained]  # said once
+            self._others = [(name, param) for name, param in self._others if name not in untrained]  # warn once
             log_dist(
                 f"{counted(len(untrained), 'parameter')} got a gradient and will not be trained, such as "
                 f"{untrained[0]}: what is frozen when initialize() is called, or the optimizer is not given, has no "
@@ -262,7 +262,7 @@ class Gradients:
 
     @abandons_on_error
     def reduce_postponed(self) -> None:
-        """Launch every bucket that backwards before have filled and not launched."""
+        """Launch every bucket that earlier backwards have filled but not launched."""
         if not self.reduction.is_launched:
             self.reduction.launch_rest()
             self._all_launched()
@@ -272,8 +272,8 @@ class Gradients:
         self.reduction.end()
 
     def _all_launched(self) -> None:
-        """Every bucket of this backward was launched. Where all ranks have whole gradients, `param.grad` shows them
-        when the backward is over, so that they can be read and clipped; else nobody reads them before the step."""
+        """Reduce now if `param.grad` shows whole gradients after the backward, so that users can read and clip them;
+        otherwise nobody reads gradients before the step. Called when every bucket of this backward was launched."""
         if not (self._stage.divides_states or self._stage.fixes_order):
             self.reduce()
 
@@ -282,8 +282,8 @@ class Gradients:
     def reduce(self) -> None:
         """Finish every collective, and agree with the other ranks on the norm and on which parameters were used.
 
-        They also agree on which buckets got a gradient after their launch. Such late gradients (of a block that a
-        checkpoint runs twice in one backward) are then reduced in a second round, on all ranks alike.
+        The ranks also agree on which buckets got a gradient after their launch. Such late gradients (of a block that a
+        checkpoint runs twice in one backward) are then reduced in a second round on all ranks.
         """
         self._states.require("step")
         self._take_shown()
@@ -292,7 +292,7 @@ class Gradients:
         squares = self._finish_collectives()
         if not (self._options.allows_unused or all(self.was_used)):
             self._refuse_unused()
-        if not any(self.was_used):  # no backward: what lies in the gradient memory is of a former step
+        if not any(self.was_used):  # no backward: the gradient memory holds gradients of a former step
             squares = 0.0
         self._agree_on_norm(squares)
 
@@ -305,18 +305,18 @@ class Gradients:
     def _show(self) -> None:
         try:
             self._shown.show(self._units, self.memory.buckets, self.was_used)
-        except RuntimeError:  # torch: a gradient of another dtype than the parameter's
+        except RuntimeError:  # from torch: the gradient's dtype differs from the parameter's
             self._states.refuse_converted()
             raise
 
     @abandons_on_error
     def _finish_collectives(self) -> Scalar:
-        """Sum of the squares of all gradients, over the ranks, with every bucket reduced."""
+        """Reduce every bucket; return the sum of the squares of all gradients over the ranks."""
         if self.gathering is not None:
-            self.gathering.refuse_left_whole()  # where peers still wait for this rank, and no weight has changed
+            self.gathering.refuse_left_whole()  # here peers still wait for this rank, and no weight has changed
         self.memory.allocate()
         reduction = self.reduction
-        if not reduction.is_launched:  # the boundary was declared after the backward
+        if not reduction.is_launched:  # the boundary was set after the backward
             reduction.launch_rest()
         while True:
             reduction.finish()
@@ -360,7 +360,7 @@ class Gradients:
         return norms_of_own_parts((shard for unit in units for shard in unit.shards), self._units.params)
 
     def _own_gradients(self) -> list[Tensor]:
-        """The reduced gradients that no other rank adds to the norm, 1-D, as `ExactAgreement` wants them."""
+        """Return the reduced gradients that only this rank counts in the norm, 1-D, for `ExactAgreement`."""
         if self._placement.fetches:
             shards = (shard for unit in self._units for shard in unit.shards)
             found = (shard.placement.read(shard, GRADIENT, shard.grad) for shard in shards)
@@ -368,13 +368,13 @@ class Gradients:
         return [self._stage.part_for_norm(unit, reduced) for unit, reduced in self.memory.of_units()]
 
     def norm(self) -> Scalar:
-        """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow. A 0-D
-        tensor where the optimizer updates on a device."""
+        """Return the global L2 norm of the reduced gradients, still multiplied by the loss scale; inf or nan after an
+        overflow. A 0-D tensor if the optimizer updates on a device."""
         assert self._norm is not None, "norm() follows reduce()"
         return self._norm
 
     def were_replaced(self, index: int) -> None:
-        """The reduced gradient of an attached parameter was written from outside, on all ranks alike."""
+        """Note that the reduced gradient of an attached parameter was written from outside, on all ranks."""
         self.reduction.used[index] = True
         self._norm = None
         if self.rows is not None:
@@ -384,13 +384,13 @@ class Gradients:
     # ---- an end before the step ---------------------------------------------------------------------------------
 
     def _abort_backward(self) -> None:
-        """A backward that failed leaves unknown gradients: the step starts again, without them."""
+        """Drop all gradients of the step after a failed backward, which leaves unknown gradients."""
         self._enclosing.close()
         self._warn_of_dropped("backward")
         self.abandon()
 
     def _warn_of_dropped(self, what_failed: str) -> None:
-        """Say that a failure costs gradients of backwards before it, if it does."""
+        """Warn if a failure costs gradients of earlier backwards in the step."""
         if self._adds_up:
             logger.warning(
                 "%s: an exception ended it, and the gradients of the backwards before it in the same step are dropped "
@@ -399,43 +399,43 @@ class Gradients:
             )
 
     def abandon(self, *works: tuple[GroupBackend, Work]) -> None:
-        """Forget every gradient, and the collectives in flight: `works` and those of buckets and of divided parameters.
-        This rank has failed; called while the exception is handled.
+        """Forget every gradient and the collectives in flight: `works` and those of buckets and sharded parameters.
+        Called on a rank that has failed, while the exception is handled.
 
-        Waits for no peer, since peers may be in another collective; those that wait for this rank raise: `give_up`.
+        Waits for no peer, since peers may be in another collective; peers that wait for this rank raise: `give_up`.
         """
         if self.gathering is not None:
             works += tuple(self.gathering.abandon())
         works += tuple(self.reduction.abandon())
         if sums := self._replica_sum.abandon():
             works += tuple(sums)
-            if not self._placement.is_offloaded:  # else copies are summed
+            if not self._placement.is_offloaded:  # if offloaded, copies are summed
                 self.memory.leave()
         self.zero_grad()
         self._stage.drop_errors()
         self._dropped()
         give_up(works)
         if self.gathering is not None:
-            self.gathering.shards_changed()  # may fail, as a disk does: after the peers know of this rank
+            self.gathering.shards_changed()  # last: it may fail (a disk, for example), and peers must know first
 
     def forward_failed(self, error: BaseException, *, all_make_it: bool = False) -> None:
-        """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
-        same forward, or in the reduction that follows it. So the step starts again, without its gradients; on one rank,
-        too, so that a program which catches the error trains alike in every world. A checkpoint ends a forward inside a
-        backward by an exception of its own, when it has what the backward needs.
+        """Drop the step's gradients after the module's forward raised `error`, which is being handled. Otherwise peers
+        would wait for this rank in the same forward or in the following reduction. A single rank does the same, so that
+        a program that catches the error trains alike in every world size. Ignored: the exception by which a checkpoint
+        ends a forward inside a backward once it has what the backward needs.
 
         Args:
-            all_make_it: peers go on to what follows it together, also without gradients.
+            all_make_it: peers enter the following collectives together, even without gradients.
         """
         if isinstance(error, _StopRecomputationError):
             return
-        is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
+        is_lost = isinstance(error, CommError | OSError)  # OSError: offloaded weights
         if is_lost or all_make_it or torch.is_grad_enabled() or self._waits_in_forwards():
             self._warn_of_dropped("forward")
             self.abandon()
 
     def _waits_in_forwards(self) -> bool:
-        """Whether a forward without gradients may wait for peers, too."""
+        """Return whether a forward without gradients may also wait for peers."""
         return bool(self._units.divided()) or makes_collectives_besides(self._units.ranks.backends())
 
     def finish(self) -> None:
@@ -444,8 +444,8 @@ class Gradients:
         self._placement.settle()
 
     def stop(self) -> None:
-        """The engine ends: take the hooks off, and end what is in flight. All ranks have issued the same collectives,
-        and how many are left to wait for differs between them; so they are finished, unless this rank has failed."""
+        """Remove the hooks and finish what is in flight; the engine ends. All ranks have issued the same collectives
+        but differ in how many are still in flight. So the collectives are finished, unless this rank has failed."""
         self.reduction.remove_hooks()
         if self.window.is_open:
             self.window.abort()
@@ -466,7 +466,7 @@ class Gradients:
         self.zero_grad()
 
     def drop(self) -> None:
-        """Hold nothing any more; the units were dropped already."""
+        """Drop all memory; the units were dropped already."""
         self.memory.drop()
         self._stage.drop_errors()
         self.rows, self._others = None, []
@@ -475,7 +475,7 @@ class Gradients:
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
-        if self.window.is_open:  # what is open was left by an exception inside autograd
+        if self.window.is_open:  # an exception inside autograd left it open
             self.window.abort()
             return
         self.reduction.clear()

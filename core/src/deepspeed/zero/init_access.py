@@ -1,14 +1,14 @@
-"""Sharded parameters that other code reads or changes inside `zero.Init`.
+"""`WholeOnAccess` gathers sharded parameters that other code reads or changes inside `zero.Init`.
 
-The `__init__` of a parent, or `apply`, may initialize the weights of modules below it again, in any of torch's ways:
-`init.normal_(p)`, `p.data.normal_()`, `p[0] = 0`, `p.data = x`. These modules are complete and so are sharded already.
-`WholeOnAccess` sees every torch function that is called with such a parameter, and gathers it first: in the dtype in
-which it was constructed, since random numbers differ by dtype. What was there is already rounded to the dtype of the
-shards: `p.mul_(3)` starts from rounded values.
+The `__init__` of a parent, or `apply`, may initialize the weights of its submodules again in any of torch's ways:
+`init.normal_(p)`, `p.data.normal_()`, `p[0] = 0`, `p.data = x`. These submodules are complete, so they are sharded
+already. `WholeOnAccess` intercepts every torch function that is called with such a parameter, and gathers the parameter
+first, in the dtype in which it was constructed, since random numbers differ by dtype. Existing values are already
+rounded to the dtype of the shards: `p.mul_(3)` starts from rounded values.
 
-[Note: until it is not referenced] What a function returns may share memory with the parameter, and may be written to
+[Note: until it is not referenced] The result of a function may share memory with the parameter and may be written
 later: `row = p.data[0]; row.zero_()`. So a gathered parameter is sharded again only when nothing refers to its memory
-any more, on any rank: the number of references to the storage is what it was after the gather. The ranks compare that
+any more on any rank, that is when its storage has as many references as right after the gather. The ranks compare this
 whenever another parameter is gathered or a module is complete. All arguments of one function stay whole until it ends.
 """
 
@@ -35,10 +35,10 @@ _VIEWS = {
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _PROPERTY = ("__get__", "__set__", "__delete__")
-#: what depends on the shape alone is answered for the whole parameter
+#: functions that depend on the shape alone; they get the shape of the whole parameter
 _OF_SHAPE = {Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 _OF_SHAPE |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__}
-#: functions that neither read values nor change them
+#: functions that neither read nor change values
 _OF_NO_VALUES = {
     Tensor.requires_grad_,
     Tensor.is_floating_point,
@@ -50,10 +50,10 @@ _OF_NO_VALUES |= {Tensor.__repr__, Tensor.__hash__, torch._has_compatible_shallo
 
 
 class WholeOnAccess(TorchFunctionMode):
-    """Lets torch functions see sharded parameters whole, and keeps what they change. All ranks call the same functions.
+    """Gathers sharded parameters for torch functions and keeps changes. All ranks call the same functions.
 
     Args:
-        group: all ranks that share parameters; the changes of its first rank count.
+        group: all ranks that share parameters; changes of its first rank count.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -79,10 +79,10 @@ class WholeOnAccess(TorchFunctionMode):
         self._shard(list(self._whole.values()), kind, *exc)
 
     def shard_unreferenced(self, kept: Collection[Parameter] = ()) -> None:
-        """Shard the parameters again whose memory nothing refers to; see [Note: until it is not referenced].
+        """Shard the parameters again if nothing refers to their memory; see [Note: until it is not referenced].
 
         Args:
-            kept: stay whole, as they are arguments of a function that is about to be called.
+            kept: parameters that stay whole, because they are arguments of the next function call.
         """
         if not self._whole:
             return
@@ -93,7 +93,7 @@ class WholeOnAccess(TorchFunctionMode):
             self._shard([each for each, is_referenced in held if not is_referenced and each.param not in kept])
 
     def gather(self, *values: Any) -> None:
-        """Make the parameters among arguments whole, in the dtype in which they were constructed: all at once."""
+        """Gather the parameters among `values`, in the dtype in which they were constructed."""
         params = dict.fromkeys(_parameters(values))
         wanted = [param for param in params if _is_sharded(param) and param not in self._whole]
         if not wanted:
@@ -111,7 +111,7 @@ class WholeOnAccess(TorchFunctionMode):
 
 
 class _Whole:
-    """A parameter that is whole until `shard` is called, in the dtype in which it was constructed."""
+    """`_Whole` keeps a parameter whole until `shard` is called, in the dtype in which it was constructed."""
 
     def __init__(self, param: Parameter, first_rank: int) -> None:
         unit = unit_of(param)
@@ -128,7 +128,7 @@ class _Whole:
         return num_references(self._value) > self._num_references
 
     def set(self, value: Tensor) -> None:
-        """Take the values that are assigned to `param.data`."""
+        """Copy the values that are assigned to `param.data`."""
         if value.shape != self._value.shape:
             unit = unit_of(self.param)
             assert unit is not None
@@ -145,7 +145,7 @@ class _Whole:
         value: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        """Keep this rank's shard of what the first rank has; after an exception, of what was there before."""
+        """Keep this rank's shard of the first rank's values; after an exception, of the former values."""
         if kind is None and not self.param.is_set_to(self._value):  # `param.set_(value)`
             self.set(self.param.data)
         if kind is None and self._rounded is not self._value:
@@ -161,7 +161,7 @@ def _reads_values(func: Callable[..., Any]) -> bool:
 
 
 def _parameters(values: Any) -> Iterator[Parameter]:
-    """The parameters among arguments, also in lists of them."""
+    """Yield the parameters among `values`, also from nested lists and tuples."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _parameters(value)
@@ -170,8 +170,8 @@ def _parameters(values: Any) -> Iterator[Parameter]:
 
 
 def _is_sharded(value: Any) -> bool:
-    """Whether it is a parameter whose values are not here, or not in the dtype in which it was constructed. One that
-    the caller has gathered is left as it is."""
+    """Return whether `value` is a parameter whose values are not on this rank, or not in the dtype in which it was
+    constructed. False for a parameter that the caller has gathered."""
     unit: ParamUnit | None = getattr(value, "ds_unit", None)
     if unit is None or unit.num_contexts > 0:
         return False
@@ -179,5 +179,5 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _is_set_by_user(param: Any, value: Any) -> bool:
-    """Whether `param.data = value` is not the release of the parameter."""
+    """Return whether `param.data = value` is an assignment by the user and not the release of the parameter."""
     return _is_sharded(param) and value is not param.ds_unit.nothing

@@ -1,12 +1,12 @@
 """A layout says which rank owns which elements: integers only, no tensors, no communication.
 
-Its functions are called when a `Sharding` is attached, and by whoever reads a checkpoint.
+A `Sharding` calls these functions when it is attached; so do readers of checkpoints.
 
-Legend: a *unit* is what is reduced, and gathered, by one collective: parameters laid end to end in a flat buffer of N
-elements, cut into W equal shards of S elements; a *fragment* is the part of one parameter that lies in one shard.
+Legend: a *unit* is a set of parameters that one collective reduces or gathers; they lie end to end in a flat buffer of
+N elements, cut into W equal shards of S elements. A *fragment* is the part of one parameter that lies in one shard.
 
-A checkpoint file holds another division of the same parameters. Both are lists of `Run`s, which every rank computes
-alike.
+A checkpoint file holds another division of the same parameters. Each division is a list of `Run`s, which every rank
+computes in the same way.
 """
 
 import math
@@ -25,7 +25,7 @@ class Fragment:
     param_start: int
     start: int
     stop: int
-    owner: int  # rank within the group that shares the unit
+    owner: int  # rank within the unit's shard group
 
     @property
     def numel(self) -> int:
@@ -33,14 +33,14 @@ class Fragment:
 
 
 class UnitLayout:
-    """`UnitLayout` says where the parameters of one unit lie, and which rank owns which elements.
+    """`UnitLayout` says where the parameters of one unit lie in the flat buffer, and which rank owns which elements.
 
     Args:
         numels: elements of each parameter.
-        offsets: where each of them begins, rising.
+        offsets: offset of each parameter, ascending.
         shard_numel: S.
         world_size: W.
-        max_fragment_numel: longer fragments are divided, so that an update can go through them part by part.
+        max_fragment_numel: longer fragments are split, so that an update can process them in parts.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class UnitLayout:
 
     @classmethod
     def even(cls, numels: Sequence[int], world_size: int, max_fragment_numel: int | None = None) -> "UnitLayout":
-        """Parameters without gaps, padded at the end so that W equal shards of an even number of elements result."""
+        """Lay parameters out without gaps, padded at the end to W equal shards of an even number of elements."""
         shard_numel = even_shard_numel(sum(numels), world_size)
         offsets = [0, *accumulate(numels)][:-1]
         return cls(numels, offsets, shard_numel, world_size, max_fragment_numel)
 
     @classmethod
     def whole(cls, numels: Sequence[int], world_size: int) -> "UnitLayout":
-        """No parameter is divided: each shard holds a run of them, padded to the longest run.
+        """Divide no parameter: each shard holds a run of whole parameters, padded to the longest run.
 
-        For optimizers whose update looks at whole parameters.
+        Used for optimizers whose update needs whole parameters.
         """
         cuts = parameter_cuts(numels, world_size)
         shard_numel = max(stop - start for start, stop in pairwise(cuts))
@@ -87,16 +87,16 @@ class UnitLayout:
 
     @classmethod
     def single(cls, numels: Sequence[int], max_fragment_numel: int | None = None) -> "UnitLayout":
-        """One owner of everything: every rank of stage 0."""
+        """Give everything to one owner, as on every rank of stage 0."""
         return cls(numels, [0, *accumulate(numels)][:-1], sum(numels), 1, max_fragment_numel)
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Number of elements of the parameters, without padding."""
         return sum(self.numels)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the flat buffer that `rank` owns, padding included."""
+        """Return [start, stop) of the flat buffer that `rank` owns, padding included."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def _find_gaps(self) -> list[tuple[int, int]]:
@@ -112,7 +112,7 @@ class UnitLayout:
         return [fragment for fragment in self.fragments if fragment.owner == rank]
 
     def fragment_of(self, param: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of the flat buffer: what `rank` owns of a parameter; maybe nothing."""
+        """Return [start, stop) of the flat buffer that `rank` owns of a parameter; may be empty."""
         start, stop = self.shard(rank)
         first = self.offsets[param]
         last = first + self.numels[param]
@@ -131,20 +131,20 @@ class UnitLayout:
 
 
 def even_shard_numel(numel: int, world_size: int) -> int:
-    """S of a unit of `numel` elements: W equal shards of an even number of elements hold it."""
+    """Return S of a unit of `numel` elements: the smallest even S such that W shards hold the unit."""
     return -(-numel // (2 * world_size)) * 2
 
 
 def even_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """W + 1 offsets that divide parameters laid end to end evenly, padded to a multiple of 2 W, as DeepSpeed's files of
-    stages 1 and 2 have them."""
+    """Return W + 1 offsets that divide parameters laid end to end evenly, padded to a multiple of 2 W, as in
+    DeepSpeed's files of stages 1 and 2."""
     unit = 2 * world_size
     padded = -(-sum(numels) // unit) * unit
     return tuple(padded // world_size * rank for rank in range(world_size + 1))
 
 
 def parameter_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """W + 1 offsets between parameters, each at the boundary nearest to the even one.
+    """Return W + 1 offsets at boundaries between parameters, each the nearest to the even offset.
 
     Runs may differ by up to the largest parameter.
     """
@@ -159,15 +159,15 @@ def parameter_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 def divide_into_units(numels: Sequence[int], positions: Sequence[int], max_numel: int) -> list[list[int]]:
-    """Parameters cut into runs of at most `max_numel` elements, in the order in which a backward fills them.
+    """Group parameters into runs of at most `max_numel` elements, in the order in which a backward fills them.
 
     Args:
         numels: elements of each parameter.
-        positions: the place of each in the module; a backward visits high places first.
+        positions: place of each parameter in the module; a backward visits high places first.
         max_numel: upper bound of a run; a longer parameter is a run of its own.
 
     Returns:
-        lists of indices, each in the order of the module.
+        lists of indices, each in module order.
     """
     runs: list[list[int]] = []
     numel = 0
@@ -191,7 +191,7 @@ class Run(NamedTuple):
 
 
 def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
-    """Each parameter of n elements in parts of ceil(n / W), padded, laid end to end: files of stage 3."""
+    """Split each parameter of n elements into padded parts of ceil(n / W), laid end to end: files of stage 3."""
     runs = []
     offset = 0
     for param, numel in enumerate(numels):
@@ -204,7 +204,7 @@ def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
 
 
 def contiguous(numels: Sequence[int], cuts: Sequence[int]) -> list[Run]:
-    """All parameters laid end to end and divided at W + 1 offsets: files of stages 0 to 2."""
+    """Lay all parameters end to end and divide them at W + 1 offsets: files of stages 0 to 2."""
     runs = []
     for param, (first, last) in enumerate(pairwise((0, *accumulate(numels)))):
         start = first

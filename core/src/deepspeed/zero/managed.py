@@ -1,4 +1,4 @@
-"""This table says which live engine trains a parameter. `Sharding` writes it; `safe_get_*` and new engines read it.
+"""A table of which live engine trains a parameter. `Sharding` writes it; `safe_get_*` and new engines read it.
 
 A parameter belongs to its engine until `destroy()`, or until the engine is collected: nothing here keeps it alive.
 """
@@ -22,48 +22,48 @@ from deepspeed.log import warn_once
 if TYPE_CHECKING:
     from deepspeed.zero.sharding import Sharding
 
-#: id of a parameter -> its manager; a Sharding keeps its parameters alive, so an id stays unique as long as it lives
+#: id of a parameter -> its manager; a Sharding keeps its parameters alive, so the id stays unique while it lives
 _managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
 
 
 def register(sharding: "Sharding") -> None:
-    """`sharding` takes the gradients of its parameters from now on."""
+    """Record that `sharding` manages the gradients of its parameters from now on."""
     for param in sharding.units.params:
         _managers[id(param)] = sharding
 
 
 def release(sharding: "Sharding") -> None:
-    """Take `register` back."""
+    """Undo `register`."""
     for param in sharding.units.params:
         if _managers.get(id(param)) is sharding:
             del _managers[id(param)]
 
 
 def manager_of(param: Tensor) -> "Sharding | None":
-    """The sharding whose engine manages `param`."""
+    """Return the sharding whose engine manages `param`, or None."""
     return _managers.get(id(param))
 
 
 def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_dtype: torch.dtype | None) -> None:
-    """Called before an engine is built around `module`, of which a live engine may manage parameters.
+    """Check `module` before an engine is built around it: a live engine may manage some of its parameters.
 
-    Two engines cannot train one parameter: its gradient comes once. An engine whose optimizer does not have it (or
-    that has no optimizer, to evaluate) may share it, as long as it does not change the parameter's dtype. An engine
-    without optimizer leaves the parameters to one that trains them.
+    Two engines cannot train one parameter, because its gradient comes once. An engine may share a parameter if its
+    optimizer does not have the parameter (or it has no optimizer and evaluates), and if it does not change the
+    parameter's dtype. An engine without optimizer releases its parameters to an engine that trains them.
 
     Args:
-        model_dtype: dtype that the new engine would give to all parameters; None leaves them.
+        model_dtype: dtype that the new engine would give to all parameters; None: it leaves them.
 
     Raises:
         ConfigError: names a parameter and what to do.
     """
     if not any(manager_of(param) for param in module.parameters()):
         return
-    gc.collect()  # an engine that was dropped without destroy() is in reference cycles
+    gc.collect()  # an engine dropped without destroy() is in reference cycles
     groups = optimizer.param_groups if optimizer is not None else []
     trained = {id(param) for group in groups for param in group["params"] if param.requires_grad}
     for manager in {manager for group in groups for param in group["params"] if (manager := manager_of(param))}:
-        if manager.optimizer is None:  # it evaluates, and cannot train
+        if manager.optimizer is None:  # it only evaluates
             manager.retire()
     managed = [(name, param) for name, param in module.named_parameters() if manager_of(param)]
     if both := [name for name, param in managed if id(param) in trained]:
@@ -82,11 +82,11 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
 
 
 def refuse_unshaped(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
-    """Refuse what torch's lazy layers have before their first forward.
+    """Refuse parameters of torch's lazy layers before their first forward.
 
     Args:
         named: parameters and buffers, with their names.
-        asked: what the user called.
+        asked: name of the function that the user called.
 
     Raises:
         ConfigError: names one of them.
@@ -104,7 +104,7 @@ def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
 
     Args:
         named: parameters and buffers, with their names.
-        asked: what the user called.
+        asked: name of the function that the user called.
 
     Raises:
         ConfigError: names one of them.
@@ -120,8 +120,8 @@ def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
 
 
 def warn_of_shared_memory(module: torch.nn.Module, stage: int) -> None:
-    """Called before an engine of `stage` is built around `module`: sharding puts each parameter elsewhere, so that two
-    with memory in common, which plain torch changes together, are then trained apart. It is said once."""
+    """Warn once about parameters that share memory, before an engine of `stage` is built around `module`. Plain torch
+    changes such parameters together, but sharding copies each elsewhere, so they are then trained apart."""
     if stage > 0 and (names := _overlapping(module)) is not None:
         warn_once(
             f"initialize: the parameters {names[0]!r} and {names[1]!r} share memory, and zero_optimization.stage "
@@ -131,8 +131,8 @@ def warn_of_shared_memory(module: torch.nn.Module, stage: int) -> None:
 
 
 def _overlapping(module: torch.nn.Module) -> tuple[str, str] | None:
-    """Two parameters with memory in common. Those that are not dense, such as every other column of a matrix, are left
-    out: their first and last element do not tell."""
+    """Return the names of two parameters that share memory, or None. Parameters that are not dense (every other column
+    of a matrix, for example) are skipped, because their first and last element do not show an overlap."""
     ends: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in module.named_parameters():
         has_own = param.numel() > 0 and param.layout is torch.strided and not is_traceable_wrapper_subclass(param)
@@ -147,7 +147,7 @@ def _overlapping(module: torch.nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
-    """Called before an engine of `stage` is built around `module`, which `zero.Init` may have sharded.
+    """Check `module` before an engine of `stage` is built around it: `zero.Init` may have sharded the module.
 
     Raises:
         ConfigError: names a parameter and what to do.
@@ -162,10 +162,10 @@ def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
 
 
 def refuse_wrapped(model: torch.nn.Module, stage: int) -> None:
-    """Called before an engine of `stage` is built around `model`.
+    """Refuse a `model` that another library wraps, before an engine of `stage` is built around it.
 
-    Two that average gradients take them from one another, so that weights are wrong. TorchScript's modules have
-    parameters that no other object can be put in place of.
+    Two libraries that average gradients take gradients from each other, which makes weights wrong. Parameters of
+    TorchScript modules cannot be replaced by other objects.
 
     Raises:
         ConfigError: names the module and what to do.

@@ -1,29 +1,29 @@
-"""`ModuleHooks`: the moments at which modules use parameters, seen through hooks on modules and on tensors (stage 3).
+"""`ModuleHooks` detects when modules use parameters, through hooks on modules and on tensors (stage 3).
 
-    forward of a module       before: its units are used            after: they are dropped
-    forward of the root without gradients                           after: ranks compare what they have gathered
-    gradient of an output     its units are used (the backward of the module begins)
-    gradient of an input      units whose gradients have all arrived, and frozen ones, are dropped
-    the last gradient of a unit has arrived                         it is dropped (hook in `gradient_reduction.py`)
-    the end of the backward                                         all are dropped
+    forward of a module       before: gather its units              after: release them
+    forward of the root without gradients                           after: ranks compare which units they have gathered
+    gradient of an output     gather the module's units (the backward of the module begins)
+    gradient of an input      release units whose gradients have all arrived, and frozen units
+    the last gradient of a unit has arrived                         release it (hook in `gradient_reduction.py`)
+    the end of the backward                                         release all
 
-Hooks sit on the root, on every module that owns a sharded parameter, and on the module of every unit. A forward inside
-a backward (activation checkpointing) uses units and leaves the dropping to the backward it belongs to. A backward with
-`create_graph=True` makes a graph that reads the weights again and has none of these hooks: its units stay whole until
-the step.
+Hooks are registered on the root, on every module that owns a sharded parameter, and on the module of every unit. A
+forward inside a backward (activation checkpointing) gathers units and leaves their release to its backward. A backward
+with `create_graph=True` builds a graph that reads the weights again but has none of these hooks, so its units stay
+gathered until the step.
 
-[Note: who holds whom] The module holds its hooks, and these hold the fetcher and the units. None of them holds the
-engine, which goes when nobody refers to it. A graph holds hooks on tensors, and through its leaves parameters and their
-units; these refer to the module's hooks weakly. A module that keeps a tensor of its forward would else keep itself
-through the graph, which Python's collector does not see.
+[Note: who holds whom] The module holds its hooks, and the hooks hold the fetcher and the units. None of them holds the
+engine, so the engine is freed when nobody refers to it. A graph holds tensor hooks and, through its leaves, parameters
+and their units; these refer to the module's hooks weakly. Otherwise a module that keeps a tensor of its forward would
+keep itself alive through the graph, which Python's garbage collector does not see.
 
 [Note: external parameters] A module may read a parameter of another module: a tied weight through its old name, or
-`self.other.weight` in a functional call. `_parameters` of every module is a dict that sees such a read: the unit is
-gathered, and counts as one of the reading module's own from then on. `register_external_parameter` says so beforehand.
+`self.other.weight` in a functional call. `_parameters` of every module is a dict that detects such a read: the unit is
+gathered, and from then on belongs to the reading module's units. `register_external_parameter` declares it beforehand.
 
-`ParamGathering`, which `Sharding` makes in stage 3, and makes again after a group was added to the optimizer, ties
-these hooks to the units (`module_units.py`) and to what gathers and releases them (`fetcher.py`). It says which
-parameters of one engine are whole at which moment of its steps.
+`ParamGathering` connects these hooks to the units (`module_units.py`) and to the fetcher that gathers and releases them
+(`fetcher.py`). It controls which parameters of one engine are gathered at which moment of a step. `Sharding` creates it
+in stage 3, and again after a param group was added to the optimizer.
 """
 
 import re
@@ -47,14 +47,14 @@ from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.redistribute import load_parts, saved_part, whole_of_parts
 
-#: how torch's errors show a 1-D tensor without elements: "vec (0)", "shape [0]", "tensor b (0)", "got 1-D tensor"
+#: torch's errors about a 1-D tensor without elements: "vec (0)", "shape [0]", "tensor b (0)", "got 1-D tensor"
 _EMPTY = re.compile(r"[(\[]0[)\]]|1-?D\b|2-?D\b|at least \w+ dimensions")
 
 
 def add_released_hint(error: Exception, params: Iterable[Tensor]) -> None:
-    """Append a hint to the message of `error` if a forward may have failed over a sharded parameter (stage 3).
+    """Append a hint to the message of `error` if a forward may have failed because a parameter is sharded (stage 3).
 
-    Called by the engine with what the module's forward raised; the error keeps its type and traceback.
+    The engine calls it with the exception of the module's forward; the error keeps its type and traceback.
 
     Args:
         params: the module's parameters.
@@ -80,22 +80,22 @@ COMPILED = "_torchdynamo_orig_callable"
 
 @absent_members("runtime.zero.parameter_offload:DeepSpeedZeRoOffload")
 class ModuleHooks:
-    """Hooks on all modules below `module`; also what libraries know as `optimizer.parameter_offload`.
+    """`ModuleHooks` holds hooks on all modules of `module`; libraries know it as `optimizer.parameter_offload`.
 
     Args:
-        fetcher: gathers and releases.
-        units: of the engine.
+        fetcher: gathers and releases units.
+        units: units of the engine.
     """
 
     def __init__(self, module: Module, fetcher: ParamFetcher, units: ModuleUnits) -> None:
         self.module = module
         self.param_coordinator = fetcher
         self.forward_hooks: list[RemovableHandle] = []
-        self.backward_hooks: list[RemovableHandle] = []  # of modules; those on tensors go with their graph
+        self.backward_hooks: list[RemovableHandle] = []  # on modules; hooks on tensors are freed with their graph
         self._units = units
         self._units_of_module = units.of_module
-        self._active: list[Module] = []  # modules whose forward runs, innermost last
-        self._seen: list[tuple[Module, Parameter]] = []  # external parameters that nobody registered
+        self._active: list[Module] = []  # modules whose forward is running, innermost last
+        self._seen: list[tuple[Module, Parameter]] = []  # detected external parameters that were not registered
         self._names = {each: name for name, each in module.named_modules()}
         self._own = weakref.ref(self)
         for unit in fetcher.units:
@@ -106,7 +106,7 @@ class ModuleHooks:
             self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
-        """Put the hooks on `module` and all modules below it; libraries take them off and put them back."""
+        """Register the hooks on `module` and all its submodules; libraries remove them and register them again."""
         for each in module.modules():
             each.ds_external_parameters = _ExternalParameters(each)  # type: ignore[assignment]
         if not any(unit.is_sharded for unit in self.param_coordinator.units):
@@ -118,21 +118,21 @@ class ModuleHooks:
                 before = each.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
                 self.forward_hooks += [before, each.register_forward_hook(self._after_forward)]
 
-    def __reduce__(self) -> Any:  # of a copy of the module
+    def __reduce__(self) -> Any:  # for a copy of the module
         return _NoHooks, ()
 
     def params(self) -> Iterator[Parameter]:
-        """The parameters that are gathered by these hooks."""
+        """Return the parameters that these hooks gather."""
         return (param for unit in self.param_coordinator.units for param in unit.params)
 
     def install_again(self) -> None:
-        """Put the hooks back where a library removed them by force."""
+        """Register the hooks again after a library removed them."""
         self._remove_handles()
         self._register_deepspeed_module(self.module)
 
     def leave_out_of_graphs(self) -> None:
-        """`torch.compile`, of the engine or of the user, breaks its graphs around the hooks, and does not trace the
-        collectives in them."""
+        """Make `torch.compile` (called by the engine or the user) break its graphs around the hooks, so that it does
+        not trace their collectives."""
         for name in ("_before_forward", "_after_forward", "saw_read"):
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
         self.install_again()
@@ -143,7 +143,7 @@ class ModuleHooks:
         self.forward_hooks, self.backward_hooks = [], []
 
     def remove(self) -> None:
-        """Take everything off again. Idempotent."""
+        """Remove all hooks and attributes. Idempotent."""
         self._remove_handles()
         for each in self.module.modules():
             if isinstance(each._parameters, _WatchedParameters):
@@ -152,21 +152,21 @@ class ModuleHooks:
                 each.__dict__.pop(name, None)
 
     def give_up(self, unit: ParamUnit) -> None:
-        """Leave a unit, sharded as it is, to another engine, which trains parameters of it."""
+        """Leave a unit in its sharded state to another engine that trains some of its parameters."""
         self.param_coordinator.forget(unit)
         self._units.forget(unit)
         unit.hooks_ref = None
 
     def abandon(self) -> None:
-        """Forget modules whose forward a failure has left, and what modules were seen to read: ranks that failed at
-        other places have seen other parts of it."""
+        """Forget modules whose forward a failure has ended, and detected external parameters: ranks that failed at
+        other places have detected others."""
         self.reset()
         for module, param in self._seen:
             module.__dict__.get(EXTERNAL, {}).pop(param, None)
         self._seen.clear()
 
     def reset(self) -> None:
-        """Forget modules whose forward an exception has left."""
+        """Forget modules whose forward an exception has ended."""
         self._active.clear()
         for unit in self.param_coordinator.units:
             unit.num_users = 0
@@ -196,8 +196,8 @@ class ModuleHooks:
             self.param_coordinator.begin_forward()
 
     def _computed_again(self, units: list[ParamUnit]) -> None:
-        """A checkpoint runs a forward again in the backward; a reentrant one then runs a backward of its own, in which
-        all gradients of its units arrive once more: before the last of them the units must not be dropped."""
+        """Expect all gradients of `units` again, because a checkpoint reruns a forward in the backward. A reentrant one
+        then runs its own backward, in which they arrive again; the units must not be released before the last one."""
         for unit in units:
             unit.num_missing = unit.num_gradients
 
@@ -207,7 +207,7 @@ class ModuleHooks:
         has_graph = units and torch.is_grad_enabled() and self._use_with_gradients_of(units, module, output)
         if in_backward:
             return
-        while self._active and self._active.pop() is not module:  # a forward that an exception left
+        while self._active and self._active.pop() is not module:  # a forward that an exception ended
             pass
         for unit in units:
             unit.num_users = max(unit.num_users - 1, 0)
@@ -217,10 +217,10 @@ class ModuleHooks:
             self.param_coordinator.compare_order()
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
-        """Return the units of the module's own parameters, of its external ones, and those that it is the module of."""
+        """Return the units of the module, of its own parameters and of its external parameters."""
         units = dict.fromkeys(self._units_of_module.get(module, ()))
         for param in _own_params(module):
-            unit = unit_of(param)  # of another engine: its own hooks on the module gather it
+            unit = unit_of(param)  # a unit of another engine is gathered by that engine's hooks on the module
             if unit is not None and (unit.hooks_ref is self._own or unit.hooks in (None, self)):
                 units[unit] = None
         for param in module.__dict__.get(EXTERNAL, ()):
@@ -232,7 +232,7 @@ class ModuleHooks:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def _use_with_gradients_of(self, units: list[ParamUnit], module: Module, output: Any) -> bool | None:
-        """Gather `units` when a backward reaches an output. None: there is no output to watch, so they must stay."""
+        """Gather `units` when a backward reaches an output. None: no output can be watched, so they stay gathered."""
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not watched:
             if output is None or _is_plain(output):
@@ -249,7 +249,7 @@ class ModuleHooks:
         def begin(grad: Tensor) -> None:
             hooks = own()
             for unit in units:
-                if hooks is None:  # of the module nothing but this graph is left
+                if hooks is None:  # only this graph is left of the module
                     unit.gather()
                     continue
                 hooks.param_coordinator.use(unit)
@@ -261,7 +261,7 @@ class ModuleHooks:
         return True
 
     def _drop_with_gradients_of(self, module: Module, inputs: Any) -> None:
-        """Drop the units of `module` when the gradients of its inputs are there."""
+        """Release the units of `module` when the gradients of its inputs are computed."""
         units, own = tuple(self._units_of_module[module]), self._own
 
         def end(grad: Tensor) -> None:
@@ -277,11 +277,11 @@ class ModuleHooks:
     # ---- external parameters -------------------------------------------------------------------------------------
 
     def saw_read(self, param: Parameter) -> None:
-        """A parameter that is not whole was read through its module; see [Note: external parameters]."""
+        """Gather a sharded parameter that was read through its module; see [Note: external parameters]."""
         unit = unit_of(param)
         assert unit is not None
         if not self._active:
-            if is_in_backward():  # a checkpoint computes a function of a module again, without the module's forward
+            if is_in_backward():  # a checkpoint recomputes a function of a module without the module's forward
                 self.param_coordinator.use(unit)
                 self._computed_again([unit])
             return
@@ -290,12 +290,12 @@ class ModuleHooks:
         if param not in external:
             external[param] = None
             self._seen.append((module, param))
-            unit.num_users += 1  # `_after_forward` of the module takes it back
+            unit.num_users += 1  # `_after_forward` of the module decrements it
         self.param_coordinator.use(unit)
 
 
 class _NoHooks(ModuleHooks):
-    """`_NoHooks` stands for `ModuleHooks` in a copy of the module, whose parameters are plain."""
+    """`_NoHooks` replaces `ModuleHooks` in a copy of the module, whose parameters are plain."""
 
     def __init__(self) -> None:
         self.module = Module()
@@ -303,14 +303,14 @@ class _NoHooks(ModuleHooks):
         self._units_of_module, self._active, self._seen = {}, [], []
 
     def _begin_forward(self, module: Module) -> None:
-        """Nothing is gathered."""
+        """Do nothing: no unit is gathered."""
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
         return []
 
 
 class _WatchedParameters(dict[str, Any]):
-    """`_parameters` of a module, which sees a parameter being read while it is not whole."""
+    """`_WatchedParameters` is `_parameters` of a module; it detects reads of a parameter that is not gathered."""
 
     def __init__(self, parameters: Mapping[str, Any], hooks: "weakref.ref[ModuleHooks]") -> None:
         super().__init__(parameters)
@@ -324,12 +324,12 @@ class _WatchedParameters(dict[str, Any]):
                 hooks.saw_read(param)
         return param
 
-    def __reduce__(self) -> Any:  # a copy, or what is pickled, is an ordinary dict
+    def __reduce__(self) -> Any:  # copied and pickled as an ordinary dict
         return dict, (list(self.items()),)
 
 
 def _is_compiled(module: Module) -> bool:
-    """Whether `torch.compile` returned it, its `compile()` was called, or its forward is a compiled function."""
+    """Return whether `torch.compile` returned it, its `compile()` was called, or its forward is a compiled function."""
     compiled = module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), COMPILED)
     return compiled or "_orig_mod" in module._modules
 
@@ -339,19 +339,19 @@ def _own_params(module: Module) -> Iterator[Parameter]:
 
 
 class _ExternalParameters:
-    """`module.ds_external_parameters`. A method that was pickled would be looked up in the class of the module."""
+    """`module.ds_external_parameters`; a class, because pickle would look a method up in the class of the module."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
 
     def __call__(self) -> Iterator[tuple[str, Parameter]]:
-        """(name, parameter) of what the module's forward reads besides its own parameters."""
+        """Return (name, parameter) pairs that the module's forward reads besides its own parameters."""
         params = self._module.__dict__.get(EXTERNAL, ())
         return ((f"external_{param.ds_id}", param) for param in params)  # type: ignore[attr-defined]
 
 
 def _is_plain(output: Any) -> bool:
-    """Whether an output surely holds no graph."""
+    """Return whether an output surely holds no graph."""
     return isinstance(output, (Tensor, bool, int, float, str)) or not any(True for _ in _members(output))
 
 
@@ -369,8 +369,8 @@ class ParamGathering:
 
     Args:
         module: the model.
-        units: of the engine; those that another engine shards are gathered by the hooks of that one.
-        reduction: of the engine's gradients.
+        units: units of the engine. Units that another engine shards are gathered by that engine's hooks.
+        reduction: reduction of the engine's gradients.
     """
 
     def __init__(
@@ -392,28 +392,28 @@ class ParamGathering:
         self.hooks: ModuleHooks = hooks
 
     def begin_backward(self, trained: Iterable[ParamUnit]) -> None:
-        """`trained`: the units that get gradients."""
+        """Count the gradients that each unit of `trained` expects."""
         self._fetcher.begin_backward()
         for unit in trained:
             unit.num_missing = unit.num_gradients = len(unit.params)
 
     def gradient_arrived(self, unit: ParamUnit) -> None:
-        """Count a gradient of `unit` that was taken, and drop the unit after its last one.
+        """Count a gradient of `unit` that was taken, and release the unit after its last one.
 
-        Called by the hook of a parameter (`GradientReduction.arrived`), through `Gradients`.
+        The hook of a parameter (`GradientReduction.arrived`) calls it through `Gradients`.
         """
         unit.num_missing -= 1
         if unit.num_missing == 0 and unit.num_users == 0:
             self._fetcher.release_or_keep(unit)
 
     def end_backward(self) -> None:
-        """Drop what no module uses."""
+        """Release units that no module uses."""
         for unit in self.units.all:
             if unit.num_users == 0:
                 self._fetcher.release_or_keep(unit)
 
     def refuse_left_whole(self) -> None:
-        """A step begins: refuse changes of parameters that an evaluation left whole."""
+        """Refuse changes of parameters that an evaluation left gathered; called when a step begins."""
         self._fetcher.refuse_left_whole()
 
     def finish(self) -> None:
@@ -421,27 +421,27 @@ class ParamGathering:
         self._fetcher.finish_all()
 
     def release(self) -> None:
-        """Release every unit: the shards are about to change."""
+        """Release every unit, because the shards are about to change."""
         self._fetcher.release_all()
         self.shards_changed()
 
     def abandon(self) -> list[tuple[GroupBackend, Work]]:
-        """Forget the all-gathers in flight, without waiting for them: the group and the work of each. `shards_changed`
-        is to follow."""
+        """Forget the all-gathers in flight without waiting for them; return the group and the work of each. The caller
+        calls `shards_changed` next."""
         self.hooks.abandon()
         return list(self._fetcher.abandon())
 
     def shards_changed(self) -> None:
-        """The weights of all units change, or ranks may not have gathered the same.
+        """Invalidate copies of the shards: the weights of all units change, or ranks may have gathered differently.
 
         Raises:
-            OSError: what was being written of offloaded shards was not written.
+            OSError: if values of offloaded shards could not be written.
         """
         for unit in self.units.all:
             unit.shards_changed()
 
     def release_borrowed(self) -> None:
-        """Release the units of other engines that hold parameters of this one: their shards are about to change."""
+        """Release the units of other engines that hold parameters of this engine: their shards are about to change."""
         for hooks in dict.fromkeys(unit.hooks for unit in self._borrowed_units()):
             if hooks is not None:
                 hooks.param_coordinator.release_all()
@@ -452,25 +452,25 @@ class ParamGathering:
         return list(dict.fromkeys(unit for param in self.units.borrowed if (unit := unit_of(param)) is not None))
 
     def load_parts(self, parts: dict[str, Tensor], backend: GroupBackend) -> None:
-        """Load what `saved_part` gave for parameters that no optimizer has, or that of another engine, by name."""
+        """Load the results of `saved_part`, by name, for parameters of no optimizer or of another engine's."""
         found: dict[ParamUnit, dict[Parameter, Tensor]] = {}
         for name, param in self._module.named_parameters():
             if name in parts and (unit := unit_of(param)) is not None:
                 found.setdefault(unit, {})[param] = parts[name]
-        for unit, its in found.items():  # one of another engine may have parameters that this one has not
+        for unit, its in found.items():  # another engine's unit may have parameters that this engine lacks
             load_parts(unit, [its[param] if param in its else saved_part(param) for param in unit.params])
         for name, param in self._module.named_parameters():
-            if name in parts and unit_of(param) is None:  # sharded where it was saved
+            if name in parts and unit_of(param) is None:  # it was sharded when saved
                 param.data.copy_(whole_of_parts(parts[name], param.shape, backend))
         self.accept_load()
 
     def accept_load(self) -> None:
-        """`load_state_dict` has copied empty tensors into the released parameters, which is no change of theirs."""
+        """Accept that `load_state_dict` has copied empty tensors into the released parameters: that is no change."""
         for unit in (*self.units.all, *self._borrowed_units()):
             unit.accept_changes()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off; those of other engines stay. Idempotent."""
+        """Remove the hooks; hooks of other engines stay. Idempotent."""
         if self._owns_hooks:
             self._owns_hooks = False
             self.hooks.remove()

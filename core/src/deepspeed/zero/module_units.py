@@ -1,16 +1,16 @@
-"""`ModuleUnits`: which parameters of a model stage 3 shards, and the units they form. Made by stage 3.
+"""`ModuleUnits` decides which parameters of a model stage 3 shards, and which units they form.
 
-Large parameters form one unit per module, optimizer group, dtype, ranks that share them, and whether they train. Small
-ones stay whole. What another engine shards and trains stays in the units of that engine.
+Large parameters form one unit per module, optimizer group, dtype, shard group and `requires_grad`. Small parameters
+stay whole. Parameters that another engine shards and trains stay in that engine's units.
 
-A module that is small enough is one unit with all below it, so that one all-gather serves it: a transformer block, say.
-A larger one is divided: what it owns itself is a unit, and its children are looked at in turn. A *leaf module* is one
-unit whatever its size: users and Accelerate (`transformer_moe_cls_names`) mark those of which every forward uses other
-children, such as experts, before `initialize`, which marks those of `zero_optimization.leaf_module`. Stages 0, 1 and 2
-hold whole parameters and have no use for the marks.
+A module that is small enough forms one unit with all its submodules (a transformer block, for example), so that one
+all-gather serves it. A larger module is divided: its own parameters form a unit, and its children are visited in turn.
+A *leaf module* is one unit whatever its size. It is for modules that use different children in every forward, such as
+experts. Users and Accelerate (`transformer_moe_cls_names`) mark leaf modules before `initialize`; `initialize` marks
+those of `zero_optimization.leaf_module`. Stages 0, 1 and 2 hold whole parameters and ignore the marks.
 
-`Int8Unit` has frozen parameters whose shards rest in int8 (`zero_quantized_nontrainable_weights`), rounded when they
-are set. What is gathered, for modules and checkpoints, is what the shards hold: see [Note: rounded once] in
+`Int8Unit` holds frozen parameters whose shards are stored in int8 (`zero_quantized_nontrainable_weights`), rounded when
+they are set. Modules and checkpoints get these rounded values from an all-gather: see [Note: rounded once] in
 `quantized.py`."""
 
 import weakref
@@ -42,11 +42,11 @@ from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 
 
 class Int8Unit(ParamUnit):
-    """An `Int8Unit` is a `ParamUnit` whose shard takes one byte per element and 4 per block; `shard_S` has the codes.
+    """`Int8Unit` is a `ParamUnit` whose shard takes one byte per element plus 4 per block; `shard_S` is the codes.
 
     Args:
         params: frozen parameters, in fp32, bf16 or fp16 as weights.
-        names, ranks, keys: those of `ParamUnit`; `ranks` has two ranks at least.
+        names, ranks, keys: as for `ParamUnit`; `ranks` has at least two ranks.
     """
 
     def __init__(self, params: list[Parameter], names: list[str], ranks: UnitRanks, **keys: Any) -> None:
@@ -68,7 +68,7 @@ class Int8Unit(ParamUnit):
         return super().kept_bytes - self.shard_S.nbytes + self._packed_B.nbytes  # codes and scales
 
     def _is_as_sharded(self, index: int) -> bool:
-        return False  # codes are not compared with weights
+        return False  # codes cannot be compared with weights
 
     def _is_all_as_sharded(self) -> bool:
         return True
@@ -83,11 +83,11 @@ _MARK = "_z3_leaf"
 def set_z3_leaf_modules(
     model: Module, leaf_module_classes: Sequence[type[Module] | str], raise_if_not_found: bool = True
 ) -> list[Module]:
-    """Mark every module of the given classes; returns them.
+    """Mark every module of the given classes and return them.
 
     Args:
         leaf_module_classes: classes, or their names, short or with the module ("pkg.mod.Class").
-        raise_if_not_found: False lets classes without a module pass.
+        raise_if_not_found: whether to raise if a class has no module.
 
     Raises:
         ValueError: if no module has one of the classes.
@@ -98,14 +98,14 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: Module, leaf_module_classes: Sequence[type[Module] | str], raise_if_not_found: bool = True
 ) -> list[Module]:
-    """Take the mark of `set_z3_leaf_modules` back; returns the modules of the given classes."""
+    """Undo `set_z3_leaf_modules`; return the modules of the given classes."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[Module]:
-    """Mark the modules of these names, or with `flag=False` take the marks back; returns them.
+    """Mark the modules of these names, or with `flag=False` remove the marks; return the modules.
 
     Raises:
         ValueError: if there is no module of a name, unless `raise_if_not_found` is False.
@@ -116,7 +116,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[Module]:
-    """Mark the modules whose names end with these suffixes, or with `flag=False` take the marks back; returns them.
+    """Mark the modules whose names end with these suffixes, or with `flag=False` remove the marks; return the modules.
 
     Raises:
         ValueError: if no module's name ends with a suffix, unless `raise_if_not_found` is False.
@@ -125,29 +125,29 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def set_z3_leaf_module(model: Module, flag: bool) -> None:
-    """Mark one module, or with False take the mark back."""
+    """Mark one module, or with `flag=False` remove its mark."""
     setattr(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: Module) -> list[Module]:
-    """Every marked module below `model`, in the order of `model.modules()`."""
+    """Return every marked module of `model`, in the order of `model.modules()`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: Module) -> bool:
-    """Whether this module is marked."""
+    """Return whether this module is marked."""
     return bool(getattr(model, _MARK, False))
 
 
 def z3_leaf_parameter(model: Parameter) -> bool:
-    """Whether stage 3 gathers this parameter with a leaf module. The argument has DeepSpeed's name."""
+    """Return whether stage 3 gathers this parameter with a leaf module. The argument's name is DeepSpeed's."""
     return getattr(model, "ds_z3_leaf_module", None) is not None
 
 
 def mark_configured(model: Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:
-    """Mark the modules that `zero_optimization.leaf_module` names: by class, by path, by the end of the path.
+    """Mark the modules that `zero_optimization.leaf_module` lists: by class, by path, by the end of the path.
 
-    What is found nowhere is logged, since one configuration may serve several models.
+    Entries without a module are logged and not refused, since one configuration may serve several models.
     """
     for kind, wanted, is_one in (
         ("classes", classes, lambda name, module, each: _is_of(module, each)),
@@ -202,7 +202,7 @@ def _is_of(module: Module, wanted: type[Module] | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UnitModule:
-    """A module and those of its parameters that are gathered with it, by name."""
+    """`UnitModule` is a module with those of its parameters that are gathered with it, by name."""
 
     name: str
     module: Module
@@ -212,10 +212,10 @@ class UnitModule:
 def divide(
     root: Module, wanted: Callable[[Parameter], bool], *, max_numel: int, min_granularity: int = 0
 ) -> list[UnitModule]:
-    """Every wanted parameter below `root` in exactly one unit module, in the order of the module tree.
+    """Assign every wanted parameter of `root` to exactly one unit module, in the order of the module tree.
 
     Args:
-        wanted: which parameters are sharded.
+        wanted: whether a parameter is sharded.
         max_numel: a module with more elements is divided, unless it is a leaf module (`set_z3_leaf_modules`).
         min_granularity: a module with fewer elements per module below it is not divided
             (`stage3_module_granularity_threshold`).
@@ -252,30 +252,30 @@ def divide(
 
 
 def _is_called(module: Module) -> bool:
-    """Whether the module has a forward: a ModuleList has none, so no hook on it would run."""
+    """Return whether the module has a forward. A ModuleList has none, so a hook on it would not run."""
     return type(module).forward is not Module.forward
 
 
-_MAX_PARTED = 3  # times that a peer is elsewhere while units are gathered for the last time
+_MAX_PARTED = 3  # times that a peer may be elsewhere during the final gathers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage3Options:
-    """`Stage3Options` carries what stage 3 needs besides `ShardingOptions`. Sizes are numbers of elements."""
+    """`Stage3Options` holds the options of stage 3 besides `ShardingOptions`. Sizes are numbers of elements."""
 
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
     max_reuse_numel: int = 1_000_000_000
     persistence_numel: int = 100_000  # smaller parameters stay whole
-    model_persistence_numel: int = 2**63 - 1  # of all that stay whole, at most
+    model_persistence_numel: int = 2**63 - 1  # maximum of all parameters that stay whole
     min_granularity: int = 0
-    quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
-    keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see module_units.py
-    checks_values: bool = False  # compare what `GatheredParameters` only reads (`enable_sanity_checks`)
-    home: ShardHome | None = None  # of the shards; None: the device
+    quantizes_weights: bool = False  # weights are rounded to int8 for modules; see quantized.py
+    keeps_frozen_in_int8: bool = False  # shards of frozen parameters are int8; see module_units.py
+    checks_values: bool = False  # compare values after a read-only `GatheredParameters` (`enable_sanity_checks`)
+    home: ShardHome | None = None  # where shards are kept; None: on the device
 
     def facts(self) -> dict[str, str]:
-        """Return, as text by key of the configuration, the options in which all ranks must be alike."""
+        """Return the options in which all ranks must agree, as text by configuration key."""
         values = {
             "stage3_prefetch_bucket_size": self.prefetch_numel,
             "stage3_max_live_parameters": self.max_live_numel,
@@ -292,14 +292,14 @@ class Stage3Options:
 
 
 class ModuleUnits:
-    """The units of one engine, `all`, and those of each module, `of_module`.
+    """`ModuleUnits` holds the units of one engine (`all`) and the units by module (`of_module`).
 
     Args:
         module: the model.
-        groups: over which the parameters are sharded.
-        trained: parameters that the engine's optimizer has.
-        device: that the parameters get; None leaves them where they are.
-        dtype: that floating parameters of a unit get; None leaves them.
+        groups: the process groups over which parameters are sharded.
+        trained: parameters of the engine's optimizer.
+        device: target device of the parameters; None leaves them where they are.
+        dtype: target dtype of floating parameters of a unit; None leaves it.
     """
 
     def __init__(
@@ -321,19 +321,19 @@ class ModuleUnits:
         self._keeps_int8 = options.keeps_frozen_in_int8
         self._home = options.home
         self._checks_values = options.checks_values
-        self._marked: list[Parameter] = []  # those that stay whole
+        self._marked: list[Parameter] = []  # parameters that stay whole
         is_sharded = self._choose_sharded(options)
         for param in module.parameters():
             if param not in self.borrowed and not is_sharded(param):
                 self._keep_whole(param)
-        # elements that one all-gather serves well
+        # numel at which one all-gather is efficient
         max_numel = min(options.prefetch_numel, groups.dense.shard_group.capabilities.preferred_bucket_bytes // 4)
         self._divided: list[UnitModule] = divide(
             module, is_sharded, max_numel=max_numel, min_granularity=options.min_granularity
         )
 
     def _choose_sharded(self, options: Stage3Options) -> Callable[[Parameter], bool]:
-        """All parameters but the smallest; smaller ones first, up to the limit for the model."""
+        """Return which parameters are sharded: all except the smallest, whose total is limited for the model."""
         room = options.model_persistence_numel
         small = set()
         for param in sorted(self._module.parameters(), key=lambda each: shape_of(each).numel()):
@@ -351,7 +351,7 @@ class ModuleUnits:
             set_data(param, param.data.to(self._device))
 
     def create_for(self, params: Sequence[Parameter]) -> Iterator[ParamUnit]:
-        """One unit after the other for those of `params`, of one dtype and of the same ranks, that are sharded."""
+        """Yield new units for the sharded ones of `params`, which share one dtype and the same ranks."""
         wanted = set(params)
         for unit_module in self._divided:
             named = [(name, param) for name, param in unit_module.params if param in wanted]
@@ -359,7 +359,7 @@ class ModuleUnits:
                 yield self._create(unit_module, named)
 
     def create_rest(self, attached: Sequence[Parameter]) -> None:
-        """Units for parameters that do not train, or that the optimizer does not have; all others are marked whole."""
+        """Create units for parameters that do not train or are not in the optimizer; mark all others as whole."""
         trained = set(attached)
         for unit_module in self._divided:
             rest: dict[tuple[torch.dtype, bool, UnitRanks], list[tuple[str, Parameter]]] = {}
@@ -397,30 +397,30 @@ class ModuleUnits:
         return unit
 
     def drop(self, params: Sequence[Parameter]) -> None:
-        """Make `params`, of a group that is added to the optimizer, plain again."""
+        """Make `params` plain again, because they are in a group that is added to the optimizer."""
         for unit in dict.fromkeys(map(unit_of, params)):
             if unit is not None and unit in self.all:
                 self.forget(unit)
                 unit.restore_plain()
 
     def forget(self, unit: ParamUnit) -> None:
-        """Have nothing to do with `unit` any more, as it is."""
+        """Stop managing `unit` and leave it in its current state."""
         self.all.remove(unit)
         for units in self.of_module.values():
             if unit in units:
                 units.remove(unit)
 
     def leave(self) -> None:
-        """Leave the parameters as they are, to another engine."""
+        """Leave the parameters in their current state to another engine."""
         self.all, self._home = [], None
 
     def destroy(self) -> None:
         """Make all parameters plain and whole. A collective.
 
         Raises:
-            OSError: offloaded shards cannot be read.
-            CommError: those of a peer cannot, or a peer has failed. Parameters are then left without values, and all
-                else is done.
+            OSError: if this rank's offloaded shards cannot be read.
+            CommError: if a peer's offloaded shards cannot be read, or a peer has failed. The parameters then have no
+                values, and everything else is done.
         """
         for param in self._marked:
             if manager_of(param) is None:  # else another engine trains it now
@@ -428,7 +428,7 @@ class ModuleUnits:
         units, home, self._home = self.all, self._home, None
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
         try:
-            # a peer in a step would take part in the gathers
+            # `arrive_in` raises if a peer is in a step, where it would take part in the gathers
             if units and self._groups.dense.shard_group.world_size > 1:
                 _meet_again(partial(arrive_in, self._groups.dense.reduce_group.group, "engine.destroy"), units)
             if home is not None:
@@ -438,13 +438,13 @@ class ModuleUnits:
             for unit in units:
                 _meet_again(unit.restore_plain, units)
         finally:
-            for unit in units:  # those that were not
+            for unit in units:  # those that were not restored
                 unit.let_go()
             if home is not None:
                 home.release()
 
     def _require_readable(self, home: ShardHome) -> None:
-        """Raise on every rank if one of them cannot read its shards: a rank that begins to gather waits for them."""
+        """Raise on every rank if one rank cannot read its shards; otherwise gathering ranks would wait for it."""
         problem: OSError | None = None
         try:
             home.check()
@@ -458,10 +458,10 @@ class ModuleUnits:
 
 
 def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, ParamUnit]:
-    """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's units.
+    """Return the sharded parameters that another live engine holds, with that engine's units.
 
-    The hooks are put back where a library took them off; those that a dropped engine left behind are removed. Units in
-    which a parameter is `trained`, hence frozen in the other engine, are not borrowed: the new engine cuts them.
+    Hooks of live engines that a library removed are registered again; hooks of dropped engines are removed. Units with
+    a parameter in `trained` (hence frozen in the other engine) are not borrowed: the new engine divides them.
     """
     units = {param: unit for param in module.parameters() if (unit := unit_of(param)) is not None}
     hooks = {each for unit in units.values() if (each := unit.hooks) is not None}
@@ -476,7 +476,7 @@ def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, P
 
 
 def _release_unchanged(unit: ParamUnit) -> None:
-    """A peer that has failed lacks what this rank has gathered and kept: all gather it. What was changed stays."""
+    """Release gathered parameters, since a peer that failed lacks them: all ranks gather them. Changes are kept."""
     try:
         unit.refuse_changes()
     except StateError:
@@ -485,16 +485,16 @@ def _release_unchanged(unit: ParamUnit) -> None:
 
 
 def _meet_again(collective: Callable[[], None], units: Sequence[ParamUnit]) -> None:
-    """Make a collective that all ranks are to come to: a peer may have failed more often than this rank has heard of,
-    and be in the same call now, or come to it when it hears of a failure of this one."""
+    """Run a collective in which all ranks take part, and repeat it after a failure. A peer may have failed more often
+    than this rank knows; it may be in this call now, or enter it when it learns of a failure of this rank."""
     num_parted = 0
     while True:
         try:
             return collective()
         except (PeerFailed, RanksParted) as error:
-            # each failure of a peer that this rank hears of is one fewer
+            # PeerFailed does not count: each failure that this rank learns of leaves one fewer to come
             num_parted += isinstance(error, RanksParted)
             if num_parted > _MAX_PARTED:
                 raise
-            begin_use()  # another failure than the one that the user may be handling
+            begin_use()  # a new failure, not the one that the user may be handling
             give_up([left for each in units if (left := each.abandon()) is not None])

@@ -1,6 +1,6 @@
-"""Master weights and optimizer states out of `SavedStates`: what other ranks, another stage or another program saved.
+"""Restore master weights and optimizer states from `SavedStates`: of other ranks, another stage or another program.
 
-Each rank reads by range what its shards need, a shard at a time, and holds no more than what it keeps and one shard's.
+Each rank reads the ranges of its shards, one shard at a time, and holds its own values plus those of one shard.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _SHOWN = 8  # names in one message
 
 
 class SavedStates(ABC):
-    """`SavedStates` gives what a checkpoint has of the parameters that were trained, by their names."""
+    """`SavedStates` gives access to the trained parameters of a checkpoint by their names."""
 
     shapes: Mapping[str, torch.Size]
     trained: frozenset[str]
     param_groups: Sequence[Mapping[str, Any]]  # without their parameters
-    names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
-    are_by_group = False  # so that parameters that were never updated have states too, but for the numbers
-    are_mapped = False  # the files, so that values are read once, however often they are asked for
+    names: Sequence[Sequence[str]]  # of the parameters, by param group of the file
+    are_by_group = False  # whether parameters that were never updated have states, too (except scalars)
+    are_mapped = False  # whether files are memory-mapped, so that repeated reads cost one read
 
     @abstractmethod
     def master(self, name: str, start: int, numel: int) -> Tensor:
-        """Return [numel] elements, from `start` on, of the weights that the optimizer updates, in fp32."""
+        """Return [numel] elements from `start` of the fp32 master weights."""
 
     @abstractmethod
     def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """Return, by name, the dtypes of the states that have one number per element of the parameter."""
+        """Return, by name, the dtypes of the states with one number per element of the parameter."""
 
     @abstractmethod
     def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
-        """Return [numel] elements, from `start` on, of a state that `dtypes` names."""
+        """Return [numel] elements from `start` of a state that `dtypes` names."""
 
     @abstractmethod
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """Return the states that are one number; none for a parameter that was never updated."""
+        """Return the scalar states; empty for a parameter that was never updated."""
 
     @abstractmethod
     def others(self, name: str) -> Mapping[str, Tensor]:
@@ -73,12 +73,12 @@ def check(sharding: Sharding, saved: SavedStates, *, with_states: bool, strict: 
     """Refuse states of another model or of another kind of optimizer.
 
     Args:
-        with_states: the optimizer's states are to be restored, not only the master weights: then this run must train
-            what the save's run trained.
-        strict: else, without the states, a parameter that `saved` has not keeps its master weights.
+        with_states: whether to restore optimizer states besides master weights; then this run must train the same
+            parameters as the run that saved them.
+        strict: if False and without states, parameters that `saved` lacks keep their master weights.
 
     Raises:
-        CheckpointError: says what was found; nothing was changed.
+        CheckpointError: names the difference; nothing was changed.
     """
     names = _names(sharding)
     for param, name in names.items():
@@ -121,8 +121,8 @@ def check(sharding: Sharding, saved: SavedStates, *, with_states: bool, strict: 
 
 
 def _check_needed(sharding: Sharding, saved: SavedStates, names: Mapping[int, str]) -> None:
-    """States of groups have a parameter without a count that was never updated, where others have one:
-    `_restore_state`."""
+    """Check that states are complete. In states by group, a never updated parameter lacks the step count that others
+    have; it is assumed here, since `_restore_state` skips such parameters."""
     optimizer = sharding.optimizer
     assert optimizer is not None
     for group in sharding.units.saved_groups:
@@ -136,7 +136,7 @@ def _check_needed(sharding: Sharding, saved: SavedStates, names: Mapping[int, st
 
 
 def _check_elements(sharding: Sharding, saved: SavedStates, names: Mapping[int, str]) -> None:
-    """Sizes and ranges of the moments of which this rank has a part; longer ones are padded, as DeepSpeed's are."""
+    """Check sizes and ranges of the moments of this rank's shards; longer ones are padded, as in DeepSpeed's files."""
     for shard in _shards(sharding, names):
         name, fragment = names[shard.index], shard.fragment
         for key in filter(is_moment, saved.dtypes(name)):
@@ -166,7 +166,7 @@ def _check_shape(saved: SavedStates, name: str, shape: torch.Size, *, with_state
 
 
 def restore(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> None:
-    """Take what `check` let pass; `weights_from_masters` is to follow. No collective."""
+    """Restore what `check` accepted; the caller calls `weights_from_masters` next. No collective."""
     sharding.states.wait_for_copy()
     names, optimizer = _names(sharding), sharding.optimizer
     if with_states and optimizer is not None:
@@ -183,19 +183,19 @@ def restore(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> Non
 
 
 def _shards(sharding: Sharding, params: Collection[int]) -> Iterator[ParamShard]:
-    """This rank's shards of `params`, given by attached index."""
+    """Yield this rank's shards of `params`, given by attached index."""
     return (shard for group in sharding.units for shard in group.shards if shard.index in params)
 
 
 def _counted(saved: SavedStates, names: Iterable[str]) -> frozenset[str]:
-    """The states of one number that parameters have which were updated."""
+    """Return the keys of the scalar states that updated parameters have."""
     return frozenset(key for name in names for key in saved.scalars(name))
 
 
 def _restore_state(
     optimizer: Optimizer, shard: ParamShard, saved: SavedStates, name: str, counted: frozenset[str]
 ) -> None:
-    optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
+    optimizer.state.pop(shard.master, None)  # from steps of this run before the load
     scalars, device = saved.scalars(name), shard.master.device
     if not counted <= scalars.keys():
         return  # this parameter had never been updated
@@ -203,7 +203,7 @@ def _restore_state(
     state: dict[str, Any] = {}
     for key, dtype in saved.dtypes(name).items():
         values = saved.elements(name, key, start, numel).view(shard.shape)
-        state[key] = values.to(device, dtype, copy=True)  # also of a parameter of no dimensions
+        state[key] = values.to(device, dtype, copy=True)  # also for a 0-D parameter
     rest: Mapping[str, Any] = {**scalars, **saved.others(name)}
     state.update({key: owned_copy(value, device) for key, value in rest.items() if value is not None})
     if state:

@@ -1,7 +1,7 @@
-"""`ZeroOptimizer` is what users hold as `engine.optimizer` when the engine, not the optimizer, makes the step.
+"""`ZeroOptimizer` is the `engine.optimizer` of users if the engine, not the optimizer, makes the step.
 
-It has the face of a torch optimizer (schedulers and libraries read and write `param_groups`), but its `step` and
-`zero_grad` are the engine's.
+It has the interface of a torch optimizer (schedulers and libraries read and write `param_groups`), but `step` and
+`zero_grad` call the engine.
 """
 
 from collections.abc import Callable, Collection
@@ -20,14 +20,14 @@ from deepspeed.zero.sharding import Sharding
 
 
 def not_copied(found: object, way: str) -> StateError:
-    """Return the error for an object of this run, which pickle, torch.save and copy do not copy; `way`: what to do."""
+    """Return the error for an object of this run that cannot be pickled or copied; `way`: what to do instead."""
     return StateError(
         f"pickle, torch.save and copy: found a {type(found).__name__}, which belongs to the ranks of this run; {way}"
     )
 
 
 class DeepSpeedOptimizer(Optimizer):
-    """Base of the optimizers that `deepspeed.initialize` returns; libraries test for it with isinstance."""
+    """`DeepSpeedOptimizer` is the base of optimizers from `deepspeed.initialize`; libraries test with isinstance."""
 
 
 @absent_members(
@@ -37,16 +37,16 @@ class DeepSpeedOptimizer(Optimizer):
     "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
 )
 class ZeroOptimizer(DeepSpeedOptimizer):
-    """The user's optimizer as seen through a sharding stage.
+    """`ZeroOptimizer` wraps the user's optimizer for a sharding stage.
 
-    Everything that is not named here is answered by the inner torch optimizer.
+    All other attributes are those of the inner torch optimizer.
     """
 
-    #: torch's schedulers look here for whether a step came before theirs; the engine makes the steps
+    #: torch's schedulers read it to check that a step came before theirs; the engine makes the steps
     _opt_called = True
 
     def __init__(self, sharding: Sharding, optimizer: Optimizer, step: Callable[[], Any], loss_scaler: Any) -> None:
-        # Optimizer.__init__ is not called on purpose: groups and state are the inner optimizer's
+        # Optimizer.__init__ is not called on purpose: groups and state belong to the inner optimizer
         self.__dict__.update(_sharding=sharding, optimizer=optimizer, _step=step, loss_scaler=loss_scaler)
 
     @property
@@ -55,7 +55,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        if not self.optimizer.state:  # for which torch's functions would make a step
+        if not self.optimizer.state:  # torch's functions would make a step to create states
             self._refuse_torchs_functions()
         return self.optimizer.state
 
@@ -65,7 +65,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def parameter_offload(self) -> Any:
-        """The hooks that stage 3 has on the module (`ModuleHooks`), which libraries remove around `generate`."""
+        """The `ModuleHooks` of stage 3, which libraries remove around `generate`."""
         gathering = self._sharding.gathering
         if gathering is None:
             raise AttributeError(f"parameter_offload: zero_optimization.stage is {self._sharding.stage}, not 3")
@@ -92,7 +92,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Make one step with clipping and loss scaling, as `engine.step()` does at a boundary.
 
         Raises:
-            ValueError: if a closure is given; the loss was computed by the engine.
+            ValueError: if a closure is given; the engine has computed the loss.
         """
         if closure is not None:
             raise ValueError("optimizer.step: found a closure; under the engine a step takes none, call step()")
@@ -148,7 +148,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         raise not_copied(self, "call engine.save_checkpoint(folder), or take its state_dict()")
 
     def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:  # a copy or an unpickled one that is not built yet
+        if "optimizer" not in self.__dict__:  # an object under construction by copy or pickle
             raise AttributeError(name)
         own = self.__dict__["optimizer"]
         if hasattr(own, name):

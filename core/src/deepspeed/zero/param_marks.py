@@ -1,6 +1,6 @@
-"""The attributes that libraries look up on the parameters of a stage-3 model: `ds_id`, `ds_shape`, `ds_status`, ...
+"""Set the attributes that libraries read on the parameters of a stage-3 model: `ds_id`, `ds_shape`, `ds_status`, ...
 
-Every parameter of the model has them: those of a unit (`param_unit.py`), and small ones, which stay whole.
+Every parameter of the model has them: parameters of a unit (`param_unit.py`), and small parameters that stay whole.
 """
 
 import enum
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ZeroParamStatus(enum.Enum):
-    """DeepSpeed's documented states; libraries compare `param.ds_status` with them.
+    """DeepSpeed's documented states; libraries compare them with `param.ds_status`.
 
     In stages 0, 1 and 2 parameters are whole and carry no `ds_status`.
 
@@ -27,11 +27,11 @@ class ZeroParamStatus(enum.Enum):
     """
 
     AVAILABLE = 1  # whole on this rank
-    NOT_AVAILABLE = 2  # only this rank's shard is here
-    INFLIGHT = 3  # its all-gather was issued
+    NOT_AVAILABLE = 2  # this rank has only its shard
+    INFLIGHT = 3  # the all-gather was issued
 
 
-#: the moves that are legal; `ParamUnit._move` is the only writer
+#: the legal moves; `ParamUnit._move` is the only writer
 LEGAL_MOVES = {
     (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.INFLIGHT),
     (ZeroParamStatus.INFLIGHT, ZeroParamStatus.AVAILABLE),
@@ -45,7 +45,7 @@ KEPT = "_ds_kept_value"
 
 
 def reset_ids() -> None:
-    """Count from 0 again; between tests, whose ranks may have had different numbers of parameters."""
+    """Count ids from 0 again; called between tests, whose ranks may have had different numbers of parameters."""
     global _ids
     _ids = itertools.count()
 
@@ -58,17 +58,17 @@ def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
 
 
 def mark_whole(param: Parameter, ranks: GroupBackend, name: str, *, checks_values: bool) -> None:
-    """Give the attributes to a parameter that every rank keeps whole: it is its own shard, always available.
+    """Give a parameter that every rank keeps whole its attributes: it is its own shard and always available.
 
     Args:
-        checks_values: contexts that only read it compare its values (`enable_sanity_checks`).
+        checks_values: whether read-only contexts compare its values (`enable_sanity_checks`).
     """
     _set(param, ranks, ds_persist=True, ds_tensor=param, ds_shape=param.shape)
     param.ds_name, param.ds_checks_values = name, checks_values  # type: ignore[attr-defined]
 
 
 def unmark(param: Parameter) -> None:
-    """Take the attributes off again."""
+    """Remove the attributes."""
     for name in _MARKS:
         param.__dict__.pop(name, None)
 
@@ -102,13 +102,13 @@ _MARKS = (
 
 
 def _partition_numel(param: Any) -> int:
-    """Elements of this parameter that this rank keeps."""
+    """Return how many elements of this parameter this rank keeps."""
     numel: int = param.ds_tensor.numel()
     return numel
 
 
 def _all_gather(param: Any, param_list: Sequence[Any] | None = None, **_: Any) -> None:
-    """Make this parameter, or those of `param_list`, whole: a collective."""
+    """Gather this parameter, or those of `param_list`. A collective."""
     for each in [param] if param_list is None else param_list:
         if (unit := getattr(each, "ds_unit", None)) is not None:
             unit.gather()
@@ -118,7 +118,7 @@ def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_upd
     """Keep only this rank's shard of this parameter, or of those in `param_list`.
 
     Args:
-        has_been_updated: whether the whole weights were changed, alike on all ranks.
+        has_been_updated: whether the whole weights were changed, identically on all ranks.
     """
     for each in [param] if param_list is None else param_list:
         unit = getattr(each, "ds_unit", None)
@@ -130,7 +130,7 @@ def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_upd
 
 
 def _set_memory(param: Any, *source: Any, **keys: Any) -> Any:
-    """`Tensor.set_`. `torch.nn.utils.parametrize` sets a parameter to itself, which torch counts as a change of it."""
+    """Run `Tensor.set_`, except `param.set_(param)` of `torch.nn.utils.parametrize`, which torch counts as a change."""
     is_itself = len(source) == 1 and source[0] is param and not keys
     return param if is_itself else Parameter.set_(param, *source, **keys)  # type: ignore[call-overload]
 
@@ -139,7 +139,7 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
     """Return a copy that is a plain parameter.
 
     Raises:
-        StateError: if `param` is not whole: the copy would be empty.
+        StateError: if `param` is sharded, since the copy would be empty.
     """
     _require_whole(param, "copy.deepcopy")
     copied: Parameter = Parameter.__deepcopy__(param, memo)
@@ -147,10 +147,10 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
 
 
 def _reduce(param: Any, protocol: int) -> Any:
-    """Return how `param` is pickled: as a plain parameter, which owns its memory.
+    """Return how `param` is pickled: as a plain parameter that owns its memory.
 
     Raises:
-        StateError: if `param` is not whole: what is read again would be empty.
+        StateError: if `param` is sharded, since the pickled parameter would be empty.
     """
     _require_whole(param, "pickle and torch.save")
     plain = Parameter(param.detach().clone(), param.requires_grad)
@@ -169,7 +169,7 @@ def _require_whole(param: Any, asked: str) -> None:
 
 
 def _summary(param: Any, **_: Any) -> dict[str, Any]:
-    """Return what is known of the parameter, for a log: its id, its status, and its sizes whole and as a shard."""
+    """Return facts about the parameter for a log: its id, status, and sizes whole and as a shard."""
     return {
         "id": param.ds_id,
         "status": param.ds_status.name,

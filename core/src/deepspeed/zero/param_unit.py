@@ -1,23 +1,23 @@
-"""`ParamUnit`: parameters whose weights are sharded, gathered and released together (stage 3, `zero.Init`).
+"""`ParamUnit` shards, gathers and releases a set of parameters together (stage 3, `zero.Init`).
 
 The parameters lie end to end in one flat buffer of N elements, cut into W equal shards. A rank keeps its shard. An
-all-gather fills the flat buffer, and the parameters become views of it; a release gives its memory back. The shard may
-be in another memory meanwhile (`ShardHome`), also where one rank holds everything.
+all-gather fills the flat buffer, and the parameters become views of it; a release frees its memory. The shard may be
+kept in another memory (`ShardHome`), even if one rank holds everything.
 
 [Note: the storage stays] Autograd saves views of a weight, such as the transpose in a linear layer. They refer to the
 flat buffer's storage. So a release does not drop that storage but resizes it to zero bytes, and a gather resizes it
-back: the saved views are valid again when the backward reads them, and no memory outlives its use. What is read while
-the storage is empty would be read from nowhere, hence every module that owns a parameter gathers before its forward
-and before its backward (`module_hooks.py`).
+back: the saved views are valid again when the backward reads them, and no memory outlives its use. A read while the
+storage is empty would be invalid, so every module that owns a parameter gathers before its forward and before its
+backward (`module_hooks.py`).
 
-[Note: views that a user keeps] What a user takes of a whole parameter inside `GatheredParameters`, as `param.data` or,
-on a CPU, `param.cpu()`, shares the storage. So if anything but the unit refers to the storage when a context ends, the
-next release leaves it to the views, and the unit gets a new one. The same holds for a storage that cannot be resized
-any more, because it was given to numpy or to shared memory.
+[Note: views that a user keeps] A tensor that a user takes from a whole parameter inside `GatheredParameters`, such as
+`param.data` or (on a CPU) `param.cpu()`, shares the storage. So if anything besides the unit refers to the storage when
+a context ends, the next release leaves the storage to the views, and the unit gets a new one. The same holds for a
+storage that cannot be resized any more because it was shared with numpy or moved to shared memory.
 
 [Note: exact weights] For modules the all-gather may send int8 (ZeRO++, `quantized.py`); shards and master weights stay
-exact. Whoever reads whole weights for another end, or changes them, calls `gather`, which repeats an all-gather that
-was not exact.
+exact. Code that reads whole weights for another purpose, or changes them, calls `gather`, which repeats an all-gather
+that was not exact.
 
 Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 """
@@ -46,14 +46,14 @@ from deepspeed.zero.param_marks import LEGAL_MOVES, ZeroParamStatus, mark, unmar
 from deepspeed.zero.placement import SecondaryShard, ShardHome
 from deepspeed.zero.unit_groups import UnitRanks, source_in
 
-#: freed blocks of this size go back to the device while parameters are taken over
+#: freed blocks of at least this size go back to the device while parameters are taken over
 _MIN_BYTES_TO_RETURN = 2**17
 _num_takings = 0  # contexts of `freed_memory_returned` that are open
 
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Whole parameters that are freed leave no gaps in a heap, for what stays to fill. May be nested."""
+    """Return freed memory of whole parameters at once, so that it leaves no gaps in a heap. May be nested."""
     global _num_takings
     accelerator = get_accelerator()
     if _num_takings == 0:
@@ -69,22 +69,22 @@ def freed_memory_returned() -> Iterator[None]:
 
 @dataclass(slots=True)
 class LiveNumel:
-    """Elements of the units of one engine that are whole, or on their way."""
+    """`LiveNumel` counts the elements of one engine's units that are gathered or in flight."""
 
     numel: int = 0
 
 
 class ParamUnit:
-    """Parameters of one dtype that are gathered together. Taking them over leaves only this rank's shard.
+    """`ParamUnit` holds parameters of one dtype that are gathered together. Its creation leaves only this rank's shard.
 
     Args:
-        params: parameters with at least one element, of one dtype and requires_grad.
-        names: what errors and tables call them.
-        ranks: who holds the shards, and the same parameters.
-        dtype: that the weights get; default: their own.
-        device: of shards and gathered weights.
-        from_first_rank: the weights of the group's first rank count; else those of all ranks are equal already.
-        home: where the shard is between all-gathers; None: on `device`.
+        params: parameters with at least one element, with the same dtype and requires_grad.
+        names: names for errors and tables.
+        ranks: the groups that hold the shards and the same parameters.
+        dtype: dtype of the weights; default: their own.
+        device: device of shards and gathered weights.
+        from_first_rank: whether to use the weights of the group's first rank; else they are equal on all ranks.
+        home: where the shard is kept between all-gathers; None: on `device`.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class ParamUnit:
         self.layout = UnitLayout.even(numels, ranks.world_size)
         self.start, self.stop = self.layout.shard(ranks.rank)
         self.status = ZeroParamStatus.AVAILABLE
-        self.num_users = 0  # modules whose forward runs and that use the unit
-        self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
-        self.num_gradients = 0  # that a backward brings, one for each parameter; 0 where they do not train
-        self.num_missing = 0  # of these, still to arrive; less than 0 where more came than were expected
+        self.num_users = 0  # modules that use the unit in a running forward
+        self.num_contexts = 0  # open `GatheredParameters` that hold the unit whole
+        self.num_gradients = 0  # expected in a backward, one for each parameter; 0 if they do not train
+        self.num_missing = 0  # of these, still to arrive; negative if more arrived than expected
         self.num_changes = 0  # of the shards
-        self.num_gathers = 0  # all-gathers since the unit was made
-        self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
-        #: the `ModuleHooks` that gather it. A graph may hold the unit, and its hooks hold the module
+        self.num_gathers = 0  # all-gathers since the unit was created
+        self.is_exact = True  # whole parameters equal the shards and are not rounded to int8
+        #: the `ModuleHooks` that gather it; weak, since a graph may hold the unit, and hooks hold the module
         self.hooks_ref: weakref.ref[Any] | None = None
-        self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/model_part.py
-        self.checks_values = False  # contexts that only read it compare it with the shards (`enable_sanity_checks`)
-        self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
+        self.reshard: Reshard | None = None  # set if it was created without an engine; see parallel/model_part.py
+        self.checks_values = False  # read-only contexts compare it with the shards (`enable_sanity_checks`)
+        self.is_moved = False  # its shard is temporarily in host memory (`offload_states`)
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
         self._near = SecondaryShard(ranks.secondary_group) if ranks.secondary_group is not None else None
@@ -129,21 +129,21 @@ class ParamUnit:
         self.offloaded = home.keep(self.shard_S, self.names[0]) if home is not None else None
         if self.offloaded is not None:
             self.shard_S = self.offloaded.shard_S
-        self._versions: list[int | None] = []  # None: whatever it is
+        self._versions: list[int | None] = []  # None: any version
         self._renew_buffer()
         for param in self.params:
             if param.device.type != self.nothing.device.type:
                 set_data(param, self.nothing.clone())
         for index, param in enumerate(self.params):
             mark(param, self, index)
-        if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
+        if not self.is_sharded:  # the shard is everything, and the parameters stay views of it
             self._views = self._cut(self.shard_S)
             self._point_at_views()
         self.accept_changes()
         self.release()
 
     def _fill(self, full_N: Tensor, dtype: torch.dtype | None, from_first_rank: bool) -> None:
-        """Lay the weights end to end, keep the own shard in `dtype`, and point the parameters at nothing."""
+        """Copy the weights end to end into `full_N` and keep this rank's shard in `dtype`."""
         full_N[self.layout.numel :].zero_()
         for param, view in zip(self.params, self._cut(full_N), strict=True):
             with whole(param) as value:
@@ -151,7 +151,7 @@ class ParamUnit:
         if from_first_rank and self.unit_ranks.reduce_group.world_size > 1:
             self._broadcast_first(full_N)
         self.source_dtype = full_N.dtype
-        #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
+        #: this rank's part of the weights before rounding to `dtype`: the initial fp32 master weights
         self.source_S: Tensor | None = full_N[self.start : self.stop].clone()
         self.shard_S = self.source_S if dtype in (None, full_N.dtype) else self.source_S.to(dtype)
 
@@ -165,72 +165,72 @@ class ParamUnit:
             ) from error
 
     def _cut(self, full_N: Tensor) -> list[Tensor]:
-        """The parameters as views of a flat buffer."""
+        """Return the parameters as views of a flat buffer."""
         return [
             full_N.narrow(0, offset, shape.numel()).view(shape)
             for shape, offset in zip(self.shapes, self.layout.offsets, strict=True)
         ]
 
     def _renew_buffer(self) -> None:
-        """A flat buffer whose storage is empty until a gather."""
+        """Create a flat buffer whose storage is empty until a gather."""
         self._full_N = self.nothing.new_empty(self.layout.padded_numel)
         self._views = self._cut(self._full_N)
         self._full_N.untyped_storage().resize_(0)
         self._num_own_references = num_references(self._full_N)
-        self._is_viewed = False  # others refer to the storage, who expect it to stay
+        self._is_viewed = False  # other tensors refer to the storage and must stay valid
 
     @property
     def numel(self) -> int:
-        """Elements of a gathered unit, padding included."""
+        """Number of elements of a gathered unit, padding included."""
         return self.layout.padded_numel
 
     @property
     def hooks(self) -> Any:
-        """The `ModuleHooks` that gather it; None: there are none, or its engine and module are gone."""
+        """The `ModuleHooks` that gather it; None if there are none, or if its engine and module are gone."""
         return None if self.hooks_ref is None else self.hooks_ref()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a gather moves anything."""
+        """Whether a gather has to copy data."""
         return self.ranks.world_size > 1 or self.is_offloaded
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shard is in another memory than the whole parameters."""
+        """Whether the shard is kept in another memory than the whole parameters."""
         return self.offloaded is not None
 
     @property
     def device(self) -> torch.device:
-        """The device that whole parameters are on."""
+        """The device of whole parameters."""
         return self.nothing.device
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of weights that this rank keeps between uses: its shard, and its part of the second copy (hpZ)."""
+        """Bytes of weights that this rank keeps between uses: its shard, and its secondary shard (hpZ)."""
         near = self._near.ranks.world_size if self._near is not None else 0
         return self.shard_S.nbytes + (self.numel // near * self._full_N.itemsize if near else 0)
 
     def kept_tensors(self) -> list[Tensor]:
-        """Return the weights that this rank keeps between uses: its shard, and its part of the second copy, if any."""
+        """Return the weights that this rank keeps between uses: its shard, and its secondary shard, if any."""
         near_S = None if self._near is None else self._near.shard
         return [self.shard_S] if near_S is None else [self.shard_S, near_S]
 
     def shard_of(self, index: int) -> Tensor:
-        """This rank's elements of the parameter `index`, 1-D; maybe none. On the meta device if they are on disk."""
+        """Return this rank's elements of the parameter `index`, 1-D; may be empty. On the meta device if on disk."""
         first, last = self.layout.fragment_of(index, self.ranks.rank)
         return self.shard_S[first - self.start : last - self.start]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that whole parameters have."""
+        """The dtype of whole parameters."""
         return self.nothing.dtype
 
     def set_shard(self, values_S: Tensor) -> None:
-        """Keep these weights."""
+        """Store `values_S` as this rank's shard."""
         self._store(0, values_S)
 
     def _store(self, start: int, values: Tensor) -> None:
-        """Keep new values of this rank's elements from `start` on."""
+        """Store new values of this rank's elements from `start` on."""
         self.shards_changed()
         if self.offloaded is None:
             self.shard_S.narrow(0, start, values.numel()).copy_(values)
@@ -239,7 +239,7 @@ class ParamUnit:
             self.offloaded.settle()
 
     def set_shard_of(self, param: Parameter, value: Tensor) -> None:
-        """Take this rank's elements of a parameter out of its whole value."""
+        """Store this rank's elements of a parameter from its whole value."""
         index = next(place for place, each in enumerate(self.params) if each is param)
         first, last = self.layout.fragment_of(index, self.ranks.rank)
         start = first - self.layout.offsets[index]
@@ -247,20 +247,20 @@ class ParamUnit:
         self.set_local(index, value.detach().reshape(-1)[start : start + last - first])
 
     def set_local(self, index: int, values: Tensor) -> None:
-        """Keep these values, 1-D, as this rank's elements of the parameter `index`."""
+        """Store `values`, 1-D, as this rank's elements of the parameter `index`."""
         first, _ = self.layout.fragment_of(index, self.ranks.rank)
         self._store(first - self.start, values)
 
     # ---- gather and release --------------------------------------------------------------------------------------
 
     def read_ahead(self) -> bool:
-        """The unit will be used soon: read its shard from where it is. False: nothing is read for units after it."""
+        """Start to read an offloaded shard that is used soon. False: do not read ahead for units after this one."""
         if self.offloaded is None:
             return False
         return self.status is not ZeroParamStatus.NOT_AVAILABLE or self.offloaded.read_ahead()
 
     def launch(self, *, quantizes: bool = False) -> None:
-        """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
+        """Issue the all-gather, with `quantizes` in int8. All ranks issue all-gathers in the same order."""
         self.refuse_changes()
         self._refuse_moved()
         near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
@@ -283,7 +283,7 @@ class ParamUnit:
         self.num_gathers += 1
 
     def _all_gather(self, full_N: Tensor, quantizes: bool) -> Work:
-        """Start to bring the shards of all ranks into `full_N`."""
+        """Start the all-gather of the shards of all ranks into `full_N`."""
         gather = partial(quantized.all_gather, self.ranks) if quantizes else self.ranks.all_gather
         if self.offloaded is None:
             return gather(full_N, self.shard_S, tag=self.names[0])
@@ -292,7 +292,7 @@ class ParamUnit:
             return gather(full_N, own_S, tag=self.names[0])
 
     def finish(self) -> None:
-        """Wait for the all-gather; the parameters are whole."""
+        """Wait for the all-gather, after which the parameters are whole."""
         assert self._work is not None
         try:
             self._work.wait()
@@ -307,7 +307,7 @@ class ParamUnit:
         self._point_at_views()
 
     def shards_changed(self) -> None:
-        """The weights change, or ranks may not have gathered the same: the next all-gather is one of the shards."""
+        """Invalidate copies of the shards: the weights change, or ranks may have gathered differently."""
         self.num_changes += 1
         if self.offloaded is not None:
             self.offloaded.settle()
@@ -330,7 +330,7 @@ class ParamUnit:
             )
 
     def gather(self) -> None:
-        """Make the parameters whole and exact, whatever they are; see [Note: exact weights]."""
+        """Make the parameters whole and exact, whatever their state; see [Note: exact weights]."""
         self._refuse_moved()
         if self.status is ZeroParamStatus.INFLIGHT:
             self.finish()
@@ -341,20 +341,20 @@ class ParamUnit:
             self.finish()
 
     def gather_to_read(self) -> bool:
-        """`gather` for a reader that is no module; returns whether to release afterwards: the parameters were not
-        whole, or were rounded for modules, of which none reads them now."""
+        """Call `gather` for a reader that is not a module. Return whether to release afterwards: True if the parameters
+        were not whole, or were rounded for modules and no module reads them now."""
         stays = self.status is ZeroParamStatus.AVAILABLE and (self.is_exact or self.is_read)
         self.gather()
         return not stays
 
     @property
     def is_read(self) -> bool:
-        """Whether a module reads the parameters now, if they are whole; else they may only be used again soon."""
+        """Whether a module reads the parameters now, if they are whole; else they are only kept for a later use."""
         return self.num_users > 0 or is_in_backward()
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back, unless a context holds them. Not while an all-gather is in
-        flight."""
+        """Free the memory of the whole parameters, unless a context holds them. Must not be called while an all-gather
+        is in flight."""
         if self.status is ZeroParamStatus.NOT_AVAILABLE or not self.is_sharded or self.num_contexts > 0:
             return
         self._move(ZeroParamStatus.NOT_AVAILABLE)
@@ -364,7 +364,7 @@ class ParamUnit:
         self._free()
 
     def _free(self) -> None:
-        """Give the memory of the flat buffer back; see [Note: views that a user keeps]."""
+        """Free the memory of the flat buffer; see [Note: views that a user keeps]."""
         storage = self._full_N.untyped_storage()
         if self._is_viewed or not storage.resizable():
             self._renew_buffer()
@@ -372,7 +372,7 @@ class ParamUnit:
             storage.resize_(0)
 
     def keep_assigned(self) -> None:
-        """Take the values that were assigned to `param.data`, which the flat buffer does not have.
+        """Copy values that were assigned to `param.data` into the flat buffer.
 
         Raises:
             ValueError: for a value of another shape.
@@ -388,10 +388,10 @@ class ParamUnit:
             view.copy_(param.data)
 
     def enter_context(self) -> None:
-        """A `GatheredParameters` begins, which holds the unit whole.
+        """Gather the unit for a `GatheredParameters` that begins.
 
         Raises:
-            StateError: parameters were changed before, outside of one.
+            StateError: if parameters were changed before, outside of a context.
         """
         self.refuse_changes()
         self.gather()
@@ -400,10 +400,10 @@ class ParamUnit:
         self.num_contexts += 1
 
     def leave_context(self, *, is_left: bool) -> None:
-        """A `GatheredParameters` ends; changes that it was to keep were kept.
+        """Note that a `GatheredParameters` ends; changes that it keeps were stored before.
 
         Args:
-            is_left: by an exception. Else what was assigned on a rank that is alone stays, to be taken as from outside.
+            is_left: whether an exception ended it. If not, an assignment on a single rank stays, as one from outside.
         """
         self.num_contexts -= 1
         if self.num_contexts == 0:
@@ -414,8 +414,8 @@ class ParamUnit:
             self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
     def renew_held(self) -> None:
-        """Bring the values of the shards, which have others now, into what a context holds. A collective of the ranks
-        that hold the shards, who are in the same contexts."""
+        """Gather the shards, which have new values, into the parameters that a context holds. A collective of the ranks
+        that hold the shards; they are in the same contexts."""
         if self.offloaded is not None:
             self.offloaded.prepare()
         self._all_gather(self._full_N, quantizes=False).wait()
@@ -425,10 +425,10 @@ class ParamUnit:
         self.accept_changes()
 
     def refuse_unkept(self, asked: str) -> None:
-        """Refuse what a user has changed in a context that has not ended: `renew_held` would drop it.
+        """Refuse a user's change in a context that has not ended, because `renew_held` would drop it.
 
         Args:
-            asked: what the user called.
+            asked: name of the function that the user called.
 
         Raises:
             StateError: names the parameter.
@@ -440,22 +440,22 @@ class ParamUnit:
             )
 
     def accept_changes(self) -> None:
-        """Accept all changes up to now, which were kept or dropped on purpose, so that only later ones are seen."""
+        """Accept all changes so far, which were kept or dropped on purpose, so that only later ones are detected."""
         self._versions = [param._version for param in self.params]
 
     def expect_load(self, index: int) -> None:
-        """An empty tensor may be loaded into the empty parameter `index`, whose shards have the values."""
+        """Allow one load of an empty tensor into the empty parameter `index`, whose values are in the shards."""
         self._versions[index] = None
 
     def seen_changes(self) -> list[str]:
-        """The names of the whole parameters that were changed since the last `accept_changes`, as far as torch counts
-        it: not by an operation on `param.data`."""
+        """Return the names of the whole parameters that were changed since the last `accept_changes`, as far as torch
+        counts changes: operations on `param.data` are not counted."""
         each = zip(self.names, self.params, self._versions, self._views, strict=False)
         return [name for name, param, version, view in each if param._version != version or not param.is_set_to(view)]
 
     def changes(self) -> dict[str, bool]:
-        """Compare whole parameters with their shards: return by name, for those that differ, whether they differ by no
-        more than rounding. A collective of the ranks that hold the shards, with memory for the unit a second time."""
+        """Compare whole parameters with their shards. Return by name, for those that differ, whether the difference is
+        only rounding. A collective of the ranks that hold the shards; needs memory for the unit a second time."""
         shards_N = self.nothing.new_empty(self.layout.padded_numel)
         if self.offloaded is not None:
             self.offloaded.prepare()
@@ -466,19 +466,19 @@ class ParamUnit:
         return {name: is_rounded(param.data, value) for name, param, value in both if not is_same(param.data, value)}
 
     def refuse_changes(self, *, compares: bool = False) -> None:
-        """Called where what was changed outside of `GatheredParameters` would be lost: before the parameters are
-        gathered, and before they are released.
+        """Raise if a change outside of `GatheredParameters` would be lost. Called before the parameters are gathered
+        and before they are released.
 
-        Torch counts the in-place operations on a parameter, also while it is an empty tensor. It does not count those
-        on `param.data`. What left the values as they are is no change: another tensor with them, or, while the
-        parameter is empty, another empty one, as `module.to(device)` puts it there.
+        Torch counts in-place operations on a parameter, even while it is an empty tensor. It does not count operations
+        on `param.data`. Replacing the tensor without changing values is no change: another tensor with equal values,
+        or, while the parameter is empty, another empty tensor (as `module.to(device)` assigns).
 
         Args:
-            compares: look at the values too, which sees operations on `param.data` of whole parameters; the host waits
-                for the device.
+            compares: also compare the values, which detects operations on `param.data` of whole parameters; the CPU
+                waits for the device.
 
         Raises:
-            StateError: names a parameter; once for a change, so that what is cleaned up later does not fail.
+            StateError: names a parameter; only once per change, so that a later cleanup does not fail.
         """
         if not self.is_sharded or self.num_contexts > 0:
             return
@@ -508,35 +508,35 @@ class ParamUnit:
                 )
 
     def _is_as_sharded(self, index: int) -> bool:
-        """Whether a whole parameter is, in this rank's elements, what the shard holds."""
+        """Return whether this rank's elements of a whole parameter equal the shard."""
         if not self.is_exact:  # rounded for the modules
             return False
         return self._holds(*self.layout.fragment_of(index, self.ranks.rank))
 
     def _is_all_as_sharded(self) -> bool:
-        """`_is_as_sharded` of all parameters."""
+        """Return `_is_as_sharded` for all parameters together."""
         return self._holds(self.start, min(self.stop, self.layout.numel))
 
     def _holds(self, first: int, last: int) -> bool:
-        """Whether these of this rank's elements are the same in the whole parameters and the shard."""
+        """Return whether the elements [first, last) are the same in the whole parameters and in the shard."""
         start, numel = first - self.start, max(last - first, 0)
         kept = self.shard_S[start : start + numel] if self.offloaded is None else self.offloaded.load(start, numel)
         return is_same(self._full_N[first : first + numel].to(kept.device), kept)
 
     def abandon(self) -> tuple[GroupBackend, Work] | None:
-        """Forget an all-gather in flight without waiting for it; returns its work, and the group that gets it."""
+        """Forget an all-gather in flight without waiting for it; return the group that is to get its work, and it."""
         if self.status is not ZeroParamStatus.INFLIGHT:
             return None
         work, self._work = self._work, None
         if self.offloaded is not None:
             self.offloaded.arrived()
         self._move(ZeroParamStatus.AVAILABLE)
-        self._renew_buffer()  # peers may still read the former one, which the backend holds
+        self._renew_buffer()  # peers may still read the former buffer, which the backend holds
         self.release()
         return None if work is None else (self.gathered_over, work)
 
     def take_from_full(self) -> None:
-        """Keep this rank's part of the whole parameters, which were changed."""
+        """Store this rank's part of the whole parameters, which were changed."""
         if self.is_sharded:
             if not self.is_exact:
                 raise StateError(
@@ -549,23 +549,23 @@ class ParamUnit:
         self.accept_changes()
 
     def broadcast(self, source: int) -> None:
-        """Give every rank the whole parameters of the global rank `source`, or of the first that has them."""
+        """Broadcast the whole parameters of the global rank `source`, or of the first rank that has them."""
         everyone = self.unit_ranks.reduce_group
         if everyone.world_size > 1:
             whole_N = self._full_N if self.is_sharded else self.shard_S
             everyone.broadcast(whole_N, source_in(everyone.group, source)).wait()
 
     def restore_plain(self) -> None:
-        """Leave whole, ordinary parameters behind, each with memory of its own."""
+        """Turn the parameters into whole, ordinary parameters, each with its own memory."""
         self.gather()
         self.let_go()
 
     def let_go(self) -> None:
-        """Leave ordinary parameters behind with what values they have, which is none if they are not whole."""
+        """Turn the parameters into ordinary ones with their current values; these are empty if not gathered."""
         for param in self.params:
             param.data = param.data.clone()
             unmark(param)
-        self._full_N, self._views = self.nothing, []  # a graph that is still there may read the former buffer
+        self._full_N, self._views = self.nothing, []  # a remaining graph may read the former buffer
         self.params, self._versions = [], []
 
     def _point_at_views(self) -> None:
@@ -586,12 +586,12 @@ class ParamUnit:
 
 
 def unit_of(param: Tensor) -> ParamUnit | None:
-    """The unit that shards `param`; None for an ordinary parameter."""
+    """Return the unit that shards `param`; None for an ordinary parameter."""
     return getattr(param, "ds_unit", None)
 
 
 def set_data(param: Parameter, value: Tensor) -> None:
-    """`param.data = value`, also from one kind of device to another that torch does not assign so."""
+    """Set `param.data = value`, even between kinds of devices for which torch refuses the assignment."""
     if torch._has_compatible_shallow_copy_type(param, value):
         param.data = value
         return
@@ -601,14 +601,14 @@ def set_data(param: Parameter, value: Tensor) -> None:
 
 
 def is_same(value: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and elements; NaN is the same as NaN."""
+    """Return whether two tensors have the same shape, dtype and elements; NaN equals NaN."""
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(value, other) or torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def is_rounded(value: Tensor, other: Tensor) -> bool:
-    """Whether `value` is `other` but for some rounding, as after `w + d - d`, relative to the largest element."""
+    """Return whether `value` is `other` up to rounding, as after `w + d - d`, relative to the largest element."""
     if (value.shape, value.dtype) != (other.shape, other.dtype) or not other.is_floating_point():
         return False
     exact = torch.promote_types(other.dtype, torch.float32)
@@ -622,14 +622,14 @@ def num_references(tensor: Tensor) -> int:
 
 
 def shape_of(param: Tensor) -> torch.Size:
-    """The shape of the whole parameter."""
+    """Return the shape of the whole parameter."""
     unit = unit_of(param)
     return param.shape if unit is None else unit.shapes[param.ds_index]  # type: ignore[attr-defined]
 
 
 @contextmanager
 def whole(param: Parameter) -> Iterator[Tensor]:
-    """The value of the whole parameter, detached; a collective if the parameter is sharded."""
+    """Yield the value of the whole parameter, detached. A collective if the parameter is sharded."""
     unit = unit_of(param)
     if unit is None:
         yield param.data
@@ -643,8 +643,8 @@ def whole(param: Parameter) -> Iterator[Tensor]:
 
 
 def whole_in_turn(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter with its whole value, detached, which holds until the next one; one unit is whole at a time. A
-    collective."""
+    """Yield each parameter with its whole value, detached and valid until the next one; one unit is gathered at a time.
+    A collective."""
     held: ParamUnit | None = None
     try:
         for param in params:

@@ -1,7 +1,7 @@
-"""`PendingTensor`: a tensor of a save whose values are copied while training goes on, from where they are.
+"""`PendingTensor` is a tensor of a checkpoint whose values are copied while training goes on.
 
-Code that changes or moves such values first waits for the copy (`Checkpointer.wait_for_copy`). A `PendingTensor` is no
-tensor, so that nothing reads it by mistake before.
+Code that changes or moves such values first waits for the copy (`Checkpointer.wait_for_copy`). The object is not a
+tensor, so nothing reads its values by mistake.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from deepspeed.errors import StateError
 
 @dataclass(frozen=True, eq=False)
 class PendingTensor:
-    """A `PendingTensor` is a tensor of a save whose values are copied later, from where they are in host memory.
+    """`PendingTensor` is a tensor of a checkpoint whose values in host memory are copied later.
 
     Args:
         shape, dtype: the shape and dtype of the whole tensor, which is contiguous.
-        pieces: the first element of each, and its values: 1-D, contiguous, of `dtype`, in host memory. They do not
-            overlap; what none of them has is zero.
-        is_held: whether the values stay as they are until they are copied. Else a save copies them before it returns.
+        pieces: the first element and the values of each piece: 1-D, contiguous, of `dtype`, in host memory. Pieces do
+            not overlap; elements outside of all pieces are zero.
+        is_held: whether the values stay unchanged until they are copied. Else the save copies them before it returns.
     """
 
     shape: torch.Size
@@ -41,21 +41,21 @@ class PendingTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "PendingTensor":
-        """A contiguous tensor in host memory, which the caller leaves as it is until it is copied."""
+        """Wrap a contiguous tensor in host memory that the caller does not change until it is copied."""
         return cls(tensor.shape, tensor.dtype, [(0, tensor.detach().view(-1))])
 
     def joined(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Return the tensor in its own memory."""
         result = torch.empty(self.shape, dtype=self.dtype)
         if self.shape.numel():
             self.copy_to(cast("NDArray[np.uint8]", result.view(-1).view(torch.uint8).numpy()))
         return result
 
     def copy_to(self, target: NDArray[np.uint8]) -> None:
-        """Write the bytes of the whole tensor; other threads go on meanwhile.
+        """Write the bytes of the whole tensor; other threads can run meanwhile.
 
         Raises:
-            StateError: something has changed the values since this object was made.
+            StateError: if the values were changed since this object was created.
         """
         end = 0
         for start, values in sorted(self.pieces, key=lambda piece: piece[0]):
@@ -72,5 +72,5 @@ class PendingTensor:
             )
 
     def _find_versions(self) -> tuple[int, ...]:
-        """Counts of torch's in-place writes."""
+        """Return torch's counts of in-place writes."""
         return tuple(0 if values.is_inference() else values._version for _, values in self.pieces)

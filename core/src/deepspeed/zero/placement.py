@@ -1,37 +1,37 @@
-"""`Placement` says where the optimizer's side of the owned shard lives, `ShardHome` where stage 3 keeps the weights.
+"""`Placement` says where optimizer data of the owned shard is kept, `ShardHome` where stage 3 keeps the weights.
 
-Master weights, optimizer states and reduced gradients have a `Placement`. The class itself is the answer "beside the
-weights": nothing is copied. `offload/host.py` is another, host memory, and `offload/nvme.py` the third, swap files.
-`offload/policy.py` chooses. A stage calls, in this order, and does not look which of them it has:
+Master weights, optimizer states and reduced gradients have a `Placement`. The class `Placement` itself keeps them in
+the memory of the weights, without copies. `offload/host.py` keeps them in host memory, `offload/nvme.py` in swap files.
+`offload/policy.py` chooses. A stage makes the same calls, in this order, for each of them:
 
     1. prepare                         once
-       of_unit                         per unit: its own placement, where `ratio` divides them
-       allocate, put_away              per unit: memory of its master weights; they, and states that exist, are final
+       of_unit                         per unit: its own placement, if `ratio` divides the units
+       allocate, put_away              per unit: memory of its master weights; their values and states are final
     2. home_of_gradients               per unit: memory of its reduced gradients
-    3. keeper                          per bucket; what it gives is called after each reduction
+    3. keeper                          per bucket: a function to call after each reduction
     4. settle                          every gradient of the step is where the optimizer reads it
-    5. norms                           of what arrived
-    6. plan                            before each update, where `fetches`
+    5. norms                           of the reduced gradients
+    6. plan                            before each update, if `fetches`
        fetch, copies, send, store      around the update of each batch
-       finish_sending                  after the last
+       finish_sending                  after the last batch
     7. forget                          with the gradients of the step
 
-Whoever reads or writes a master weight, a state or a reduced gradient outside of an update calls `read` and `write`,
-tensor by tensor: in swap files they have no memory then.
+Code that reads or writes a master weight, a state or a reduced gradient outside of an update calls `read` and `write`
+for each tensor: in swap files the tensors have no memory then.
 
-`ShardHome` is the contract of where stage 3 keeps the shard of a unit between its all-gathers, if not beside the whole
-parameters: `offload_param` and `zero.Init(remote_device=...)` ask for it. `HostShards` in `offload/host.py` and
-`offload/policy.py` answer it. A unit (`param_unit.py`) calls, in this order:
+`ShardHome` is the interface for where stage 3 keeps the shard of a unit between its all-gathers, if not beside the
+whole parameters. `offload_param` and `zero.Init(remote_device=...)` request it. `HostShards` in `offload/host.py` and
+`offload/policy.py` implement it. A unit (`param_unit.py`) calls, in this order:
 
     1. keep         once, with the values of its shard
     2. read_ahead   when its next all-gather is expected soon; only a hint
     3. prepare      before that all-gather: the only call that may fail because values are lost
     4. copied_to    around the all-gather, which then reads the copy
-    5. arrived      when that all-gather is over
-    6. settle       before values are stored by others than the unit
+    5. arrived      when that all-gather is finished
+    6. settle       before code outside of the unit stores values
     7. store        new values, part by part
 
-`SecondaryShard` is a second copy of the weights, beside it.
+`SecondaryShard` is part of a second copy of the weights, for hpZ.
 
 Legend: S numel of this rank's shard of a unit.
 """
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from deepspeed.zero.unit import ParamShard, SubGroup, Unit
 
 
-#: what `read` and `write` call the tensors of a shard that are not states of the optimizer
+#: names for `read` and `write` of the tensors of a shard that are not optimizer states
 MASTER = "master weights"
 GRADIENT = "reduced gradients"
 
-#: called by a bucket with the index of its unit, its reduction in flight and the memory that gets this rank's sum.
-#: Returns what to wait for before that memory is written again
+#: a bucket calls it with the index of its unit, its reduction in flight and the memory for this rank's sum. It returns
+#: the work to wait for before that memory is written again
 Keep = Callable[[int, Work, Tensor], Work]
 
 
@@ -69,75 +69,75 @@ class Placement:
     """`Placement` keeps master weights, states and reduced gradients beside the weights, in the accelerator's memory.
 
     Args:
-        memory: for an accelerator whose memory is the host's: page-locks what the optimizer keeps, on request.
+        memory: page-locks optimizer data on request, for an accelerator whose memory is host memory.
     """
 
-    #: whether it is in another memory than the weights
+    #: whether optimizer data is in another memory than the weights
     is_offloaded = False
-    #: master weights, states and reduced gradients have memory between `fetch` and `store` only
+    #: whether master weights, states and reduced gradients have memory only between `fetch` and `store`
     fetches = False
-    #: reductions in flight after which a launch finishes the oldest, so that it is kept while the backward runs
+    #: number of reductions in flight at which a launch finishes the oldest, so that it is stored during the backward
     max_in_flight: int | None = None
 
     def __init__(self, memory: HostMemory | None = None) -> None:
         self._host = memory
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """`tensor`, whose contents do not matter yet, where the reduced gradients of this rank can be left."""
+        """Return `tensor` (contents arbitrary) or a replacement that can also hold this rank's reduced gradients."""
         return tensor if self._host is None else self._host.pinned(tensor)
 
     def prepare(
         self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype, *, max_sub_group_numel: int
     ) -> None:
-        """See that there is room, before anything is laid out.
+        """Check that there is room, before anything is laid out.
 
         Args:
-            numel: of this rank's shards of all units, about.
-            gradient_dtype: of the reduced gradients.
-            max_sub_group_numel: of a sub-group, as the user bounds it; one that is a single shard may have more.
+            numel: approximate numel of this rank's shards of all units.
+            gradient_dtype: dtype of the reduced gradients.
+            max_sub_group_numel: the user's limit for a sub-group; a sub-group of a single shard may be larger.
 
         Raises:
-            ConfigError: there is not.
+            ConfigError: if there is no room.
         """
 
     def of_unit(self, numel: int) -> Placement:
-        """The placement of the next unit, which has `numel` elements on all ranks together. All ranks get the same."""
+        """Return the placement of the next unit, which has `numel` elements over all ranks. All ranks get the same."""
         return self
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
-        """An uninitialized 1-D tensor for master weights.
+        """Return an uninitialized 1-D tensor for master weights.
 
         Args:
-            device: of the weights.
-            crosses: whether it is copied to the weights as it is.
+            device: device of the weights.
+            crosses: whether it is copied to the weights without conversion.
         """
         return self.pinned(torch.empty(numel, dtype=dtype, device=device))
 
     def put_away(self, optimizer: Optimizer, sub_groups: Sequence[SubGroup], gradient_dtype: torch.dtype) -> None:
-        """The master weights of a unit have their values, and its states those that the optimizer was given with.
+        """Take over a unit whose master weights have their values, and whose states are those passed to `initialize`.
 
         Args:
-            sub_groups: the unit's, in their order: they lie end to end from the beginning of this rank's shard on.
-            gradient_dtype: of the reduced gradients.
+            sub_groups: the unit's sub-groups in order: end to end from the beginning of this rank's shard.
+            gradient_dtype: dtype of the reduced gradients.
         """
 
     def put_away_state(self, shard: ParamShard, state: dict[str, Any]) -> None:
-        """The optimizer's state of one shard was replaced, as by a load."""
+        """Take over the new optimizer state of one shard, for example after a load."""
 
     def read(self, shard: ParamShard, name: str, value: Any) -> Any:
-        """The values of a tensor of `shard`, in its shape, to be read and not written.
+        """Return the values of a tensor of `shard`, in its shape; the caller must not write to them.
 
         Args:
-            name: `MASTER`, `GRADIENT` or that of a state.
-            value: what the shard, or the optimizer's state, has under that name.
+            name: `MASTER`, `GRADIENT` or the name of a state.
+            value: the tensor that the shard, or the optimizer's state, has under that name.
         """
         return value
 
     def write(self, shard: ParamShard, name: str, value: Tensor | None, new: Tensor) -> None:
-        """Give such a tensor other values.
+        """Replace the values of such a tensor.
 
         Args:
-            new: of as many elements, in any shape, on any device.
+            new: the same number of elements, in any shape, on any device.
         """
         assert value is not None
         value.data.view(-1).copy_(new.reshape(-1))
@@ -146,7 +146,7 @@ class Placement:
         """Return the memory where the optimizer finds this rank's reduced gradients; called in the order of the units.
 
         Args:
-            own_S: this rank's part of what the unit's bucket lives in; empty where they live in buffers of a pool.
+            own_S: this rank's part of the bucket's memory; empty if the bucket borrows its buffer from a pool.
         """
         return own_S
 
@@ -154,52 +154,52 @@ class Placement:
         """Return the function that takes a sum of this rank out of its bucket; None if sums stay where they are.
 
         Args:
-            adds: whether a sum joins what is there of this step, instead of replacing it.
+            adds: whether a sum is added to the existing sum of this step instead of replacing it.
         """
         return None
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] zeros for one save or load, as large as this rank's part of a group of parameters.
+        """Return [numel] zeros for one save or load, as large as this rank's part of a param group.
 
         Args:
-            device: of what is copied into it.
+            device: device of the values that are copied into it.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def settle(self) -> None:
-        """Return when every sum that was taken can be read by the host."""
+        """Return when the CPU can read every sum that was taken."""
 
     def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
-        """0-D norms of the reduced gradients, which are as `home_of_gradients` gave them."""
+        """Return 0-D norms of the reduced gradients, which are the tensors of `home_of_gradients`."""
         return exact_norms(reduced)
 
     def gradients_changed(self) -> None:
-        """Reduced gradients were written from outside."""
+        """Note that reduced gradients were written from outside."""
 
     def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
         """Prepare the update that begins.
 
         Args:
-            optimizer: the optimizer that has the states.
-            updated: the shards that are updated, by batch, in the order of `fetch`; empty batches are not fetched.
+            optimizer: the optimizer with the states.
+            updated: the shards to update, by batch, in the order of `fetch`; empty batches are not fetched.
         """
 
     def fetch(self, number: int) -> None:
-        """Master weights, states and gradients of the batch `number` have memory and values until `store`."""
+        """Give the batch `number` of master weights, states and gradients memory and values until `store`."""
 
     def store(self, number: int) -> None:
-        """The update of the batch `number` is over."""
+        """End the update of the batch `number`."""
 
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         """Return the tensors to which the update of `shards` writes the weights, rounded to the model's dtype.
 
-        Each has the shape of its master weight. There are none where the master weights themselves are what the
-        weights become.
+        Each has the shape of its master weight. The list is empty if the weights are the master weights themselves.
+
         """
         return [shard.weight for shard in shards if shard.has_master]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
-        """The master weights of `shards` and their `copies` are final: bring them into the weights."""
+        """Copy the final master weights of `shards` and their `copies` to the weights."""
 
     def finish_sending(self) -> None:
         """Return when master weights and copies may be written again."""
@@ -209,22 +209,22 @@ class Placement:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that stay allocated between steps for copies; no states."""
+        """Bytes that stay allocated between steps for copies, without states."""
         return 0
 
     def release(self) -> None:
-        """Give back the memory that is held for copies."""
+        """Free the memory that is held for copies."""
 
 
 def read(norms: Sequence[Tensor]) -> list[float]:
-    """0-D tensors as numbers, with one wait for all that are on a device."""
+    """Return 0-D tensors as numbers; wait only once for all those on a device."""
     values = [float(norm) for norm in norms if norm.device.type == "cpu"]
     on_device = [norm for norm in norms if norm.device.type != "cpu"]
     return values + (torch.stack(on_device).tolist() if on_device else [])
 
 
 def exact_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """`exact_norm` of each. On a device they are one call, as every call costs the host more than the device."""
+    """Return `exact_norm` of each, on a device in one call, since a call costs more on the CPU than on the device."""
     many = [each for each in gradients if _is_plain_on_device(each)]
     if len(many) < 2:
         return [exact_norm(each) for each in gradients]
@@ -238,7 +238,7 @@ def _is_plain_on_device(gradients: Tensor) -> bool:
 
 
 def exact_norm(gradients: Tensor) -> Tensor:
-    """L2 norm, 0-D on their device; of few elements on the host in fp64, so that no cut changes it."""
+    """Return the L2 norm, 0-D on the same device. Small CPU tensors use fp64, so that cuts do not change the norm."""
     if gradients.is_complex():
         gradients = torch.view_as_real(gradients)
     if gradients.numel() <= 2**16 and gradients.device.type == "cpu":  # some devices lack fp64
@@ -247,93 +247,93 @@ def exact_norm(gradients: Tensor) -> Tensor:
 
 
 class OffloadedShard(ABC):
-    """This rank's shard of one unit.
+    """`OffloadedShard` is this rank's shard of one unit, kept in other memory.
 
     Args:
-        shard_S: its memory; on the meta device if it has none.
+        shard_S: memory of the shard; on the meta device if it has none.
     """
 
     def __init__(self, shard_S: Tensor) -> None:
         self.shard_S = shard_S
 
     def read_ahead(self) -> bool:
-        """Bring the values nearer; False: nothing to do, or no room to do it for this unit and those after it."""
+        """Start to read the values. False: nothing to do, or no room for this unit and the units after it."""
         return False
 
     @abstractmethod
     def prepare(self) -> None:
-        """The values are about to be copied.
+        """Prepare to copy the values.
 
         Raises:
-            OSError: they are lost.
+            OSError: if the values are lost.
         """
 
     @abstractmethod
     def copied_to(self, part_S: Tensor) -> AbstractContextManager[None]:
-        """Starts to copy the values to `part_S`, in the accelerator's memory; what is issued inside comes after it."""
+        """Start the copy to `part_S`, in the accelerator's memory; work issued inside the context runs after it."""
 
     @abstractmethod
     def arrived(self) -> None:
-        """The computation that follows comes after that copy."""
+        """Order the computation that follows after that copy."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Forget what was read ahead, and return when nothing reads the values any more."""
+        """Forget values that were read ahead; return when nothing reads the values any more."""
 
     @abstractmethod
     def load(self, start: int, numel: int) -> Tensor:
-        """The elements [start, start + numel), in host memory; to be read only."""
+        """Return the elements [start, start + numel) in host memory; read-only."""
 
     @abstractmethod
     def target(self, start: int, numel: int) -> Tensor:
-        """Host memory for new values of [start, start + numel), which `store` is then called with."""
+        """Return host memory for new values of [start, start + numel); the caller passes it to `store`."""
 
     @abstractmethod
     def store(self, start: int, values: Tensor) -> None:
-        """Keep new values, 1-D, from the element `start` on; of another dtype, they are rounded. Where they are in host
-        memory they may not be changed before the next `settle`."""
+        """Store new values, 1-D, from the element `start` on; another dtype is rounded. If `values` is in host memory,
+        it must not change before the next `settle`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """The elements [start, start + numel) of an offloaded shard."""
+    """`StoredPart` is the elements [start, start + numel) of an offloaded shard."""
 
     shard: OffloadedShard
     start: int
     numel: int
 
     def load(self) -> Tensor:
-        """Return these elements, in host memory; to be read only."""
+        """Return these elements in host memory; read-only."""
         return self.shard.load(self.start, self.numel)
 
     def target(self) -> Tensor:
-        """Return host memory for new values, which `store` is then called with."""
+        """Return host memory for new values; the caller passes it to `store`."""
         return self.shard.target(self.start, self.numel)
 
     def store(self, values: Tensor) -> None:
-        """Keep new values, of any shape, as `OffloadedShard.store` does."""
+        """Store new values, of any shape, as `OffloadedShard.store` does."""
         self.shard.store(self.start, values.detach().view(-1))
 
 
 class ShardHome(ABC):
-    """Keeps the shards of the units of one engine."""
+    """`ShardHome` keeps the shards of the units of one engine."""
 
-    #: as the configuration names it
+    #: its name in the configuration
     name = ""
 
     @abstractmethod
     def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
-        """Take over a shard, whose values are copied; None: it stays where it is.
+        """Take over a shard and copy its values. None: the shard stays where it is.
 
         Args:
-            name: of the unit, for errors.
+            name: name of the unit, for errors.
         """
 
-    def check(self) -> None:  # noqa: B027 - memory does not get lost
-        """Called before all values are read for the last time.
+    def check(self) -> None:  # noqa: B027 - values in memory cannot be lost
+        """Check that all values are readable, before they are read for the last time.
 
         Raises:
-            OSError: they are lost.
+            OSError: if values are lost.
         """
 
     @abstractmethod
@@ -344,28 +344,28 @@ class ShardHome(ABC):
 class SecondaryShard:
     """This rank's part of a second copy of a unit's weights, held by a small group of ranks. Owned by `ParamUnit`.
 
-    The first all-gather after an update runs over all ranks. Each rank keeps its part of the result, and until the
-    weights change again all-gathers run in the small group: that of the backward, and those of later micro-batches. It
-    costs the weights in the model's dtype once per small group. N is the padded numel of the unit.
+    The first all-gather after an update runs over all ranks, and each rank keeps its part of the result. Until the
+    weights change again, all-gathers run in the small group: in the backward and in later micro-batches. The copy costs
+    the weights in the model's dtype once per small group. N is the padded numel of the unit.
 
     Source: hpZ of G. Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
 
     Args:
-        ranks: the small group, whose size divides that of the group that shards the unit.
+        ranks: the small group; its size divides the size of the unit's shard group.
     """
 
     def __init__(self, ranks: GroupBackend) -> None:
         self.ranks = ranks
         self.shard: Tensor | None = None  # [N / ranks]
-        self.is_exact = False  # as in `ParamUnit`
+        self.is_exact = False  # see `ParamUnit`
         self._is_current = False
 
     def serves(self, *, exact: bool) -> bool:
-        """Whether an all-gather may run in the small group."""
+        """Return whether an all-gather may run in the small group."""
         return self._is_current and (self.is_exact or not exact)
 
     def keep(self, full_N: Tensor, *, is_exact: bool) -> None:
-        """Take this rank's part of the whole weights, if it has none of these weights yet."""
+        """Keep this rank's part of the whole weights, unless it has a current copy."""
         if self._is_current:
             return
         part = full_N.view(self.ranks.world_size, -1)[self.ranks.rank]
@@ -375,5 +375,5 @@ class SecondaryShard:
         self.is_exact, self._is_current = is_exact, True
 
     def forget(self) -> None:
-        """The weights change."""
+        """Invalidate the copy, because the weights change."""
         self._is_current = False

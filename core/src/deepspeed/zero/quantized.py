@@ -2,31 +2,31 @@
 
     all_gather         each rank sends its shard in int8                                              (qwZ)
     reduce_scatter     each rank sends each peer its part in int4, by one all-to-all; the receiver
-                       brings the parts back to fp32, adds them in rank order and rounds once         (qgZ)
-    ErrorFeedback      what int4 has left out of a rank's gradients, added to the next ones           (LoCo)
+                       converts the parts to fp32, adds them in rank order and rounds once             (qgZ)
+    ErrorFeedback      adds the int4 rounding error of a rank's gradients to its next gradients       (LoCo)
 
 Source: G. Wang et al., ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3. The all-to-all here has one step, not one within
-a node and one between nodes. Blocks of `BLOCK_NUMEL` elements have one fp32 scale each, symmetric around 0, so that
+a node and one between nodes. Blocks of `BLOCK_NUMEL` elements share one fp32 scale, symmetric around 0, so that
 |x - x'| <= scale / 2 with scale = max|x| / 127 in int8 and max|x| / 7 in int4 (`ops/quantizer/groups.py`). A block with
-inf or nan comes back as nan: an overflow stays one. What is gathered is rounded on every rank alike, its own included.
+inf or nan becomes nan, so overflows are kept. Gathered values are rounded identically on every rank, its own included.
 
-A group of one rank sends nothing, and what the quantizer does not take (fp64, integers) is sent as it is.
-Called by `param_unit.py` for weights that a module is about to read, and by `ZeroStage.reduce` for gradients.
+A group of one rank sends nothing. Dtypes that the quantizer does not support (fp64, integers) are sent unchanged.
+`param_unit.py` calls this for weights that a module is about to read, `ZeroStage.reduce` for gradients.
 
-[Note: error feedback] With Q4 and Q8 the rounding to int4 and int8, a rank that has the gradients g of a unit, and the
-errors e, zero at first, sends and keeps (X. Xie et al., LoCo, arXiv 2407.04480)
+[Note: error feedback] Let Q4 and Q8 be the rounding to int4 and int8. A rank with the gradients g of a unit, and with
+the errors e (initially zero), sends and keeps (X. Xie et al., LoCo, arXiv 2407.04480)
 
     h = g + e,    send Q4(h),    e <- Q8(beta e + (1 - beta) (h - Q4(h)))
 
-So K reductions send the sum of K gradients, but for (e_0 - e_K) / (1 - beta) and what Q8 has rounded: the error of
-their mean falls with 1 / K until it is what Q8 loses, where without feedback it stays. `beta` 0 keeps the last error
-alone. Errors are as large as scaled gradients are, and of gradients that a step has used. So they begin at zero again
-where a step was skipped, or the loss scale changes, and an element that is inf or nan leaves none.
+So K reductions send the sum of K gradients, except for (e_0 - e_K) / (1 - beta) and the rounding of Q8. The error of
+their mean falls with 1 / K down to the error of Q8; without feedback it does not fall. With `beta` 0 only the last
+error is kept. Errors scale with the gradients and belong to gradients that a step has used. So errors are reset to zero
+after a skipped step and when the loss scale changes. An element that is inf or nan leaves no error.
 
-[Note: rounded once] Weights that rest in int8 are packed again when they are loaded, from what `unpack` gave. In bf16
-and fp16 that makes the same codes and scales: the largest element m of a block comes back as m, and with it the scale.
-In fp32 the product 127 * scale is rounded, and the next scale may be another one. So `lasting` limits the elements of a
-block to 127 times a scale of 17 significant bits: that product is exact.
+[Note: rounded once] Weights that are stored in int8 are packed again when the output of `unpack` is loaded. In bf16 and
+fp16 that gives the same codes and scales: the largest element m of a block is restored as m, and so is the scale.
+In fp32 the product 127 * scale is rounded, and the next scale may differ. So `lasting` limits the elements of a block
+to 127 times a scale of 17 significant bits, for which the product is exact.
 
 Legend: N numel of a full buffer, S of a shard, W ranks, B bytes of a shard in few bits.
 """
@@ -44,23 +44,23 @@ from deepspeed.ops.operators import FLOATS
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, quantize
 from deepspeed.ops.quantizer.groups import TINY
 
-#: elements with one scale: 0.125 bits more per element
+#: elements per scale: 0.125 bits more per element
 BLOCK_NUMEL = 256
 WEIGHT_BITS, GRADIENT_BITS, ERROR_BITS = 8, 4, 8
 
-#: elements whose errors are brought to fp32 at once. Measured on a core for 2 M gradients: 14.5 ms at 2**17, 24 at
-#: 2**15, where 2.3 ms go without errors. On a device it is 64 MiB of buffers
+#: elements whose errors are converted to fp32 at once. Measured on one core for 2 M gradients: 14.5 ms at 2**17, 24 at
+#: 2**15; without error feedback 2.3 ms. On a device this takes 64 MiB of buffers
 RUN_NUMEL, DEVICE_RUN_NUMEL = 2**17, 2**22
 
 _SCALE_BYTES = torch.float32.itemsize
-#: clears the bits of an fp32 scale that would make its product with an int8 code inexact
+#: mask for the bits of an fp32 scale that would make its product with an int8 code inexact
 _EXACT_SCALE = -(1 << 7)
-#: scales and codes begin at a multiple of this, which the widest loads of the kernels want
+#: scales and codes begin at a multiple of this, for the widest loads of the kernels
 _ALIGNMENT_BYTES = 16
 
 
 def all_gather(ranks: GroupBackend, full_N: Tensor, shard_S: Tensor, *, tag: str | int | None = None) -> Work:
-    """`GroupBackend.all_gather` with the shards in int8. `shard_S` may be written as soon as this returns."""
+    """Run `GroupBackend.all_gather` with int8 shards. `shard_S` may be written as soon as this returns."""
     if not _is_quantized(ranks, shard_S):
         return ranks.all_gather(full_N, shard_S, tag=tag)
     packing = ShardPacking(shard_S.numel(), WEIGHT_BITS)
@@ -72,7 +72,7 @@ def all_gather(ranks: GroupBackend, full_N: Tensor, shard_S: Tensor, *, tag: str
 def all_gather_packed(
     ranks: GroupBackend, full_N: Tensor, packed_B: Tensor, packing: "ShardPacking", *, tag: str | int | None = None
 ) -> Work:
-    """`all_gather` of a shard that is packed already."""
+    """Run `all_gather` with a shard that is packed already."""
     packed_WB = _allocate(ranks, packing, full_N.device)
 
     def unpack() -> None:
@@ -91,10 +91,10 @@ def reduce_scatter(
     tag: str | int | None = None,
     feedback: "ErrorFeedback | None" = None,
 ) -> Work:
-    """`GroupBackend.reduce_scatter` with the parts in int4. `full_N` may be written as soon as this returns.
+    """Run `GroupBackend.reduce_scatter` with int4 parts. `full_N` may be written as soon as this returns.
 
     Args:
-        feedback: has the errors of what was sent with the same `tag` before.
+        feedback: the errors of earlier reductions with the same `tag`; None: no error feedback.
     """
     if not _is_quantized(ranks, shard_S):
         return ranks.reduce_scatter(shard_S, full_N, tag=tag)
@@ -111,7 +111,7 @@ def reduce_scatter(
 
 
 class _BlockRun(NamedTuple):
-    """Blocks of one length."""
+    """`_BlockRun` is a run of blocks of one length."""
 
     elements: slice
     num_blocks: int
@@ -126,7 +126,7 @@ class ShardPacking:
     Args:
         numel: S, at least 1.
         bits: 8 or 4 per element.
-        run_numel: elements in one call of the quantizer, at most, in whole blocks; the bytes are the same.
+        run_numel: maximum of elements per call of the quantizer, in whole blocks; does not change the bytes.
     """
 
     def __init__(self, numel: int, bits: int, run_numel: int = sys.maxsize) -> None:
@@ -145,7 +145,7 @@ class ShardPacking:
             yield self._run(num_full, 1, num_left)
 
     def _run(self, first: int, num_blocks: int, block_numel: int) -> _BlockRun:
-        """`num_blocks` blocks after the first `first` ones, which are full."""
+        """Return the run of `num_blocks` blocks after the first `first` blocks, which are full."""
         start, codes = first * BLOCK_NUMEL, self._codes_start + first * BLOCK_NUMEL * self.bits // 8
         num_codes = num_blocks * math.ceil(block_numel * self.bits / 8)
         return _BlockRun(
@@ -156,19 +156,19 @@ class ShardPacking:
         )
 
     def pack(self, numbers_S: Tensor, packed_B: Tensor) -> None:
-        """Write `numbers_S`, fp32, bf16 or fp16, to `packed_B`, int8."""
+        """Pack `numbers_S` (fp32, bf16 or fp16) into `packed_B` (int8)."""
         for run in self.runs:
             self.pack_run(run, numbers_S[run.elements], packed_B)
 
     def pack_run(self, run: "_BlockRun", numbers: Tensor, packed_B: Tensor) -> None:
-        """Write the elements of one of `runs` to their places in `packed_B`."""
+        """Pack the elements of one of `runs` into their places in `packed_B`."""
         codes, scales = quantize(numbers, run.num_blocks, self.bits)
         packed_B[run.codes].copy_(codes.view(-1))
         packed_B[run.scales].view(torch.float32).copy_(scales.view(-1))
 
     def lasting(self, numbers_S: Tensor) -> Tensor:
-        """`numbers_S` with its largest elements less by 2**-16 of themselves at most, so that packing in 8 bits what
-        `unpack` gives of them changes nothing; see [Note: rounded once]."""
+        """Return `numbers_S` with its largest elements reduced by at most 2**-16 of their value, so that packing the
+        output of `unpack` again in 8 bits changes nothing; see [Note: rounded once]."""
         if numbers_S.dtype is not torch.float32:
             return numbers_S
         limited_S = torch.empty_like(numbers_S)
@@ -180,59 +180,59 @@ class ShardPacking:
         return limited_S
 
     def unpack(self, packed_B: Tensor, numbers_S: Tensor) -> None:
-        """Write what `pack` made to `numbers_S`, rounded to its dtype."""
+        """Unpack the output of `pack` to `numbers_S`, rounded to its dtype."""
         for run in self.runs:
             numbers = numbers_S[run.elements]
             numbers.copy_(self.unpack_run(run, packed_B, numbers.dtype))
 
     def unpack_run(self, run: "_BlockRun", packed_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """The elements of one of `runs`, 1-D."""
+        """Return the elements of one of `runs`, 1-D."""
         codes, scales = self._parts(run, packed_B)
         numel = run.elements.stop - run.elements.start
         return dequantize(codes, scales, self.bits, shape=(numel,), dtype=dtype)
 
     def unpack_sum(self, packed_WB: Tensor, sum_S: Tensor) -> None:
-        """Write the sum of W packed shards to `sum_S`: added in fp32 in the order of ranks, rounded once."""
+        """Write the sum of W packed shards to `sum_S`: added in fp32 in rank order, rounded once."""
         for run in self.runs:
             numbers = sum_S[run.elements]
             codes, scales = self._parts(run, packed_WB)
             numbers.copy_(dequantize_reduce(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
 
     def codes(self, packed_B: Tensor) -> Tensor:
-        """The codes of all elements in 8 bits, a view of S elements."""
+        """Return the 8-bit codes of all elements, a view of S elements."""
         assert self.bits == 8
         return packed_B.narrow(0, self._codes_start, self.numel)
 
     def _parts(self, run: _BlockRun, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a run, views with a block in each row; `packed` is (..., B)."""
+        """Return codes and scales of a run as views with one block per row; `packed` is (..., B)."""
         codes = packed[..., run.codes].unflatten(-1, (run.num_blocks, -1))
         scales = packed[..., run.scales].view(torch.float32).unsqueeze(-1)
         return codes, scales
 
 
 class ErrorFeedback:
-    """`ErrorFeedback` keeps what int4 has left out of gradients that this rank has sent; see [Note: error feedback].
+    """`ErrorFeedback` keeps the int4 rounding errors of gradients that this rank has sent; see [Note: error feedback].
 
-    The errors of all N elements of a unit rest in int8 on every rank, from its first reduction on.
+    The errors of all N elements of a unit are kept in int8 on every rank, from its first reduction on.
 
     Args:
-        beta: how much of the former errors stays, 0 <= beta < 1.
-        reset_steps: steps after which errors begin at zero again.
+        beta: weight of the former errors, 0 <= beta < 1.
+        reset_steps: number of steps after which errors are reset to zero.
     """
 
     def __init__(self, beta: float, reset_steps: int) -> None:
         self.beta = beta
         self.reset_steps = reset_steps
-        self._num_steps = 0  # since errors were zero
-        self._errors: dict[str | int | None, Tensor] = {}  # by what is sent: packed, (W, B)
+        self._num_steps = 0  # since errors were reset
+        self._errors: dict[str | int | None, Tensor] = {}  # by key of `pack`: packed errors, (W, B)
 
     def pack(self, key: str | int | None, parts_WS: Tensor, sent_WB: Tensor) -> None:
-        """Write `parts_WS` and the errors of `key`, in int4, to `sent_WB`, and keep the new errors."""
+        """Pack `parts_WS` plus the errors of `key`, in int4, into `sent_WB`, and keep the new errors."""
         world_size, numel = parts_WS.shape
         run_numel = RUN_NUMEL if parts_WS.device.type == "cpu" else DEVICE_RUN_NUMEL
         sending, resting = (ShardPacking(numel, bits, run_numel) for bits in (GRADIENT_BITS, ERROR_BITS))
         errors_WB = self._errors.get(key)
-        if errors_WB is None:  # all bytes 0 are zeros
+        if errors_WB is None:  # zero bytes unpack to zeros
             shape = world_size, resting.num_bytes
             errors_WB = self._errors[key] = torch.zeros(shape, dtype=torch.int8, device=parts_WS.device)
         for part_S, error_B, sent_B in zip(parts_WS, errors_WB, sent_WB, strict=True):
@@ -245,13 +245,13 @@ class ErrorFeedback:
                 resting.pack_run(kept, error, error_B)
 
     def end_step(self, *, keeps: bool) -> None:
-        """A step is over. `keeps`: its gradients were used, and the next ones are scaled as they were."""
+        """End a step. `keeps`: whether its gradients were used and the next gradients have the same loss scale."""
         self._num_steps += 1
         if not keeps or self._num_steps >= self.reset_steps:
             self.drop()
 
     def drop(self) -> None:
-        """Begin at zero again, without memory."""
+        """Reset the errors to zero and free their memory."""
         self._errors.clear()
         self._num_steps = 0
 
@@ -266,7 +266,7 @@ def _is_quantized(ranks: GroupBackend, shard_S: Tensor) -> bool:
 
 
 def _allocate(ranks: GroupBackend, packing: ShardPacking, device: torch.device) -> Tensor:
-    """A packed shard of each rank, (W, B)."""
+    """Allocate a packed shard for each rank, (W, B)."""
     numel = ranks.world_size * packing.num_bytes
     return ranks.allocate(numel, torch.int8, device).view(ranks.world_size, packing.num_bytes)
 

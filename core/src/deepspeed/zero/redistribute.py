@@ -1,18 +1,18 @@
-"""Move sharded values from one division among ranks to another: `Run`s say where, one all-to-all per buffer moves.
+"""Move sharded values between divisions among ranks, given as `Run`s, with one all-to-all per buffer.
 
-`join_parts` makes a whole value of parts that may overlap. A file of stage 3 has, of a parameter that no optimizer
-trains, one of W parts of ceil(n / W) elements, the last ones padded with zeros; rank r saves part r.
+`join_parts` builds a whole value from parts that may overlap. A stage-3 file of rank r holds part r of each parameter
+that no optimizer trains: one of W parts of ceil(n / W) elements, the last ones padded with zeros.
 
 Shape legend: M numel of a rank before, T after.
 
-`state_dict()` and `load_state_dict()` are called on modules whose parameters are sharded (stage 3,
-`zero.Init`). A sharded parameter is an empty tensor, so that a plain `state_dict()` would be saved without weights, and
-a load would end in torch's words about shapes, one for each parameter. `watch` puts hooks on the modules: a plain
-`state_dict()` says once how to get whole weights, and a load of sharded parameters is refused with the way to do it.
-Neither can gather by itself, since scripts call both on one rank alone.
+This module also handles `state_dict()` and `load_state_dict()` of modules with sharded parameters (stage 3,
+`zero.Init`). A sharded parameter is an empty tensor: a plain `state_dict()` would be saved without weights, and a load
+would fail with a torch error about shapes for each parameter. `watch` registers hooks on the modules: a plain
+`state_dict()` warns once and names how to get whole weights, and a load of sharded parameters raises with a hint.
+Neither can gather by itself, since scripts call both on a single rank.
 
-`get_model_state_dict` and `set_model_state_dict` of `torch.distributed.checkpoint.state_dict` are collectives: all
-ranks call them. They get whole weights, and what they set is kept in the shards and in the fp32 master weights.
+`get_model_state_dict` and `set_model_state_dict` of `torch.distributed.checkpoint.state_dict` are collectives that all
+ranks call. They return whole weights, and the values they set are stored in the shards and the fp32 master weights.
 """
 
 import math
@@ -54,17 +54,17 @@ class _Move(NamedTuple):
 def redistribute(
     values_M: Tensor, before: Sequence[Run], after: Sequence[Run], result_T: Tensor, ranks: GroupBackend | None
 ) -> Tensor:
-    """This rank's values in the division `after`. A collective over `ranks`.
+    """Return this rank's values in the division `after`. A collective over `ranks`.
 
     Args:
         values_M: 1-D, this rank's values in the division `before`.
-        result_T: 1-D, of the same dtype and device; what no run covers is left as it is.
-        ranks: None: this rank is the owner 0 of everything.
+        result_T: 1-D, of the same dtype and device; elements that no run covers stay unchanged.
+        ranks: None: this rank is owner 0 of everything.
 
     Returns:
         `result_T`.
     """
-    values_M = values_M.detach()  # files of other programs hold parameters
+    values_M = values_M.detach()  # other programs' files may hold parameters
     for start, values in pieces_of([(0, values_M)], before, after, ranks):
         result_T[start : start + values.numel()] = values
     return result_T
@@ -73,14 +73,14 @@ def redistribute(
 def pieces_of(
     sources: Sequence[tuple[int, Tensor]], before: Sequence[Run], after: Sequence[Run], ranks: GroupBackend | None
 ) -> list[tuple[int, Tensor]]:
-    """This rank's values in the division `after`, as `redistribute` joins them. A collective over `ranks`.
+    """Return this rank's values in the division `after`, as pieces. A collective over `ranks`.
 
     Args:
-        sources: this rank's values in the division `before`: offset and 1-D values, in this order, at least one, of one
-            dtype and on one device. A run lies in one of them.
+        sources: this rank's values in the division `before`: offsets and 1-D values, ascending, at least one, with one
+            dtype and device. Each run lies within one of them.
 
     Returns:
-        The offset of each piece and its values. Those that this rank had before are views of `sources`.
+        The offset and the values of each piece. Pieces that this rank had before are views of `sources`.
     """
     starts = [start for start, _ in sources]
 
@@ -106,8 +106,8 @@ def pieces_of(
 
 
 def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
-    """Exchange elements with all ranks: through host memory where the group has a library for it, since every such
-    library can do so, else through this rank's device. Bytes are sent, since not every library moves every dtype."""
+    """Exchange elements with all ranks: through host memory if the group has a library for it, since every such library
+    supports this; else through this rank's device. Bytes are sent, since some libraries do not support every dtype."""
     device = host_or_device(ranks.group)
     width = sent.element_size()
     received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
@@ -125,7 +125,7 @@ def _sizes(moves: Sequence[Sequence[_Move]]) -> list[int]:
 
 
 def _moves(before: Sequence[Run], after: Sequence[Run]) -> Iterator[_Move]:
-    """Every stretch of elements that lies in one run before and one run after."""
+    """Yield every stretch of elements that lies in one run before and one run after."""
     by_param: dict[int, list[Run]] = {}
     for run in before:
         by_param.setdefault(run.param, []).append(run)
@@ -138,12 +138,12 @@ def _moves(before: Sequence[Run], after: Sequence[Run]) -> Iterator[_Move]:
 
 
 def join_parts(own: Tensor | None, param: Tensor, ranks: GroupBackend) -> Tensor | None:
-    """The whole value; None if no rank has a part. A collective of `ranks`.
+    """Join the parts of all ranks to the whole value; None if no rank has a part. A collective over `ranks`.
 
     Args:
-        own: this rank's part, of the shape of its part of `param`; None: it has none, as of a gradient, which then
+        own: this rank's part, in the shape of its part of `param`; None: this rank has none (of a gradient, say), which
             counts as zeros.
-        ranks: the holders of the parts.
+        ranks: the ranks that hold the parts.
     """
     part = part_held(param)
     assert part is not None
@@ -168,13 +168,13 @@ def join_parts(own: Tensor | None, param: Tensor, ranks: GroupBackend) -> Tensor
 
 
 def own_part(param: Tensor, whole: Tensor, asked: str) -> Tensor:
-    """Return the part of the value `whole` that this rank has: all of it where the model does not divide `param`.
+    """Return this rank's part of the value `whole`; all of it if the model does not divide `param`.
 
     Args:
-        asked: what the user called.
+        asked: name of the function that the user called.
 
     Raises:
-        ValueError: if `whole` has not the shape of the whole parameter.
+        ValueError: if `whole` does not have the shape of the whole parameter.
     """
     part = part_held(param)
     if part is None or part.is_whole:
@@ -188,8 +188,8 @@ def own_part(param: Tensor, whole: Tensor, asked: str) -> Tensor:
 
 
 def saved_part(param: Parameter) -> Tensor:
-    """Return what this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
-    collective for a sharded parameter that is not whole."""
+    """Return the part of a parameter that this rank saves: ceil(n / W) elements if it is sharded, else all of it. A
+    collective if the parameter is sharded and not gathered."""
     unit = unit_of(param)
     if unit is None:
         return param.detach()
@@ -198,13 +198,13 @@ def saved_part(param: Parameter) -> Tensor:
 
 
 def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
-    """This rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
+    """Return this rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
     return part_of_parts([value], value.shape, ranks.rank, ranks.world_size)
 
 
 def part_of_parts(parts: Sequence[Tensor], shape: torch.Size, rank: int, world_size: int) -> Tensor:
-    """The part of `rank` of `world_size` of a parameter, 1-D, padded with zeros, from the parts of the ranks that saved
-    it; no more is read than it needs."""
+    """Return part `rank` of `world_size` of a parameter, 1-D, padded with zeros, from the parts of the ranks that saved
+    it. Only the needed ranges are read."""
     numel = shape.numel()
     size, saved_size = math.ceil(numel / world_size), math.ceil(numel / len(parts))
     part = parts[0].new_zeros(size)
@@ -218,7 +218,7 @@ def part_of_parts(parts: Sequence[Tensor], shape: torch.Size, rank: int, world_s
 
 
 def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
-    """Fill a unit from this rank's part of each of its parameters, as `saved_part` gave it. A collective."""
+    """Fill a unit from this rank's part (see `saved_part`) of each of its parameters. A collective."""
     layout = unit.layout
     runs = [
         Run(each.param, each.param_start, each.numel, holder, each.start - layout.shard(each.owner)[0])
@@ -233,7 +233,7 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
 
 
 def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:
-    """A whole parameter, on every rank, from this rank's part of it as `saved_part` gave it. A collective."""
+    """Return a whole parameter on every rank from this rank's part of it (see `saved_part`). A collective."""
     numel = shape.numel()
     everywhere = [Run(0, 0, numel, rank, 0) for rank in range(ranks.world_size)]
     before = in_parameters([numel], ranks.world_size)
@@ -241,11 +241,11 @@ def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tens
 
 
 _COLLECTIVE = "torch.distributed.checkpoint.state_dict"
-#: a method of libraries' models that asks for names of what it will load, before there is anything to lose
+#: method of library models that calls `state_dict` only for the names of what to load
 _NAMES_ONLY = "from_pretrained"
-#: attribute of a module that has the hooks
+#: attribute of a module with hooks
 _MARK = "_ds_state_dict_hooks"
-#: attribute of our hooks, which do not translate what is loaded
+#: attribute of our hooks, which do not translate loaded values
 IS_OURS = "_is_of_zero3"
 
 _takes_empty = False
@@ -253,7 +253,7 @@ _takes_empty = False
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Let a `state_dict` or `load_state_dict` of the engine's own run inside, in which sharded parameters are empty."""
+    """Let the engine call `state_dict` or `load_state_dict` inside with empty sharded parameters."""
     global _takes_empty
     former, _takes_empty = _takes_empty, True
     try:
@@ -263,7 +263,7 @@ def as_it_is() -> Iterator[None]:
 
 
 def watch(module: Module) -> None:
-    """Put the hooks on `module` and the modules below it that own sharded parameters. Idempotent."""
+    """Register the hooks on `module` and on submodules that own sharded parameters. Idempotent."""
     for each in module.modules():
         if _MARK not in each.__dict__ and any(unit_of(param) is not None for param in _own(each).values()):
             handles = [each._register_state_dict_hook(_after_collection)]
@@ -272,7 +272,7 @@ def watch(module: Module) -> None:
 
 
 def unwatch(module: Module) -> None:
-    """Take `watch` back where no parameter is sharded any more."""
+    """Undo `watch` on modules without sharded parameters."""
     for each in module.modules():
         if all(unit_of(param) is None for param in _own(each).values()):
             handles: Sequence[RemovableHandle] = each.__dict__.pop(_MARK, ())
@@ -281,7 +281,7 @@ def unwatch(module: Module) -> None:
 
 
 def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) -> None:
-    """Called by `state_dict` when it has what `module` owns."""
+    """Hook of `state_dict`, called when it has collected the values of `module`."""
     if _takes_empty:
         return
     named = {prefix + name: param for name, param in _own(module).items() if _is_released_again(param)}
@@ -291,7 +291,7 @@ def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) ->
             with whole(param) as value:
                 state[name] = value.clone()
         return
-    kept = [name for name, param in named.items() if not _is_empty(param)]  # of memory that is given back
+    kept = [name for name, param in named.items() if not _is_empty(param)]  # their memory will be freed
     for name in kept:
         state[name] = named[name].detach().clone()
     if len(kept) < len(named) and not _is_called_by(lambda frame: frame.f_code.co_name == _NAMES_ONLY):
@@ -304,7 +304,7 @@ def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) ->
 
 
 def _before_load(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Called by `load_state_dict` before `module` takes what it owns."""
+    """Hook of `load_state_dict`, called before `module` loads its values."""
     if _takes_empty:
         return
     own = {name: param for name, param in _own(module).items() if isinstance(state.get(prefix + name), Tensor)}
@@ -330,7 +330,7 @@ setattr(_before_load, IS_OURS, True)
 
 
 def _set_whole(param: Any, name: str, value: Tensor) -> None:
-    """Keep this rank's elements of a whole value, in the shard and in its master weights."""
+    """Store this rank's elements of a whole value in the shard and in its master weights."""
     unit: ParamUnit = param.ds_unit
     if value.shape != param.ds_shape:
         raise StateError(
@@ -347,7 +347,7 @@ def _set_whole(param: Any, name: str, value: Tensor) -> None:
 
 
 def _release(unit: ParamUnit) -> None:
-    """Make parameters empty that were left whole, to be used again soon."""
+    """Release parameters that were kept gathered for a later use."""
     if unit.status is ZeroParamStatus.NOT_AVAILABLE or unit.num_contexts > 0:
         return
     if unit.hooks is not None:
@@ -356,12 +356,12 @@ def _release(unit: ParamUnit) -> None:
 
 
 def _own(module: Module) -> dict[str, Parameter]:
-    """The module's own parameters, not seen as reads of them."""
+    """Return the module's own parameters without counting it as a read of them."""
     return {name: param for name, param in module._parameters.items() if param is not None}
 
 
 def _is_released_again(param: Any) -> bool:
-    """Whether it is sharded, and whole for a module at most, not for a context of the user's."""
+    """Return whether `param` is sharded and, if gathered, gathered for a module and not for a user's context."""
     unit = unit_of(param)
     return unit is not None and unit.is_sharded and unit.num_contexts == 0
 
@@ -372,7 +372,7 @@ def _is_empty(param: Any) -> bool:
 
 
 def is_called_by_collective() -> bool:
-    """Whether a function of `torch.distributed.checkpoint.state_dict` is running."""
+    """Return whether a function of `torch.distributed.checkpoint.state_dict` is running."""
     return _is_called_by(lambda frame: frame.f_globals.get("__name__") == _COLLECTIVE)
 
 

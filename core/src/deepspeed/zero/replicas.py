@@ -1,18 +1,17 @@
-"""Whether ranks that hold copies of the same weights hold the same bits: `watch.compare_weights_every`, and
-`zero_optimization.enable_sanity_checks`, which compares before every update.
+"""`ReplicaCheck` checks that copies of the same weights have the same bits on all ranks that hold them.
 
-Called before an update, from `Training.before_update`. A rank that changed such a weight on its own, for example inside
-`GatheredParameters` without `modifier_rank`, or whose memory or kernel erred, would train on from other weights without
-a sign. Copies are
+`watch.compare_weights_every` enables it; `zero_optimization.enable_sanity_checks` compares before every update.
+`Training.before_update` calls it. A rank may change a weight on its own, for example inside `GatheredParameters`
+without `modifier_rank`, or its memory or kernels may err. It would silently train on with other weights. Copies are
 
-    weights that this rank has whole    on the ranks of dp x sp; those of experts on the ranks with the same experts
+    weights that this rank has whole    on the ranks of dp x sp; experts on the ranks with the same experts
     weights of several pipeline stages  on these stages too
-    undivided weights, and shards       on tensor-parallel ranks too, if marks say what is divided
+    undivided weights, and shards       on tensor-parallel ranks too, if marks declare the division
     shards of MiCS                      on the ranks with the same shard
-    parts of hpZ's second copy          on the ranks with the same part
+    secondary shards (hpZ)              on the ranks with the same part
 
-Each copy has a digest, made on its device: one transfer per device brings them to the host. Ranks then exchange one
-digest of all digests for each set of ranks that hold copies, and only where two differ those of single weights.
+Each copy has a digest, computed on its device and moved to the CPU in one transfer per device. Ranks exchange one
+digest of all digests for each set of ranks with copies, and digests of single weights only if two of these differ.
 """
 
 import hashlib
@@ -45,20 +44,20 @@ from deepspeed.zero.sharding import Sharding
 
 _CHUNK_NUMEL = 2**20
 _SPREAD = 0x9E3779B1  # odd, so that places below 2**31 get different factors
-_MIX = 0x2545F4914F6CDD1D  # odd, so that no bit of the chunks before is lost
+_MIX = 0x2545F4914F6CDD1D  # odd, so that no bit of earlier chunks is lost
 _MIB = 2**20
 _CALL = "comparison of weights"
 
-#: by set of ranks that hold copies, and by weight its digest; None: it is not to be compared now
+#: by set of ranks that hold copies, and by weight: its digest; None: it must not be compared now
 Digests = dict[str, dict[str, int | None]]
 
 
 class ReplicaCheck:
-    """Compares the copies of one engine's weights. Made by all ranks of the mesh together.
+    """`ReplicaCheck` compares the copies of one engine's weights. All ranks of the mesh create it together.
 
     Args:
-        key: of the configuration, for errors.
-        every: updates; before each of so many it compares.
+        key: configuration key, for errors.
+        every: number of updates between comparisons.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: Mesh, sharding: Sharding, *, key: str, every: int) -> None:
@@ -69,13 +68,13 @@ class ReplicaCheck:
         group_backend(mesh.norm_group).connect()
 
     def __call__(self, update: int) -> None:
-        """Compare, if it is time. A collective of all ranks of the mesh.
+        """Compare, if it is due. A collective of all ranks of the mesh.
 
         Args:
             update: the number of the update that follows, from 1.
 
         Raises:
-            StateError: on every rank, for the first weight of which copies differ; it names the ranks.
+            StateError: on every rank, for the first weight whose copies differ; names the ranks.
         """
         if update % self._every or len(self._ranks) == 1:
             return
@@ -99,12 +98,12 @@ class ReplicaCheck:
     def _refuse(self, differing: Sequence[str], by_rank: Sequence[Digests]) -> None:
         for members in differing:
             for name in _in_order(found[members] for found in by_rank):
-                # another rank may have released it already, or set its own elements, which come with the update
+                # None: another rank has released it already, or set its own elements, which arrive with the update
                 every = zip(self._ranks, (found[members] for found in by_rank), strict=True)
                 held = {rank: digests[name] for rank, digests in every if name in digests}
                 if None in held.values() or len(set(held.values())) < 2:
                     continue
-                (expected, _), *_ = Counter(held.values()).most_common()  # of equally many, that of the first rank
+                (expected, _), *_ = Counter(held.values()).most_common()  # in a tie, the first rank's digest
                 others = [rank for rank, digest in held.items() if digest != expected]
                 first = next(rank for rank, digest in held.items() if digest == expected)
                 raise StateError(
@@ -119,7 +118,7 @@ class ReplicaCheck:
     # ---- what this rank holds -----------------------------------------------------------------------------------
 
     def _digests(self) -> tuple[Digests, int]:
-        """The digests of this rank's copies, and how many bytes they have."""
+        """Return the digests of this rank's copies, and the number of bytes of the copies."""
         copies = [(name, sets, value) for name, sets, value in self._copies() if sets]
         waiting = self._sharding.set_locally
         digests = _digests([value for _, _, value in copies])
@@ -170,7 +169,7 @@ class ReplicaCheck:
 def create_check(
     zero: ZeroConfig, watch: WatchConfig, module: torch.nn.Module, mesh: Mesh, sharding: Sharding
 ) -> ReplicaCheck | None:
-    """Create the check of copies that the sections ask for, a collective; None where they ask for none."""
+    """Create the check that the configuration sections enable (a collective), or return None."""
     if zero.enable_sanity_checks:
         return ReplicaCheck(module, mesh, sharding, key="zero_optimization.enable_sanity_checks", every=1)
     if every := watch.compare_weights_every:
@@ -179,7 +178,7 @@ def create_check(
 
 
 def _set_of(kind: str, members: Sequence[int]) -> list[str]:
-    """The name of a set of ranks: that of its first, since sets of a kind have no rank in common. None of one rank."""
+    """Return the name of a set of ranks, by its first rank, since sets of a kind are disjoint. Empty for one rank."""
     return [f"{kind} {members[0]}"] if len(members) > 1 else []
 
 
@@ -197,7 +196,7 @@ def _digest_of_all(digests: dict[str, int | None]) -> int:
 
 
 def _digests(values: Sequence[Tensor]) -> list[int]:
-    """The digest of each; one wait per device."""
+    """Return the digest of each value; wait once per device."""
     by_device: dict[torch.device, list[int]] = {}
     for place, value in enumerate(values):
         by_device.setdefault(value.device, []).append(place)
@@ -211,14 +210,14 @@ def _digests(values: Sequence[Tensor]) -> list[int]:
 
 
 def _factors(device: torch.device) -> Tensor:
-    """One odd number below 2**31 for each place of a chunk."""
+    """Return an odd number below 2**31 for each place of a chunk."""
     return (torch.arange(1, _CHUNK_NUMEL + 1, device=device).mul_(_SPREAD).bitwise_and_(2**31 - 1)).bitwise_or_(1)
 
 
 @torch.no_grad()
 def _digest(value: Tensor, factors: Tensor) -> Tensor:
-    """0-D, int64: the sum of the words of 32 bits at most, each times the factor of its place, modulo 2**64. Equal bits
-    give equal digests; a word that changed alone changes it, as its factor is odd."""
+    """Return a 0-D int64: the sum of words of at most 32 bits, each times the factor of its place, modulo 2**64. Equal
+    bits give equal digests; a change of a single word changes the digest, since its factor is odd."""
     words = value.detach().contiguous().view(-1).view({1: torch.uint8, 2: torch.int16}.get(value.itemsize, torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for chunk in words.split(_CHUNK_NUMEL):

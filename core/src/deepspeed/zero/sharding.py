@@ -1,16 +1,16 @@
-"""`Sharding`: one step of one engine, and what happens to its weights, in all stages of ZeRO.
+"""`Sharding` makes one step of one engine and manages its weights, in all stages of ZeRO.
 
 The engine calls, for every micro-batch and then once for the step:
 
     gradients.window.open / close      around `loss.backward()`; a plain `loss.backward()` does it through hooks
-    gradients.reduce()                 every collective done, the norm agreed on by all ranks (`gradients.py`)
-    update(scale)                      gradients times `scale`, optimizer step, new weights all-gathered
+    gradients.reduce()                 finish every collective; all ranks agree on the norm (`gradients.py`)
+    update(scale)                      multiply gradients by `scale`, run the optimizer, all-gather new weights
     gradients.zero_grad()
 
-A `Sharding` has parts: `units` are the parameters as they are laid out, `gradients` what a backward gave, `states`
-says whether weights and optimizer states can be used, and `gathering` has parameters whole while a module uses them
-(stage 3). How the stages differ is one table, in `stages.py`. One step as a walk, with the stages side by side:
-docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+A `Sharding` has parts: `units` lays out the parameters, `gradients` manages the gradients of backwards, `states` says
+whether weights and optimizer states can be used, and `gathering` gathers parameters while a module uses them (stage 3).
+One table in `stages.py` shows how the stages differ. docs/explanation/one-step.md walks through one step with the
+stages side by side. ZeRO: arXiv 1910.02054.
 """
 
 import weakref
@@ -41,7 +41,7 @@ from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
-    """`add_param_group` of the user's own optimizer, while the engine lives."""
+    """Return `add_param_group` for the user's optimizer; it calls the engine while the engine lives."""
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         owner = sharding()
@@ -54,7 +54,7 @@ def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) ->
 
 
 def _zero_grad(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[bool], None]:
-    """`zero_grad` of the user's own optimizer: what the buckets hold is forgotten too, while the engine lives."""
+    """Return `zero_grad` for the user's optimizer; while the engine lives, it also clears the buckets."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         owner = sharding()
@@ -71,7 +71,7 @@ class Sharding:
 
     Attributes:
         stage: the stage of ZeRO, 0 to 3.
-        set_locally: parameters of which this rank has set its own elements; other ranks' whole weights follow with the
+        set_locally: parameters of which this rank has set its own elements; the weights of other ranks follow with the
             update.
     """
 
@@ -86,7 +86,7 @@ class Sharding:
         self.units = Units(options, backend, group)
         self.backends = self.units.ranks.backends()
         for ranks in self.backends:
-            ranks.connect()  # here all ranks are at the same place; in a backward they need not be
+            ranks.connect()  # all ranks are here together; in a backward they may not be
         self.states = States()
         self.gradients = Gradients(self.units, options, backend, self.states)
         self.set_locally: set[Tensor] = set()
@@ -95,12 +95,12 @@ class Sharding:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The user's optimizer makes the step; None where the engine only evaluates."""
+        """The user's optimizer, which updates the weights; None if the engine only evaluates."""
         return self.units.optimizer
 
     @property
     def gathering(self) -> ParamGathering | None:
-        """`ParamGathering` decides which divided parameters are whole at which moment; None below stage 3."""
+        """The `ParamGathering`, which decides when sharded parameters are gathered; None below stage 3."""
         return self.gradients.gathering
 
     # ---- building -----------------------------------------------------------------------------------------------
@@ -120,12 +120,12 @@ class Sharding:
         The optimizer's groups are changed in place: under sharding they hold fragments instead of parameters.
 
         Args:
-            plan: asked at the beginning of every backward, with True if the user started it.
+            plan: called at the beginning of every backward, with True if the user started it.
             dropped: called when a failure has cost the gradients of a step.
             is_elementwise: whether the optimizer's update of an element depends on that element only.
 
         Raises:
-            ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
+            ConfigError: if a parameter is not in the module; on every rank if ranks differ.
         """
         self._module = module
         self.gradients.attach(plan, dropped)
@@ -134,13 +134,13 @@ class Sharding:
             self._connect()
         if optimizer is not None and not self.options.stage.shows_gradients:
             hint_at_clipping()
-        if optimizer is not None:  # a group that only the optimizer knew would train without averaging
+        if optimizer is not None:  # a param group that only the optimizer knows would train without averaging
             own = weakref.ref(self)  # the user's optimizer does not keep the engine alive
             optimizer.add_param_group = _add_param_group(own, optimizer)  # type: ignore[method-assign, assignment]
             optimizer.zero_grad = _zero_grad(own, optimizer)  # type: ignore[method-assign, assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
+        """Take over one more param group; `param_group` as in torch's `Optimizer.add_param_group`."""
         gradients = self.gradients
         if gradients.window.is_open or any(gradients.reduction.used) or gradients.are_set:
             raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
@@ -148,7 +148,7 @@ class Sharding:
         self._connect()
 
     def _connect(self) -> None:
-        """Put buckets, hooks and update batches in place for all units; again after a group was added."""
+        """Create buckets, hooks and update batches for all units; called again after a param group was added."""
         units, optimizer = self.units, self.optimizer
         rows = None
         if takes_only_sparse(optimizer) and units.params:
@@ -162,14 +162,14 @@ class Sharding:
             watch(self._module)
 
     def before_compile(self) -> None:
-        """The module is about to be compiled with `torch.compile`."""
+        """Prepare the module for `torch.compile`."""
         if self.gathering is not None:
             self.gathering.hooks.leave_out_of_graphs()
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def update(self, scale: Scalar = 1.0) -> None:
-        """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
+        """Run one optimizer step with gradients multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
         self._take_before_update()
         note_write()
@@ -178,9 +178,9 @@ class Sharding:
         try:
             self.release_gathered()
             scale = scale * self.gradients.postsum_factor
-            if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
+            if isinstance(scale, Tensor) and self.placement.fetches:  # gradients are in swap files until the update
                 scale = scale.item()
-            if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
+            if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # its kernel takes a Python number
                 for reduced in self.gradients.memory.reduced:
                     multiply(reduced, scale)
                 scale = 1.0
@@ -217,7 +217,7 @@ class Sharding:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def masters_from_weights(self) -> None:
-        """Start the master weights again after the module's weights were loaded or changed from outside."""
+        """Set the master weights from the module's weights, which were loaded or changed from outside."""
         self.states.wait_for_copy()
         note_write()
         self.states.take_outside_changes()
@@ -225,7 +225,7 @@ class Sharding:
             unit.masters_from_weights()
 
     def weights_from_masters(self) -> None:
-        """Bring the master weights of all ranks into the model's weights."""
+        """Set the model's weights from the master weights of all ranks."""
         self.release_gathered()
         note_write()
         if self.states.outside_changes is not None:
@@ -239,30 +239,30 @@ class Sharding:
             self._renew_held()
 
     def _renew_held(self) -> None:
-        """Weights were updated or loaded: whoever reads them in a `GatheredParameters` around it finds the new ones."""
+        """Refresh weights that an enclosing `GatheredParameters` holds, after an update or a load."""
         if held := self._held():
             with self.among_peers():
                 for sharded in held:
                     sharded.renew_held()
 
     def _held(self) -> list[ParamUnit]:
-        """The units of which a `GatheredParameters` holds weights."""
+        """Return the units that a `GatheredParameters` holds."""
         return [sharded for sharded in self.units.divided() if sharded.num_contexts > 0 and sharded.is_sharded]
 
     def accept_rounded(self) -> None:
-        """The model's weights were rounded after an update; master weights keep their values."""
+        """Accept that the model's weights were rounded after an update; master weights keep their values."""
         note_write()
         if self.states.outside_changes is not None:
             self.states.outside_changes.accept()
 
     def release_gathered(self) -> None:
-        """Weights are about to be saved, loaded or updated, each rank's part by itself."""
+        """Release gathered parameters: each rank is about to save, load or update its part of the weights."""
         if self.gathering is not None:
             self.gathering.release()
 
     def weights_changed(self, params: Set[Tensor]) -> None:
-        """`params` were changed inside `GatheredParameters`. Where every rank holds whole weights, `share_weights` is
-        called instead."""
+        """Take over changes of `params` inside `GatheredParameters`. If every rank holds whole weights, `share_weights`
+        is called instead."""
         if self.gathering is None:
             return
         self.states.wait_for_copy()
@@ -271,11 +271,11 @@ class Sharding:
                 unit.take_changes()
 
     def share_weights(self, params: Set[Tensor], source: int) -> None:
-        """Below stage 3: `params` may have been changed inside `GatheredParameters` by the global rank `source`, whose
-        values count on all ranks. A collective.
+        """Broadcast `params` from the global rank `source`, which may have changed them inside `GatheredParameters`.
+        Used below stage 3. A collective.
 
         Raises:
-            StateError: the states of the engine are in host memory since `offload_states`.
+            StateError: if the engine's states are in host memory (`offload_states`).
         """
         self.states.require_unmoved("GatheredParameters with modifier_rank")
         self.states.wait_for_copy()
@@ -302,7 +302,7 @@ class Sharding:
             raise
 
     def finish_before_moving(self) -> None:
-        """Return when nothing is in flight that reads or writes states."""
+        """Return when nothing in flight reads or writes states."""
         self.states.wait_for_copy()
         self.states.take_outside_changes()
         self.gradients.finish()
@@ -311,7 +311,7 @@ class Sharding:
     # ---- parameters of other engines ----------------------------------------------------------------------------
 
     def borrowed_names(self) -> list[str]:
-        """Parameters that another engine holds, divided, for this one, too."""
+        """Return the names of parameters that another engine holds, sharded, for this engine too."""
         return list(self._find_borrowed())
 
     def _find_borrowed(self) -> dict[str, Parameter]:
@@ -322,21 +322,21 @@ class Sharding:
         def is_of_another(param: Parameter) -> bool:
             if unit_of(param) is not None:
                 return param in borrowed
-            # whole, and without an optimizer in no shard of this engine, which a save would write
+            # a whole parameter; without an optimizer it is in no shard of this engine that a save would write
             return self.optimizer is None and managed.manager_of(param) not in (None, self)
 
         return {name: param for name, param in self.units.named_parameters if is_of_another(param)}
 
     def _find_lenders(self) -> "Sequence[Sharding]":
-        """The shardings of the engines that train what this one borrows."""
+        """Return the shardings of the engines that train the borrowed parameters."""
         managers = dict.fromkeys(managed.manager_of(param) for param in self._find_borrowed().values())
         return [manager for manager in managers if manager is not None]
 
     def release_borrowed(self) -> None:
-        """The parameters of `borrowed_names` are about to be loaded.
+        """Release the parameters of `borrowed_names`, which are about to be loaded.
 
         Raises:
-            StateError: the states of an engine that trains them are in host memory since `offload_states`.
+            StateError: if the states of an engine that trains them are in host memory (`offload_states`).
         """
         if self.gathering is None:
             return
@@ -346,8 +346,8 @@ class Sharding:
         self.gathering.release_borrowed()
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
-        """Load what `saved_part` gave for parameters that no optimizer has, or that of another engine. Whole ones come
-        with the module's."""
+        """Load the results of `saved_part` for parameters of no optimizer or of another engine's. Whole parameters are
+        loaded with the module."""
         if self.gathering is None:
             return
         self.gathering.load_parts(parts, self.backend)
@@ -356,7 +356,7 @@ class Sharding:
             lender.weights_changed(params)
 
     def accept_load(self) -> None:
-        """A load has ended, also by failing, and nothing that it did to parameters is a change of the user's."""
+        """Note that a load has ended or failed; its changes of parameters are not changes by the user."""
         if self.gathering is not None:
             self.gathering.accept_load()
 
@@ -364,12 +364,12 @@ class Sharding:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that stay allocated between steps for collectives and copies; no states."""
+        """Bytes that stay allocated between steps for collectives and copies, without states."""
         own = self.placement.held_bytes + self.gradients.memory.held_bytes + self.options.stage.held_bytes
         return own + sum(ranks.held_bytes for ranks in self.backends)
 
     def retire(self) -> None:
-        """Leave the parameters of an engine that only evaluates to one that trains them, divided as they are."""
+        """Leave the sharded parameters of an engine that only evaluates to an engine that trains them."""
         if self.units.modules is not None:
             self.units.modules.leave()
         self.destroy()

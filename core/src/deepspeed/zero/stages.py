@@ -1,7 +1,7 @@
-r"""The stages 0 to 3 of ZeRO: what each divides among the ranks, and what follows from that.
+r"""`ZeroStage` says what each stage of ZeRO (0 to 3) divides among the ranks, and what follows from that.
 
-Each stage divides what the one before it does, and one thing more. Bytes per parameter on a rank with Adam, of W ranks,
-without what is in flight (ZeRO, arXiv 1910.02054, section 5):
+Each stage divides what the previous one does, and one thing more. Bytes per parameter on one of W ranks with Adam,
+without buffers in flight (ZeRO, arXiv 1910.02054, section 5):
 
     stage   divided               fp32         bf16, fp16    gradients are        weights are
     0       nothing               16           16            all-reduced          updated everywhere
@@ -9,33 +9,33 @@ without what is in flight (ZeRO, arXiv 1910.02054, section 5):
     2       and gradients         4 + 12/W     2 + 14/W      reduce-scattered     all-gathered after the update
     3       and parameters        16/W         16/W          reduce-scattered     gathered when a module uses them
 
-All else is alike in the stages: `Sharding` makes the step, `Units` lays parameters out, `Gradients` reduces what a
-backward gives. They ask the `ZeroStage` where this table makes a difference.
+Everything else is the same in all stages: `Sharding` makes the step, `Units` lays parameters out, `Gradients` reduces
+gradients. They ask the `ZeroStage` where the stages of this table differ.
 
-[Note: one order of sums] A floating-point sum depends on its order. `FixedOrder` has that of one binary tree over the
-micro-batches of a step, whatever rank has which:
+[Note: one order of sums] A floating-point sum depends on its order. `FixedOrder` uses the order of one binary tree over
+the micro-batches of a step, whichever rank computes them:
 
     micro-batch            0   1   2   3   4   5        k W + r: the one that is number k of its step on rank r of W
     over the ranks         \   /   \   /   \   /        in every backward
     on a rank                \       /       /          `PartialSums`: as many tensors as the number of pairs has bits
                                \          /             when the step ends
 
-Its lower levels are sums over ranks, as many as a power of two, and its upper ones are sums of what a rank got in one
-backward after the other. So sums are bitwise the same for every number of ranks and of accumulation steps whose product
-is the same. Those of bf16 and fp16 are made in fp32, of gradients that nothing has rounded. Each rank sums its part of
-a bucket at every stage; those of stage 0 are gathered when the step ends. With two ranks any reduce-scatter has the
-order; with more, parts go by all-to-all, which moves as many bytes.
+The lower levels are sums over ranks (a power of two), the upper levels are sums over a rank's consecutive backwards. So
+sums are bitwise equal for all numbers of ranks and accumulation steps with the same product. For bf16 and fp16, sums
+are computed in fp32 from gradients that were not rounded before. Each rank sums its part of a bucket at every stage; in
+stage 0 these sums are gathered when the step ends. With two ranks any reduce-scatter has this order; with more ranks
+the parts go through an all-to-all, which moves as many bytes.
 
 Legend: N padded numel of a unit, S numel of a shard, W ranks.
 
-`LocalGradients`: stage 0 for an optimizer whose ranks average more than gradients in its step.
+`LocalGradients` is stage 0 for an optimizer that averages more than gradients over the ranks in its step.
 
-Such an optimizer (`deepspeed.optim.one_bit`) says before each backward whether the step needs this rank's own
-gradients. If so, buckets are filled as ever, and no reduction is sent.
+Such an optimizer (`deepspeed.optim.one_bit`) decides before each backward whether the step needs this rank's own
+gradients. If so, buckets are filled as usual, and no reduction is sent.
 
-[Note: the norm of own gradients] Ranks must agree on the norm, which says whether a step is skipped and how much is
-clipped; of gradients that differ it is the root of the mean of their squared norms. It is no less than the norm of the
-average, and inf or nan where some rank has that.
+[Note: the norm of own gradients] Ranks must agree on the norm, which decides whether a step is skipped and how much is
+clipped. If gradients differ, the norm is the root of the mean of their squared norms. It is at least the norm of the
+average, and inf or nan if the norm of some rank is.
 """
 
 import dataclasses
@@ -63,28 +63,28 @@ from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 if TYPE_CHECKING:
     from deepspeed.zero.units import Units
 
-#: buckets in flight at the same time, and buffers that wait for reuse, where gradients are divided. A bound for what
-#: this rank starts: a hook waits for no peer, so it is exceeded where peers are late
+#: reductions in flight at once, and buffers kept for reuse, if gradients are divided. It limits what this rank starts
+#: but may be exceeded if peers are late, since a hook never waits for a peer
 MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """A `ZeroStage` says what is divided among the ranks, and answers what follows from it for one unit."""
+    """`ZeroStage` says what is divided among the ranks, and derives from it the operations on one unit."""
 
     number: int
     divides_states: bool = False
     divides_gradients: bool = False
     divides_parameters: bool = False
-    reduces_every_backward: bool = False  # of a step, and not once before its end
-    quantizes_gradients: bool = False  # they are sent in int4 (`zero_quantized_gradients`)
-    feedback: quantized.ErrorFeedback | None = None  # makes up for that (`zeropp_loco_param`); of one engine
+    reduces_every_backward: bool = False  # else gradients are reduced once, at the end of a step
+    quantizes_gradients: bool = False  # gradients are sent in int4 (`zero_quantized_gradients`)
+    feedback: quantized.ErrorFeedback | None = None  # error feedback for int4 (`zeropp_loco_param`); of one engine
 
     #: whether sums are bitwise the same for every number of ranks (`FixedOrder`)
     fixes_order: ClassVar[bool] = False
 
     def facts(self) -> dict[str, str]:
-        """Return, as text by key of the configuration, how gradients are sent, which all ranks must do alike."""
+        """Return how gradients are sent, as text by configuration key; all ranks must agree."""
         found = self.feedback
         return {
             "zero_quantized_gradients": str(self.quantizes_gradients),
@@ -96,13 +96,13 @@ class ZeroStage:
     def layout(
         self, numels: Sequence[int], world_size: int, *, keeps_params_whole: bool, max_fragment_numel: int | None
     ) -> UnitLayout:
-        """Return which rank owns which elements of a unit; where nothing is divided, every rank owns all.
+        """Return which rank owns which elements of a unit; if nothing is divided, every rank owns all.
 
         Args:
-            numels: of its parameters.
-            world_size: ranks that share it.
-            keeps_params_whole: a parameter has one owner, whose optimizer looks at more than one element at a time.
-            max_fragment_numel: elements of one parameter that are updated as one tensor, at most.
+            numels: numels of its parameters.
+            world_size: number of ranks that share it.
+            keeps_params_whole: whether a parameter has a single owner, for optimizers that are not elementwise.
+            max_fragment_numel: maximum of elements of one parameter that are updated as one tensor.
         """
         if not self.divides_states:
             return UnitLayout.single(numels, max_fragment_numel)
@@ -111,25 +111,25 @@ class ZeroStage:
         return UnitLayout.even(numels, world_size, max_fragment_numel)
 
     def result(self, unit: Unit) -> tuple[int, int]:
-        """Return [start, stop) of the buffer [N] of a bucket that has this rank's sums after a reduction."""
+        """Return [start, stop) of a bucket's buffer [N] that holds this rank's sums after a reduction."""
         return unit.layout.shard(unit.rank) if self.divides_states else (0, unit.layout.padded_numel)
 
     def contributed(self, unit: Unit) -> tuple[int, int]:
-        """Return [start, stop) of the same buffer that this rank adds to a second reduction of the same step: each sum
-        comes from one rank."""
+        """Return [start, stop) of the same buffer that this rank adds to a second reduction of the same step, so that
+        each sum is added by one rank."""
         return self.result(unit) if self.divides_states or unit.ranks.rank == 0 else (0, 0)
 
     def lends_buffers(self, unit: Unit) -> bool:
-        """Whether a bucket of the unit borrows its buffer for one reduction, and this rank's sums are kept elsewhere. A
-        rank that is alone, and keeps its gradients beside its weights, has a shard of N elements, and borrows none."""
+        """Return whether a unit's bucket borrows its buffer for one reduction and keeps this rank's sums elsewhere.
+        A single rank whose gradients are not offloaded has a shard of N elements and borrows no buffer."""
         is_alone = unit.ranks.world_size == 1 and not unit.placement.is_offloaded
         return self.divides_gradients and not is_alone
 
     def refuse_not_elementwise(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that needs whole parameters where they are divided.
+        """Refuse an optimizer that needs whole parameters if parameters are divided.
 
         Raises:
-            ConfigError: says what to do.
+            ConfigError: names the alternatives.
         """
         if not self.divides_parameters:
             return
@@ -147,72 +147,72 @@ class ZeroStage:
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether `param.grad` shows the average over the ranks when a backward is over; else nobody reads it there."""
+        """Whether `param.grad` shows the average over the ranks after a backward; else nobody reads it there."""
         return not self.divides_states
 
     # ---- the step of a unit -------------------------------------------------------------------------------------
 
     def begin_backward(self, presum_divisor: float, world_size: int) -> float:
-        """Begin a backward; return the factor that turns its gradients into terms of an average over the ranks.
+        """Begin a backward; return the factor by which its gradients become terms of an average over the ranks.
 
         `Bucket` multiplies gradients by the factor as it stores them, before `reduce` sums them over the ranks.
 
         Args:
-            presum_divisor: divides gradients before the sum; the update divides the sum by the rest of `world_size`.
+            presum_divisor: divides gradients before the sum; the update applies the rest of the division.
         """
         return 1.0 / presum_divisor
 
     def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
-        """Start to sum a bucket over the ranks that share its unit, into the `result` part of `wire_N`."""
+        """Start to sum a bucket over the ranks of its unit, into the `result` part of `wire_N`."""
         shards, tag = unit.ranks.shard_group, unit.index
         if not self.divides_states:
             return shards.all_reduce(wire_N, tag=tag)
-        is_small = self.divides_parameters and unit.sharded is None  # as what is below the threshold of stage 3
+        is_small = self.divides_parameters and unit.sharded is None  # below the persistence threshold of stage 3
         if self.quantizes_gradients and not is_small:
             return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag, feedback=self.feedback)
         return shards.reduce_scatter(unit.shard_of(wire_N), wire_N, tag=tag)
 
     def gather_sums(self, unit: Unit, sums_N: Tensor) -> Work:
-        """Start to gather the sums of a step, of which this rank has its `result` part, where every rank needs all."""
+        """Start to gather the sums of a step from the `result` parts of all ranks, if every rank needs all sums."""
         return DONE
 
     def gather_weights(self, unit: Unit) -> Work | None:
-        """Start to all-gather the weights of a unit that was just updated; None if no rank needs those of another."""
+        """Start to all-gather the weights of a unit that was just updated; None if no rank needs others' weights."""
         if not self.divides_states or unit.sharded is not None:
             return None
         assert unit.flat_N is not None
         return unit.ranks.shard_group.all_gather(unit.flat_N, unit.shard_of(unit.flat_N), tag=unit.index)
 
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
-        """Return the gradients of a unit whose squares this rank adds up: its shard, or its share of what all have."""
+        """Return a unit's gradients that this rank counts in the norm: its shard, or its share of whole gradients."""
         own = reduced if self.divides_states else reduced.tensor_split(unit.ranks.world_size)[unit.ranks.rank]
         return _counted(own, unit.ranks)
 
     def counts_for_norm(self, unit: Unit) -> bool:
-        """Whether this rank, among those that have the same gradients of a unit, adds them to the norm."""
+        """Return whether this rank, among those with the same gradients of a unit, counts them in the norm."""
         is_first = unit.ranks.replicate_group is None or unit.ranks.replicate_group.rank == 0
         return is_first and (self.divides_states or unit.ranks.rank == 0)
 
     def shown_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the average over the ranks of the whole gradient of a parameter that was reduced. A collective."""
+        """Return the average over the ranks of a parameter's whole reduced gradient. A collective."""
         return gradient
 
     def finish_update(self) -> Collection[Tensor]:
-        """Make what an update leaves to its end, and return the master weights that this has changed. A collective."""
+        """Finish an update; return the master weights that this step changed. A collective."""
         return ()
 
-    # ---- what rounding has left to send -------------------------------------------------------------------------
+    # ---- rounding errors that are still to be sent ----------------------------------------------------------------
 
     def rounding(self, units: "Units") -> dict[str, Any] | None:
-        """Return what this rank has left to send, for a checkpoint; None where nothing is rounded."""
+        """Return the rounding errors that this rank has not sent yet, for a checkpoint; None if nothing is rounded."""
         return None
 
     def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
-        """Take what `rounding` gave on this rank; None: nothing is left, as other weights or states were loaded."""
+        """Restore this rank's result of `rounding`; None: no errors, because other weights or states were loaded."""
         self.drop_errors()
 
     def drop_errors(self) -> None:
-        """Forget the errors of quantized gradients, and give their memory back."""
+        """Forget the errors of quantized gradients and free their memory."""
         if self.feedback is not None:
             self.feedback.drop()
 
@@ -233,13 +233,13 @@ STAGES = (
 
 @dataclass(frozen=True)
 class FixedOrder(ZeroStage):
-    """A stage of ZeRO that reduces after every backward, in one order; see [Note: one order of sums]."""
+    """`FixedOrder` is a stage that reduces after every backward, in one order; see [Note: one order of sums]."""
 
     fixes_order: ClassVar[bool] = True
 
     @classmethod
     def of(cls, stage: ZeroStage, world_size: int) -> "FixedOrder":
-        """Return `stage` with this order, for `world_size` ranks, a power of two."""
+        """Return `stage` with this order, for `world_size` ranks (a power of two)."""
         assert world_size & (world_size - 1) == 0, world_size
         asked = {field.name: getattr(stage, field.name) for field in dataclasses.fields(ZeroStage)}
         return cls(**asked | {"reduces_every_backward": True})
@@ -264,7 +264,7 @@ class FixedOrder(ZeroStage):
 
     @property
     def shows_gradients(self) -> bool:
-        """False: until the step ends there are partial sums."""
+        """False: the sums are partial until the step ends."""
         return False
 
     def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
@@ -285,13 +285,13 @@ class FixedOrder(ZeroStage):
 
 
 def _counted(gradients_S: Tensor, ranks: UnitRanks) -> Tensor:
-    """Return the gradients that this rank adds to the norm: copies, which have the same ones, divide them."""
+    """Return the gradients that this rank counts in the norm: ranks with copies of them each count a part."""
     copies = ranks.replicate_group
     return gradients_S if copies is None else gradients_S.tensor_split(copies.world_size)[copies.rank]
 
 
 def tree_sum(parts_WS: Tensor, sum_S: Tensor) -> None:
-    """Write the sum of the rows of `parts_WS`, as many as a power of two, to `sum_S`: neighbors first. The rows are
+    """Write the sum of the rows of `parts_WS` (a power of two) to `sum_S`, adding neighbors first. The rows are
     overwritten."""
     stride = 1
     while stride < len(parts_WS):
@@ -302,13 +302,13 @@ def tree_sum(parts_WS: Tensor, sum_S: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LocalGradients(ZeroStage):
-    """Stage 0 whose gradients are summed over the ranks only in the steps for which `optimizer` wants that."""
+    """`LocalGradients` is stage 0 that sums gradients over the ranks only in steps for which `optimizer` wants sums."""
 
     optimizer: OneBitOptimizer = field(kw_only=True)
 
     @property
     def shows_gradients(self) -> bool:
-        """False: one kind of step would show averages and the other none."""
+        """False: only some steps would show averages."""
         return False
 
     def begin_backward(self, presum_divisor: float, world_size: int) -> float:
@@ -348,10 +348,10 @@ class LocalGradients(ZeroStage):
 
 
 def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) -> LocalGradients:
-    """Return the stage for an optimizer that averages by itself, which joins the ranks.
+    """Return the stage for an optimizer that averages over the ranks by itself; the optimizer joins the ranks.
 
     Raises:
-        ConfigError: parameters or states are divided among ranks, where no rank has what the others average.
+        ConfigError: if parameters or states are divided among ranks, so that ranks lack what others average.
     """
     optimizer = unwrapped(optimizer)
     assert isinstance(optimizer, OneBitOptimizer)
@@ -361,7 +361,7 @@ def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) ->
 
 
 def _masters(units: "Units") -> list[tuple[str, Tensor]]:
-    """The names of the parameters, with what the optimizer has of each."""
+    """Return the names of the parameters with the optimizer's master weights."""
     names = {id(param): name for name, param in units.named_parameters}
     return [(names[id(units.params[shard.index])], shard.master) for unit in units for shard in unit.shards]
 

@@ -1,18 +1,18 @@
-"""A stage's state as plain values, with the keys of DeepSpeed's `*_optim_states.pt`, and back.
+"""Convert a stage's state to plain values with the keys of DeepSpeed's `*_optim_states.pt`, and back.
 
-Per group of `Units.saved_groups`, this rank's part of it, T elements:
+For each group of `Units.saved_groups`, a file has this rank's part of T elements:
 
-    single_partition_of_fp32_groups   [T] the weights that the optimizer updates (`fp32_flat_groups` in stage 3)
+    single_partition_of_fp32_groups   [T] the fp32 master weights (`fp32_flat_groups` in stage 3)
     base_optimizer_state              {"state": {group: {name: [T] tensor or scalar}}, "param_groups": [...]}
 
-`params` of `param_groups` has the numbers of its groups in the file, where the optimizer's are not these: a group is
-divided by dtype, and by who shares its parameters, as stages of a pipeline share modules.
+`params` of `param_groups` lists the numbers of its groups in the file if these differ from the optimizer's groups: a
+group of the optimizer is divided by dtype and by the ranks that share its parameters (tied pipeline stages, say).
 
-A file divides parameters in another way than units do, so saving and loading are collectives (`redistribute.py`): in
-stages 0 to 2 the parameters of a group lie end to end and are cut in W parts, in stage 3 each parameter is.
+Files and units divide parameters differently, so saving and loading are collectives (`redistribute.py`). In stages 0 to
+2 the parameters of a group lie end to end and are cut in W parts; in stage 3 each parameter is cut in W parts.
 
-The optimizer keeps one state per shard of a parameter. Tensor states of its shape are laid out as the weights are.
-Scalars, such as Adam's `step`, are stored once when all parameters agree, and else also one by one under
+The optimizer keeps one state per shard of a parameter. State tensors of the shard's shape have the layout of the
+weights. Scalars, such as Adam's `step`, are stored once; if parameters differ, they are also stored one by one under
 `parameter_scalars`. A state of another shape (factored moments) is stored per parameter under `parameter_states`.
 """
 
@@ -57,7 +57,7 @@ _WINDOW_NUMEL = 2**19  # per rank
 
 @dataclass
 class UnitWindow:
-    """Some units of a group, whose elements move together."""
+    """`UnitWindow` holds some units of a group whose elements move together."""
 
     shards: list[ParamShard] = field(default_factory=list)
     """The shards that this rank has of the window's units."""
@@ -70,23 +70,23 @@ class UnitWindow:
 
     @property
     def numel_here(self) -> int:
-        """The number of elements that this rank's shards have."""
+        """Number of elements of this rank's shards."""
         return sum(shard.fragment.numel for shard in self.shards)
 
 
 class SavedGroup:
-    """One group of a checkpoint: its parameters, and where their elements are here and in the files.
+    """`SavedGroup` is one group of a checkpoint: its parameters, and where their elements are here and in the files.
 
-    Values move between the division of units and that of files a window at a time, so that a save or a load holds
-    little more than the file's part, or what is kept of it.
+    Values move between the division of units and the division of files one window at a time, so that a save or a load
+    needs little more memory than the file's part or the kept values.
     """
 
     def __init__(self, sharding: Sharding, index: int) -> None:
         self._sharding = sharding
         self.params = sharding.units.saved_groups[index]  # attached indices, in the order of the file
-        #: index of the optimizer's group that has them
+        #: index of the optimizer's param group with these parameters
         self.param_group = next(each.param_group for each in sharding.units if each.first_index in self.params)
-        #: whose files divide the group: all that hold its parameters
+        #: all ranks that hold the group's parameters; their files divide the group
         self.ranks = sharding.units.ranks.of(sharding.units.params[self.params[0]]).reduce_group
         self._ranks = None if sharding.stage == 0 else self.ranks
         self.place = {param: position for position, param in enumerate(self.params)}
@@ -95,9 +95,9 @@ class SavedGroup:
         self.in_file, self.numel_in_file = self._divide_for_file()
         rank = self.ranks.rank if sharding.stage > 0 else 0
         own = sum(run.numel for run in self.in_file if run.owner == rank)
-        self.padding = self.numel_in_file - own  # elements of this rank's part that belong to no parameter
+        self.padding = self.numel_in_file - own  # elements of this rank's part outside of all parameters
         self.windows = list(self._divide_in_windows())
-        self.shards = [shard for window in self.windows for shard in window.shards]  # of this rank
+        self.shards = [shard for window in self.windows for shard in window.shards]  # this rank's shards
 
     def _divide_for_file(self) -> tuple[list[Run], int]:
         sharding, world_size = self._sharding, self.ranks.world_size
@@ -114,7 +114,7 @@ class SavedGroup:
         in_file: dict[int, list[Run]] = {}
         for run in self.in_file:
             in_file.setdefault(run.param, []).append(run)
-        window, used = UnitWindow(), dict[int, int]()  # elements, by owner
+        window, used = UnitWindow(), dict[int, int]()  # number of elements by owner
         for unit in self._sharding.units:
             if unit.first_index in self.place:
                 numel = sum(unit.layout.numels)
@@ -139,15 +139,15 @@ class SavedGroup:
         window.numel += sum(unit.layout.numels)
 
     def owners(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The rank that has a parameter, by its place: here and in the files. Where parameters are whole."""
+        """Return the rank that has a parameter, by place: here and in the files. Only for undivided parameters."""
         here = {run.param: run.owner for window in self.windows for run in window.here}
         return here, {run.param: run.owner for run in self.in_file}
 
     def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype, *, is_held: bool | None = None) -> Any:
-        """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one.
+        """Return [T] from one value per shard of this rank (None: zeros); an iterator is read one value at a time.
 
         Args:
-            is_held: as of a `PendingTensor`, which is returned where the values are in host memory; None: a tensor.
+            is_held: `is_held` of the `PendingTensor` that is returned for values in host memory; None: a tensor.
         """
         device = self.shards[0].master.device if self.shards else torch.device("cpu")
         if is_held is not None and device.type == "cpu" and not any(shard.placement.fetches for shard in self.shards):
@@ -165,7 +165,7 @@ class SavedGroup:
         return part_T
 
     def _pieces(self, values: Iterator[Tensor | None], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's part of the file in pieces: the place of each piece in the part, and its values."""
+        """Yield this rank's part of the file in pieces: the offset of each piece in the part, and its values."""
         for window in self.windows:
             sources, start = [], 0
             for shard in window.shards:
@@ -178,42 +178,42 @@ class SavedGroup:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype that the group's master weights have in files; it is the same on all ranks."""
+        """The dtype of the group's master weights in files, the same on all ranks."""
         return master_dtype(self._sharding.units.params[self.params[0]].dtype)
 
     @property
     def has_masters(self) -> bool:
-        """Whether all master weights are other memory than the model's weights."""
+        """Whether all master weights have memory separate from the model's weights."""
         return all(shard.has_master for shard in self.shards)
 
     def masters(self) -> Iterator[Tensor]:
-        """The master weights of this rank's shards."""
+        """Yield the master weights of this rank's shards."""
         return (shard.placement.read(shard, MASTER, shard.master) for shard in self.shards)
 
     def states(self, name: str, held: Sequence[Mapping[str, Any]]) -> Iterator[Tensor | None]:
-        """The state `name` of this rank's shards, from the optimizer's of each."""
+        """Yield the state `name` of this rank's shards from the optimizer states `held`, one per shard."""
         return (
             shard.placement.read(shard, name, state[name]) if name in state else None
             for shard, state in zip(self.shards, held, strict=True)
         )
 
     def from_file(self, part_T: Tensor, window: UnitWindow) -> list[Tensor]:
-        """One 1-D tensor per shard of this rank in a window."""
+        """Return one 1-D tensor per shard of this rank in a window."""
         flat = part_T.new_zeros(window.numel_here)
         redistribute(part_T.reshape(-1), window.in_file, window.here, flat, self._ranks)
         return list(flat.split([shard.fragment.numel for shard in window.shards]))
 
 
-#: dicts of states within a group's, by parameter
+#: keys in a group's states whose values are dicts by parameter
 PER_PARAMETER = ("parameter_scalars", "parameter_states")
 
 
 def collect(sharding: Sharding, *, is_pending: bool = False) -> dict[str, Any]:
-    """The state dict of a stage. A collective, but in stage 0.
+    """Return the state dict of a stage. A collective, except in stage 0.
 
     Args:
-        is_pending: with `PendingTensor`s in place of tensors in host memory. Weights that the model computes with are
-            not held: users change them.
+        is_pending: return `PendingTensor`s in place of tensors in host memory. Master weights that are also the model's
+            weights are not held, because users change them.
     """
     sharding.states.take_outside_changes()
     optimizer = sharding.optimizer
@@ -240,7 +240,7 @@ def collect(sharding: Sharding, *, is_pending: bool = False) -> dict[str, Any]:
 
 
 def masters_key(stage: int) -> str:
-    """Return the key under which a file has the weights that the optimizer updates."""
+    """Return the key of the master weights in a file."""
     return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
@@ -278,10 +278,10 @@ def _collect_states(sharding: Sharding, group: SavedGroup, is_pending: bool) -> 
 
 
 def _put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], num_params: int) -> None:
-    """Put a state that is one number into a group's: once, and also one by one where parameters differ or have none.
+    """Add a scalar state to a group's states: once, and also one by one if parameters differ or lack it.
 
     Args:
-        by_param: by the place of the parameter in its group.
+        by_param: values by the place of the parameter in its group.
     """
     flat[name] = first = next(iter(by_param.values()))
     if len(by_param) < num_params or any(value != first for value in by_param.values()):
@@ -292,10 +292,10 @@ def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> No
     """Refuse a state of another model, another kind of optimizer, other groups or another division.
 
     Args:
-        with_states: the optimizer's states are to be restored, not only the master weights.
+        with_states: whether to restore optimizer states besides master weights.
 
     Raises:
-        CheckpointError: says what was found; nothing was changed.
+        CheckpointError: names the difference; nothing was changed.
     """
     if lacking := [key for key in (masters_key(sharding.stage), "base_optimizer_state") if key not in saved]:
         raise CheckpointError(
@@ -337,7 +337,7 @@ def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> No
 
 
 def _check_values(flat: Mapping[str, Any], index: int, master: Tensor) -> None:
-    """Types, sizes and ranges of a group's states, also of those that are kept one by one."""
+    """Check types, sizes and ranges of a group's states, including those stored one by one."""
     scalars, odd = flat.get("parameter_scalars", {}), flat.get("parameter_states", {})
     kept = {name: value for name, value in flat.items() if name not in PER_PARAMETER and name not in scalars}
     check_state(kept, f"group {index}", numel=master.numel(), dtype=master.dtype)
@@ -348,8 +348,8 @@ def _check_values(flat: Mapping[str, Any], index: int, master: Tensor) -> None:
 
 
 def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
-    """Put a state back that `check` let pass: master weights, and with `load_optimizer_states` also moments and
-    param_groups. A collective, but in stage 0. `Sharding.weights_from_masters` is to follow."""
+    """Restore a state that `check` accepted: master weights, and with `load_optimizer_states` also moments and
+    param_groups. A collective, except in stage 0. The caller calls `Sharding.weights_from_masters` next."""
     sharding.states.wait_for_copy()
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]
@@ -370,10 +370,10 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
 
 
 def load(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
-    """Take master weights and optimizer state of a run with as many ranks and the same stage. A collective.
+    """Load master weights and optimizer state of a run with the same stage and number of ranks. A collective.
 
     Raises:
-        CheckpointError: says what does not fit; nothing was changed.
+        CheckpointError: names the difference; nothing was changed.
     """
     check(sharding, saved, with_states=True)
     restore(sharding, saved, load_optimizer_states=load_optimizer_states)
@@ -382,7 +382,7 @@ def load(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bo
 
 
 def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizer's groups the values of saved ones, but for their parameters and for what it keeps."""
+    """Set the options of the optimizer's groups from saved ones, except parameters and options that it keeps."""
     left = {*OF_PARAMETERS, *kept_options(optimizer)}
     for param_group, values in zip(optimizer.param_groups, saved, strict=True):
         param_group.update({name: value for name, value in values.items() if name not in left})
@@ -391,11 +391,11 @@ def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 def _restore_states(
     optimizer: Optimizer, group: SavedGroup, window: UnitWindow, flat: dict[str, Any], odd: dict[str, dict[int, Any]]
 ) -> None:
-    """Give the optimizer the saved states of this rank's shards in `window`.
+    """Set the optimizer's states of this rank's shards in `window`.
 
     Args:
         flat: the file's states of the group.
-        odd: the states of other shapes than their parameters', by name and by the place of this rank's parameters.
+        odd: the states with other shapes than their parameters, by name and by the place of this rank's parameters.
     """
     scalars = flat.get("parameter_scalars", {})
     by_name = {
@@ -404,7 +404,7 @@ def _restore_states(
         if name not in scalars and isinstance(value, Tensor) and value.dim() > 0
     }
     for number, shard in enumerate(window.shards):
-        optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
+        optimizer.state.pop(shard.master, None)  # from steps of this run before the load
         place = group.place[shard.index]
         if any(values.get(place) is None for values in scalars.values()):
             continue  # this parameter had never been updated
@@ -412,7 +412,7 @@ def _restore_states(
         for name, value in flat.items():
             if name in by_name:
                 part = by_name[name][number].view(shard.shape)
-                state[name] = part.to(shard.master.device, copy=True)  # also of a parameter of no dimensions
+                state[name] = part.to(shard.master.device, copy=True)  # also for a 0-D parameter
             elif name not in PER_PARAMETER:
                 own = scalars[name][place] if name in scalars else value
                 if own is not None:
@@ -428,10 +428,10 @@ def _restore_states(
 def _move_by_parameter(
     sharding: Sharding, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
 ) -> dict[int, Any]:
-    """States of odd shapes, by parameter, for whoever has the parameter in the other division.
+    """Move states of odd shapes, by parameter, to the rank that has the parameter in the other division.
 
     Raises:
-        CheckpointError: where parameters are divided, so that no rank has the state of a whole one.
+        CheckpointError: if parameters are divided, so that no rank has the state of a whole parameter.
     """
     if sharding.stage == 0:
         return values
@@ -459,12 +459,12 @@ def _move_by_parameter(
 
 
 def _gathered(sharding: Sharding, group: SavedGroup, value: Any) -> list[Any]:
-    """The values of all ranks that have other parts of a group; in stage 0 every rank has all."""
+    """Return the values of all ranks with other parts of a group; in stage 0 every rank has everything."""
     return [value] if sharding.stage == 0 else all_gather_values(value, backend=group.ranks)
 
 
 def _packed(value: Any) -> list[Any]:
-    """A scalar as JSON, with what it is."""
+    """Return a scalar as JSON together with its dtype."""
     return [dtype_name(value.dtype), value.item()] if isinstance(value, Tensor) else ["", value]
 
 
@@ -474,10 +474,10 @@ def _unpacked(packed: list[Any]) -> Any:
 
 
 def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
-    """Whether a state has one number per element, for every shard that has it.
+    """Return whether a state has one number per element in every shard that has the state.
 
-    One shard is not enough: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
-    dimensions, whose `step` looks like its moments. States in swap files are as empty as their master weights.
+    A single shard does not show it: a moment per row of a matrix has the size of the matrix's bias. Nor does a 0-D
+    parameter, whose `step` looks like its moments. States in swap files are as empty as their master weights.
     """
     present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]
     fits = all(

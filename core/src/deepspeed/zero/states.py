@@ -1,21 +1,21 @@
-"""`States`: whether the weights and optimizer states of this rank can be used: all there, and all of one step.
+"""`States` says whether this rank's weights and optimizer states can be used: all present, and all of one step.
 
-Whoever reads or writes them asks before: a backward, a step, a save, `safe_get_full_fp32_param`.
+Code that reads or writes them checks first: a backward, a step, a save, `safe_get_full_fp32_param`.
 
-`OutsideChanges` are values that attached parameters were given between steps, by others than the engine (all stages).
-`param.data = value` (`vector_to_parameters`, pruning, averages of weights) points a parameter at other memory than the
-engine's, so that no update would reach it. `param.copy_(value)` (`load_state_dict`) changes a weight in low precision,
-and the next step would bring its former value back from the master weight. The engine takes both before it reads or
-writes master weights: the parameter gets its own memory again with the new value, and the master weight follows.
+`OutsideChanges` detects values that others than the engine assign to attached parameters between steps (all stages).
+`param.data = value` (`vector_to_parameters`, pruning, averages of weights) moves a parameter to other memory than the
+engine's, which no update would reach. `param.copy_(value)` (`load_state_dict`) changes a weight in low precision, and
+the next step would restore its former value from the master weight. The engine takes over both before it reads or
+writes master weights: the parameter gets its own memory back with the new value, and so does the master weight.
 
-It does not see an in-place operation on `param.data`, which torch does not count, if the parameter has a master weight.
-Sharded parameters have no values to be changed between steps; `ParamUnit` looks after them.
+An in-place operation on `param.data`, which torch does not count, is not detected if the parameter has a master weight.
+Sharded parameters have no values that could change between steps; `ParamUnit` handles them.
 
-A conversion (`module.half()`, `module.to("meta")`) cannot be taken. It is refused when it matters: a script may convert
-the module when training is over.
+A conversion (`module.half()`, `module.to("meta")`) cannot be taken over. It is refused only when a call needs the
+parameters: a script may convert the module when training is over.
 
-[Note: cheap checks] Every step asks whether there are changes, so the question is one comparison per parameter and
-kind of change, in C: about 0.1 us each.
+[Note: cheap checks] Every step checks for changes, so the check is one comparison per parameter and kind of change, in
+C: about 0.1 us each.
 """
 
 import itertools
@@ -34,29 +34,29 @@ from deepspeed.zero.managed import manager_of
 from deepspeed.zero.offload.moved_states import MovedStates
 from deepspeed.zero.unit import Unit
 
-#: of those made in this process; ranks make them in the same order
+#: numbers the `States` of this process; ranks create them in the same order
 _numbers = itertools.count()
 _num_writes = 0
 
 
 def note_write() -> None:
-    """An engine writes weights: in an update, a load or a `safe_set_...`."""
+    """Count that an engine writes weights: in an update, a load or a `safe_set_...`."""
     global _num_writes
     _num_writes += 1
 
 
 def num_writes() -> int:
-    """Return how often `note_write` was called; if the number is the same later, no engine wrote weights meanwhile."""
+    """Return how often `note_write` was called; while the number stays the same, no engine has written weights."""
     return _num_writes
 
 
 class States:
-    """`States` refuses calls that need states which were moved, or which something that failed has left half written.
+    """`States` refuses calls that need states which were moved or which a failure left half written.
 
     Attributes:
-        moved: in host memory since `offload_states`; None: they are where a step needs them.
-        outside_changes: of the attached parameters; None before there are any.
-        broken_by: what failed and left weights of two steps, or of two checkpoints; None: nothing did.
+        moved: the states in host memory (`offload_states`); None: they are where a step needs them.
+        outside_changes: detects changes of the attached parameters; None before there are any.
+        broken_by: the failure that left weights of two steps or two checkpoints; None: there was none.
         wait_for_copy: returns when no `PendingTensor` is read any more; called before states change or move.
     """
 
@@ -69,15 +69,15 @@ class States:
         self._num_told = failure.num_told
 
     def require(self, asked: str, *, weights_only: bool = False) -> None:
-        """Refuse what needs states that are all there, and all of one step.
+        """Refuse a call that needs states that are all present and all of one step.
 
         Args:
-            asked: what the user called.
-            weights_only: it reads no states but the weights that modules compute with.
+            asked: name of the function that the user called.
+            weights_only: whether the call only reads the weights with which modules compute.
 
         Raises:
-            StateError: they are where `offload_states` has moved them, or something failed while they were written;
-                names the call to make.
+            StateError: if `offload_states` has moved the states, or something failed while they were written; names
+                the call to make.
         """
         self.require_unmoved(asked, weights_only=weights_only)
         if self.broken_by is None and self._num_told != failure.num_told:
@@ -90,8 +90,8 @@ class States:
             )
 
     def require_unmoved(self, asked: str, *, weights_only: bool = False) -> None:
-        """Refuse what needs states that `offload_states` has moved. Unlike `require`, let states of two steps pass,
-        which a load replaces.
+        """Refuse a call that needs states which `offload_states` has moved. Unlike `require`, accept states of two
+        steps, because a load replaces them.
 
         Raises:
             StateError: if they were moved; names the call to make.
@@ -105,41 +105,41 @@ class States:
 
     @property
     def _name(self) -> str:
-        """The name that these states have until they are restored again."""
+        """The name of these states until they are restored again."""
         return f"{self._number}/{self._num_restored}"
 
     def break_by(self, error: BaseException) -> None:
-        """An update failed on this rank; peers, on which it may have been made, refuse to go on as soon as they hear of
-        the failure, so that none waits for this rank."""
+        """Note that an update failed on this rank. Peers may have completed the update; they refuse to continue once
+        they learn of the failure, so that none waits for this rank."""
         self.broken_by = f"the last step failed inside its update ({first_line(error)})"
         failure.note_broken(self._name, self.broken_by)
 
     def restored(self) -> None:
-        """All states were loaded, on all ranks."""
+        """Note that all states were loaded on all ranks."""
         self.broken_by = None
         self._num_restored += 1
 
     def reload(self, *, non_blocking: bool) -> None:
-        """Move states back to where a step needs them, if `offload_states` has moved them."""
+        """Move states back to where a step needs them if `offload_states` has moved them."""
         moved, self.moved = self.moved, None
         if moved is not None:
             moved.put_back(non_blocking=non_blocking)
 
     def take_outside_changes(self) -> None:
-        """Take the values that others than the engine gave to parameters; see `OutsideChanges`. Called before
+        """Take over values that others than the engine assigned to parameters; see `OutsideChanges`. Called before
         master weights are read or written.
 
         Raises:
-            StateError: names a parameter whose value cannot be taken.
+            StateError: if a value cannot be taken over; names the parameter.
         """
         if self.outside_changes is not None and self.moved is None:
             self.outside_changes.take()
 
     def refuse_converted(self) -> None:
-        """A forward has failed: say so if the module was converted since `initialize`.
+        """Raise after a failed forward if the module was converted since `initialize`.
 
         Raises:
-            StateError: names the parameter and the way; from the exception that is being handled.
+            StateError: names the parameter and the fix; its cause is the exception that is being handled.
         """
         if self.outside_changes is not None and self.moved is None:
             self.outside_changes.refuse_converted()
@@ -147,23 +147,23 @@ class States:
 
 class _ParamPlace(NamedTuple):
     owner: Module
-    name: str  # under which the owner has the parameter
-    path: str  # of the parameter in the model
+    name: str  # name of the parameter in its owner
+    path: str  # path of the parameter in the model
 
 
 class _Link(NamedTuple):
-    children: dict[str, Module | None]  # of a module
+    children: dict[str, Module | None]  # children of a module
     name: str
     child: Module
 
 
 class OutsideChanges:
-    """Made by `Sharding` when its units are complete.
+    """`OutsideChanges` detects changes of parameters by others. `Sharding` creates it when its units are complete.
 
     Args:
         module: the model.
-        units: all of the engine.
-        name_of: a parameter's name, for errors.
+        units: all units of the engine.
+        name_of: returns a parameter's name, for errors.
     """
 
     def __init__(self, module: Module, units: Sequence[Unit], name_of: Callable[[Tensor], str]) -> None:
@@ -183,22 +183,22 @@ class OutsideChanges:
         self._kinds = [(param.shape, param.dtype) for param in self._free]
         self._rounded = [param for unit in units if unit.has_masters for param in unit.params]
         forms = {id(param): (param.dtype, param.device) for param in self._params}
-        self._forms = [forms[key] for key in places]  # of `self._params`
+        self._forms = [forms[key] for key in places]  # dtype and device by entry of `self._params`
         self._versions: dict[int, int] = {}
         self.accept()
 
     def accept(self) -> None:
-        """The master weights have what was changed in place up to now."""
+        """Note that the master weights contain all in-place changes so far."""
         self._versions = {id(param): param._version for param in self._rounded}
 
     def drop(self) -> None:
-        """The weights are about to be written from the master weights, whatever they are."""
+        """Drop all changes, since the weights are about to be written from the master weights."""
         for param, home in zip(self._placed, self._homes, strict=True):
             param.data = home
         self.accept()
 
     def take_of(self, param: Parameter) -> None:
-        """`take`, if this parameter was changed."""
+        """Call `take` if this parameter was changed."""
         home = self._home_of.get(id(param))
         if home is not None and not (
             param.is_set_to(home) and self._versions.get(id(param), param._version) == param._version
@@ -206,10 +206,10 @@ class OutsideChanges:
             self.take()
 
     def take(self) -> None:
-        """Take what was changed since the last call.
+        """Take over everything that was changed since the last call.
 
         Raises:
-            StateError: names a parameter that was replaced by another one, or whose value has another shape or dtype.
+            StateError: if a parameter was replaced, or its value has another shape or dtype; names the parameter.
         """
         found = [place.owner._parameters.get(place.name) for place in self._places]
         children = [link.children.get(link.name) for link in self._links]
@@ -230,7 +230,7 @@ class OutsideChanges:
         for param, home in changed:
             self._refuse_other(param, home.shape, home.dtype)
         own = {home.untyped_storage().data_ptr() for home in self._homes}
-        values = [param.data for param, _ in changed]  # maybe of one another, or transposed
+        values = [param.data for param, _ in changed]  # may be views of one another, or transposed
         values = [value.clone() if value.untyped_storage().data_ptr() in own else value for value in values]
         for (param, home), value in zip(changed, values, strict=True):
             home.copy_(value)
@@ -244,11 +244,11 @@ class OutsideChanges:
                     unit.take_changes(place)
 
     def refuse_converted(self) -> None:
-        """Called when a forward has failed too.
+        """Raise if the module was converted; also called after a failed forward.
 
         Raises:
-            StateError: names a parameter that has another dtype than the engine trains, or is on the meta device; from
-                the exception that is being handled.
+            StateError: if a parameter has another dtype or device than the engine trains; names it. Its cause is the
+                exception that is being handled.
         """
         for param, place, (dtype, device) in zip(self._params, self._places, self._forms, strict=True):
             found = place.owner._parameters.get(place.name)
@@ -268,17 +268,17 @@ class OutsideChanges:
             )
 
     def _follow(self, found: Sequence[Parameter | None]) -> None:
-        """Parameters are not where they were: look for them. Those that the model does not have any more, such as those
-        of a layer that was taken out, have no gradient and need no place.
+        """Find the parameters again that are not in their places. Parameters that are no longer in the model, such as
+        those of a removed layer, have no gradient and need no place.
 
         Raises:
-            StateError: another parameter is in the place of one of them, so that nobody would train it.
+            StateError: if another parameter is in the place of one of them, so that no engine would train it.
         """
         now, named = _places_in(self._module), dict(self._module.named_parameters())
         for param, place, other in zip(self._params, self._places, found, strict=True):
             if id(param) in now:
                 continue
-            others = (other, named.get(place.path))  # in the same module, or in a module in its place
+            others = (other, named.get(place.path))  # in the same module, or in a module that replaces it
             if any(each is not None and each.requires_grad and manager_of(each) is None for each in others):
                 raise StateError(
                     f"parameter {self._name_of(param)}: found another Parameter in its place since initialize(), as "
@@ -314,7 +314,7 @@ def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.devi
 
 
 def _places_in(module: Module) -> dict[int, _ParamPlace]:
-    """Return the place of each parameter in the first module that has it, by the parameter's id."""
+    """Return by a parameter's id its place in the first module that has it."""
     places: dict[int, _ParamPlace] = {}
     for path, each in module.named_modules():
         for name, param in each._parameters.items():
@@ -324,11 +324,11 @@ def _places_in(module: Module) -> dict[int, _ParamPlace]:
 
 
 def _links_in(module: Module) -> list[_Link]:
-    """Return which module is where, so that another module in its place is seen."""
+    """Return each module's place in its parent, so that a replaced module is detected."""
     return [
         _Link(each._modules, name, child)
         for each in module.modules()
-        if not isinstance(each, ScriptModule)  # its children stay
+        if not isinstance(each, ScriptModule)  # its children cannot be replaced
         for name, child in each._modules.items()
         if child is not None
     ]

@@ -1,17 +1,16 @@
-"""`StepAgreement`: what ranks agree on once per step: the norm, which parameters were used, which gradients are late.
+"""`StepAgreement` makes ranks agree once per step on the norm, the used parameters and the late gradients.
 
-Called by `Gradients`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
-on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
-them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
-0-D tensor (`Scalar`), which is read only by those who ask for its value. `ExactAgreement` makes it independent of how
-gradients are divided.
+`Gradients` calls it. If the gradients are in host memory, one small all-reduce carries everything. If they are on a
+device, the CPU does not wait for it: the CPUs sum the flags (parameters used, gradients late) among themselves, and the
+squares and their sum over the ranks stay on the device. So a norm is a float or a 0-D tensor (`Scalar`), which is read
+only by code that needs its value. `ExactAgreement` makes the norm independent of how gradients are divided.
 
-A parameter that all ranks of a divided model have counts on one of them. `UseSlots` number the parameters.
+A parameter that all ranks of a divided model have counts on only one of them. `UseSlots` numbers the parameters.
 
-`HostSums` sums a few numbers of the host over the ranks of a group whose library serves a device only. A collective of
-the device gives its result to the device, and a host that reads it waits for all work that was queued
-before. What the hosts know, such as which parameters got a gradient, is summed over gloo instead: the host waits for
-the hosts of its peers, and the device goes on.
+`HostSums` sums a few CPU numbers over the ranks of a group whose library serves only a device. A collective on the
+device leaves its result on the device, and a CPU that reads the result waits for all work that was queued before. So
+facts that the CPUs know, such as which parameters got a gradient, are summed over gloo: a CPU waits for the CPUs of its
+peers while the device continues.
 """
 
 import math
@@ -38,10 +37,10 @@ from deepspeed.zero.unit_groups import UnitRanks
 
 
 class HostSums:
-    """`HostSums` sums a few numbers of the hosts across the ranks of a group, by gloo connections of its own.
+    """`HostSums` sums a few CPU numbers over the ranks of a group, through its own gloo connections.
 
     Args:
-        group: the group of a device; this process is a member of the group.
+        group: a device's process group; this process is a member.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -51,10 +50,10 @@ class HostSums:
         join(self)
 
     def connect(self) -> bool:
-        """Make the connections; idempotent. Called by all ranks together. The first sum does it, too.
+        """Create the connections. Idempotent; all ranks call it together. The first sum also does this.
 
         Returns:
-            Whether there are any; False, on all ranks alike, where a rank cannot reach the others.
+            Whether there are connections; False on all ranks if one rank cannot reach the others.
         """
         if not (self._is_connected or self._is_refused):
             group = host_group(self._device_group, self._watch.meet())
@@ -65,10 +64,10 @@ class HostSums:
         return self._is_connected
 
     def sum(self, values: list[float]) -> list[float]:
-        """`values` summed over the ranks, in fp64. A collective.
+        """Return `values` summed over the ranks, in fp64. A collective.
 
         Raises:
-            CommError: a peer failed, with its exception; or there are no connections.
+            CommError: if a peer failed (with its exception), or if there are no connections.
         """
         if not self.connect():
             raise CommError("found no connections between hosts; set GLOO_SOCKET_IFNAME to the name of an interface")
@@ -81,9 +80,9 @@ class HostSums:
         return sums_N.tolist()  # type: ignore[no-any-return]
 
     def abandon(self) -> None:
-        """This rank failed: peers that wait for it in a sum raise. Waits for nobody.
+        """Make peers that wait for this rank in a sum raise, because this rank failed. Waits for no rank.
 
-        A rank whose peer failed calls it, too, so that those which go on make new connections together.
+        A rank whose peer failed calls it too, so that the remaining ranks create new connections together.
         """
         self._watch.abandon([], failed=True)
         self._is_connected = False
@@ -93,15 +92,15 @@ def _all_reduce(sums_N: torch.Tensor, group: ProcessGroup) -> Work:
     return as_work(torch_dist.all_reduce(sums_N, group=group, async_op=True))
 
 
-#: a number of the host, or a 0-D tensor on the device, fp32
+#: a CPU number, or a 0-D fp32 tensor on the device
 Scalar = float | Tensor
 
 
 def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -> list[Tensor]:
-    """0-D norms of the reduced gradients that no tensor-parallel peer has.
+    """Return 0-D norms of the reduced gradients that no tensor-parallel peer has.
 
     Args:
-        params: all attached ones; a shard knows the index of its own.
+        params: all attached parameters; a shard has the index of its parameter.
     """
     own = [shard for shard in shards if is_tensor_parallel(params[shard.index])]
     parts = ((shard, shard.placement.read(shard, GRADIENT, shard.grad)) for shard in own)
@@ -115,7 +114,7 @@ def _counted(grad: Tensor, shard: ParamShard, param: Tensor) -> Tensor:
 
 
 def sum_over_model(square_sum: Scalar, model_ranks: Sequence[GroupBackend], device: torch.device) -> Scalar:
-    """The sum over the ranks that hold other parts of the same model. A collective of each of `model_ranks`."""
+    """Return the sum over the ranks with other parts of the same model. A collective of each of `model_ranks`."""
     if not model_ranks:
         return square_sum
     total_1 = torch.empty(1, dtype=torch.float32, device=device)
@@ -129,13 +128,13 @@ def sum_over_model(square_sum: Scalar, model_ranks: Sequence[GroupBackend], devi
 
 
 class UseSlots:
-    """Number the parameters, so that ranks can add up which of them got a gradient on some rank.
+    """`UseSlots` numbers the parameters, so that ranks can add up which of them got a gradient on some rank.
 
-    A parameter that all ranks hold has one slot. An expert's has one for each set of experts, since the ranks that hold
-    another set have another parameter in its place.
+    A parameter that all ranks hold has one slot. An expert's parameter has one slot for each set of experts, because
+    ranks with another set have another parameter in its place.
 
     Args:
-        ranks: of each attached parameter.
+        ranks: the ranks of each attached parameter.
     """
 
     def __init__(self, ranks: Iterable[UnitRanks]) -> None:
@@ -147,7 +146,7 @@ class UseSlots:
         self._is_plain = self.count == len(self._own)  # no experts: slots are parameters
 
     def spread(self, used: Sequence[bool]) -> list[float]:
-        """This rank's contribution to the sum: one number per slot."""
+        """Return this rank's contribution to the sum: one number per slot."""
         if self._is_plain:
             return list(map(float, used))
         slots = [0.0] * self.count
@@ -166,8 +165,8 @@ class StepAgreement:
 
     Args:
         backend: the backend of the ranks that agree.
-        model_ranks: one per axis (tp, pp) along which the caller divided the model.
-        is_offloaded: whether the optimizer is on the host, which reads the norm anyway.
+        model_ranks: one backend per axis (tp, pp) along which the caller divided the model.
+        is_offloaded: whether the optimizer runs on the CPU, which then reads the norm anyway.
     """
 
     def __init__(
@@ -178,17 +177,17 @@ class StepAgreement:
         self._is_offloaded = is_offloaded
         self._device = torch.device("cpu")
         self._slots = UseSlots([])
-        self._hosts: HostSums | None = None  # None: one rank, gradients of the host, or no connections between hosts
-        self._on_host = True  # squares are added up there
-        self._reads_flags = False  # they can be summed on the device only
+        self._hosts: HostSums | None = None  # None: one rank, gradients in host memory, or no connections
+        self._on_host = True  # squares are added up on the CPU
+        self._reads_flags = False  # flags can be summed on the device only
 
     def attach(self, ranks: Iterable[UnitRanks], device: torch.device, numel: int) -> None:
-        """Set the parameters that a step has flags for. All ranks call it together; again after some were added.
+        """Set the parameters that have flags. All ranks call it together, and again after parameters were added.
 
         Args:
-            ranks: of each parameter.
-            device: of the weights.
-            numel: elements of all of them.
+            ranks: the ranks of each parameter.
+            device: device of the weights.
+            numel: number of elements of all parameters.
         """
         self._slots = UseSlots(ranks)
         self._device = device
@@ -205,9 +204,9 @@ class StepAgreement:
         over the ranks. A collective.
 
         Args:
-            norms: 0-D, of this rank.
-            used: by parameter whether this rank has a gradient.
-            late: by bucket whether this rank has a gradient that came after the launch.
+            norms: this rank's norms, 0-D.
+            used: by parameter, whether this rank has a gradient.
+            late: by bucket, whether this rank has a gradient that came after the launch.
         """
         if self._backend.world_size == 1:
             return self.own_squares(norms), list(used), list(map(float, late))
@@ -215,11 +214,11 @@ class StepAgreement:
         return squares, self._slots.own(flags), flags[self._slots.count :]
 
     def agree_over_stages(self, used: Sequence[bool], ranks: Sequence[UnitRanks]) -> list[bool]:
-        """Return by parameter whether some rank has used it, in any of the pipeline stages that hold it. A collective
+        """Return by parameter whether some rank has used it in any of the pipeline stages that hold it. A collective
         of these stages; within each stage the ranks have agreed on `used`.
 
         Args:
-            ranks: of each parameter.
+            ranks: the ranks of each parameter.
         """
         agreed = list(used)
         by_group: dict[GroupBackend, list[int]] = {}
@@ -234,7 +233,7 @@ class StepAgreement:
         return agreed
 
     def sum_squares(self, norms: Sequence[Tensor]) -> Scalar:
-        """Sum of the squares of `norms` over the ranks. A collective."""
+        """Return the sum of the squares of `norms` over the ranks. A collective."""
         if self._on_host:
             return self._sum_values([square_sum(norms)])[0]
         squares_1 = self._squares(norms)
@@ -242,12 +241,12 @@ class StepAgreement:
         return squares_1[0]
 
     def own_squares(self, norms: Sequence[Tensor]) -> Scalar:
-        """Sum of the squares of `norms` of this rank alone."""
+        """Return the sum of the squares of `norms` of this rank alone."""
         return square_sum(norms) if self._on_host else self._squares(norms)[0]
 
     def root_over_model(self, squares: Scalar) -> Scalar:
-        """Root of the sum over the ranks that hold other parts of the model; nan where there is none. A collective of
-        each of `model_ranks`."""
+        """Return the root of the sum over the ranks with other parts of the model; nan if it is undefined. A collective
+        of each of `model_ranks`."""
         squares = sum_over_model(squares, self._model_ranks, self._device)
         if isinstance(squares, Tensor) and not self._is_offloaded:
             return squares.sqrt()
@@ -264,7 +263,7 @@ class StepAgreement:
         return self.sum_squares(norms), flags
 
     def _sum_values(self, values: list[float]) -> list[float]:
-        """Numbers of the host, summed over the ranks."""
+        """Return CPU numbers summed over the ranks."""
         if self._backend.world_size == 1:
             return values
         if self._hosts is not None:
@@ -275,7 +274,7 @@ class StepAgreement:
         return sums_N.tolist()  # type: ignore[no-any-return]
 
     def _sum_and_read(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[float, list[float]]:
-        """Sum the squares and the flags over the ranks, in one all-reduce of the device for which the host waits."""
+        """Sum the squares and the flags over the ranks in one all-reduce on the device; the CPU waits for it."""
         sums_N = self._backend.allocate(1 + len(flags), torch.float32, self._device)
         sums_N[:1] = self._squares(norms)
         sums_N[1:] = torch.tensor(flags, dtype=torch.float32, device=self._device)
@@ -284,7 +283,7 @@ class StepAgreement:
         return squares, flags
 
     def _squares(self, norms: Sequence[Tensor]) -> Tensor:
-        """Sum of the squares of `norms`: [1] on the device, fp32, as some devices lack fp64."""
+        """Return the sum of the squares of `norms`: [1] on the device, fp32 because some devices lack fp64."""
         squares_1 = self._backend.allocate(1, torch.float32, self._device)
         if not norms:
             return squares_1.zero_()
@@ -292,10 +291,10 @@ class StepAgreement:
 
 
 class ExactAgreement(StepAgreement):
-    """A `StepAgreement` on the same bits for every number of ranks, however gradients are divided among them.
+    """`ExactAgreement` agrees on the same bits for every number of ranks, however gradients are divided.
 
-    What its methods get as `norms` are this rank's gradients themselves, 1-D, of which no element is another rank's,
-    too. Their largest magnitude is agreed on first, then the sums of squares (`ExactSquares`).
+    The `norms` of its methods are this rank's gradients themselves, 1-D, without elements that another rank also has.
+    Ranks first agree on the largest magnitude, then on the sums of squares (`ExactSquares`).
     """
 
     _squares_of = ExactSquares(0)
@@ -330,11 +329,11 @@ class ExactAgreement(StepAgreement):
         return self._squares_of.total(torch.tensor(sums, dtype=torch.float64), largest.cpu()).item()
 
     def _own_largest(self, norms: Sequence[Tensor]) -> Tensor:
-        """The largest magnitude of this rank, on the device of its gradients."""
+        """Return the largest magnitude on this rank, on the device of its gradients."""
         return ExactSquares.largest(norms).to(norms[0].device if norms else self._device)
 
     def _largest(self, norms: Sequence[Tensor]) -> Tensor:
-        """The largest magnitude on all ranks, 0-D fp64. Each adds its own to a place where the others have 0."""
+        """Return the largest magnitude on all ranks, 0-D fp64; ranks sum a vector with one place per rank."""
         largest, world_size = self._own_largest(norms), self._backend.world_size
         if world_size == 1:
             return largest
@@ -349,5 +348,5 @@ class ExactAgreement(StepAgreement):
 
 
 def square_sum(norms: Sequence[Tensor]) -> float:
-    """Sum of the squares of 0-D tensors; one wait for all that are on a device."""
+    """Return the sum of the squares of 0-D tensors; wait once for all those on a device."""
     return sum(value**2 for value in read(norms))

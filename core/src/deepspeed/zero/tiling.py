@@ -1,4 +1,4 @@
-"""`TiledLinear`: a large linear layer as a grid of small ones, so that stage 3 gathers one tile at a time."""
+"""`TiledLinear` splits a large linear layer into a grid of small ones, so that stage 3 gathers one tile at a time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,19 +12,19 @@ from deepspeed.zero.gather import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """A linear layer of `out_splits` x `in_splits` tiles. The memory of whole weights shrinks by that factor.
+    """`TiledLinear` is a linear layer of `out_splits` x `in_splits` tiles, which divides the memory of whole weights.
 
     Args:
         in_features: size of the last dimension of inputs.
         out_features: size of the last dimension of outputs.
         bias: whether there is a bias; it is in the last tile of each row.
-        in_splits: parts of the inputs.
-        out_splits: parts of the outputs.
+        in_splits: number of parts of the inputs.
+        out_splits: number of parts of the outputs.
         input_is_already_split: `forward` gets a list of `in_splits` tensors.
         combine_out_splits: False makes `forward` return a list of `out_splits` tensors.
         linear_cls: class of a tile, called as `linear_cls(in_features, out_features, bias=..., **kwargs)`.
-        init_linear: a linear layer whose weights the tiles get.
-        kwargs: for `linear_cls`.
+        init_linear: a linear layer whose weights are copied to the tiles.
+        kwargs: further arguments for `linear_cls`.
 
     Raises:
         ValueError: if a number of splits is not between 1 and the number of features.
@@ -61,7 +61,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Any:
-        """`[..., in_features]` to `[..., out_features]`; lists of parts where the constructor said so."""
+        """Map `[..., in_features]` to `[..., out_features]`, or lists of parts, as the constructor's options say."""
         parts = self._parts(input_)
         return self._combine(
             [self._sum([tile(part) for tile, part in zip(row, parts, strict=True)]) for row in self._rows()]
@@ -86,7 +86,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the weights of a linear layer of the same size; a collective where either is sharded.
+        """Copy the weights of a linear layer of the same size. A collective if either layer is sharded.
 
         Raises:
             ValueError: if one of the two layers has a bias and the other one has none.
@@ -102,7 +102,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """`TiledLinear` of layers that return (output, bias), as Megatron's do; so does it."""
+    """`TiledLinearReturnBias` is `TiledLinear` for layers that return (output, bias), like Megatron's; so does it."""
 
     def _sum(self, outputs: list[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
@@ -116,7 +116,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _boundaries(name: str, splits: int, features: int) -> list[int]:
-    """Return where the parts begin, and the end; the first parts are the larger ones."""
+    """Return the offsets of the parts, and the end; the first parts are the larger ones."""
     if not 1 <= splits <= features:
         raise ValueError(f"TiledLinear: {name} is {splits}; it must be from 1 to the number of features, {features}")
     size, larger = divmod(features, splits)

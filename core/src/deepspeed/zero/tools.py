@@ -1,11 +1,11 @@
-"""Users look up here how an engine's parameters are divided, and estimate a stage's memory before they train.
+"""Print how an engine's parameters are divided, and estimate a stage's memory before training.
 
-`show_layout` prints what a rank keeps of the parameters, and what is gathered together.
+`show_layout` prints what a rank keeps of the parameters, and which parameters are gathered together.
 
-`estimate_zero2_...` and `estimate_zero3_...` count the model's states for Adam in mixed precision: a 16-bit weight and
-its gradient take 2 bytes each, the fp32 master weight and two states 12 bytes. Stage 2 shards all but the weight, stage
-3 the weight too; there the largest layer is whole while it is used, with its gradient. In host memory the gradient
-takes 4 bytes. Activations and the buffers of the allocator and of the collectives come on top.
+`estimate_zero2_...` and `estimate_zero3_...` count model states for Adam in mixed precision: a 16-bit weight and its
+gradient take 2 bytes each, the fp32 master weight and two states 12 bytes. Stage 2 shards everything except the weight.
+Stage 3 also shards the weight, but the largest layer is whole while it is used, with its gradient. In host memory the
+gradient takes 4 bytes. Activations and buffers of the allocator and of collectives are not included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,29 +24,29 @@ from deepspeed.zero.sharding import Sharding
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One line of the table: parameters that are gathered, or reduced, together."""
+    """`UnitRow` is one line of the table: parameters that are gathered or reduced together."""
 
-    module: str  # the innermost module with all of them
+    module: str  # the innermost module that contains all of them
     parameters: int
     elements: int
-    shard_elements: int  # that this rank updates; in stage 3 also all that it keeps between uses
-    bytes: int  # of the weights that this rank keeps between uses
+    shard_elements: int  # elements that this rank updates; in stage 3 also what it keeps between uses
+    bytes: int  # bytes of the weights that this rank keeps between uses
     dtype: str
-    ranks: int  # that share the weights, or the gradients
+    ranks: int  # number of ranks that share the weights or the gradients
     status: str  # AVAILABLE: whole on this rank
 
 
 def show_layout(engine: Any) -> list[UnitRow]:
-    """Print, on rank 0, and return how the parameters of an engine are divided, in stages 0 to 3.
+    """Print (on rank 0) and return how the parameters of an engine are divided, in stages 0 to 3.
 
-    Not a collective: any rank may call it, and gets its own rows.
+    Not a collective: any rank may call it and gets its own rows.
 
     Args:
-        engine: what `deepspeed.initialize` returned.
+        engine: the result of `deepspeed.initialize`.
 
     Returns:
-        One row per unit, parameters that are gathered or reduced together: sizes in elements, and in bytes of the
-        weights that this rank keeps between uses.
+        One row per unit, that is per set of parameters that are gathered or reduced together: sizes in elements, and in
+        bytes of the weights that this rank keeps between uses.
     """
     rows = list(_rows(engine.sharding, {param: name for name, param in engine.module.named_parameters()}))
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -66,7 +66,7 @@ def _rows(sharding: Sharding, names: dict[Parameter, str]) -> Iterator[UnitRow]:
             yield _row_of_whole(unit.params, names, stop - start, unit.ranks.world_size)
             for param in unit.params:
                 left.pop(param, None)
-    if left:  # what the optimizer does not have
+    if left:  # parameters that the optimizer does not have
         yield _row_of_whole(list(left), names, 0, 1)
 
 
@@ -97,7 +97,7 @@ def _row_of_whole(params: Sequence[Parameter], names: dict[Parameter, str], owne
 
 
 def _module_of(names: Sequence[str]) -> str:
-    """The longest path that all names of parameters begin with; "(model)" for the root."""
+    """Return the longest path with which all parameter names begin; "(model)" for the root."""
     paths = [name.split(".")[:-1] for name in names]
     first = paths[0]
     length = next((n for n in range(len(first), 0, -1) if all(path[:n] == first[:n] for path in paths)), 0)
@@ -134,14 +134,14 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Memory of stage 2, in bytes: (host memory of a node, memory of one device).
+    """Estimate the memory of stage 2 in bytes: (host memory per node, memory per device).
 
     Args:
-        total_params: elements of all parameters.
-        num_gpus_per_node: devices of a node.
-        num_nodes: nodes.
+        total_params: number of elements of all parameters.
+        num_gpus_per_node: number of devices per node.
+        num_nodes: number of nodes.
         cpu_offload: whether optimizer states are offloaded to host memory.
-        additional_buffer_factor: factor on host memory, for what is allocated beside.
+        additional_buffer_factor: factor on host memory for other allocations.
     """
     total_gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
@@ -156,7 +156,7 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of `estimate_zero2_model_states_mem_needs` for a model that exists."""
+    """Print the table of `estimate_zero2_model_states_mem_needs` for an existing model."""
     total_params = sum(param.numel() for param in model.parameters())  # a shared parameter is listed once
     estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -190,17 +190,17 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Memory of stage 3, in bytes: (host memory of a node, memory of one device, of which for the largest layer).
+    """Estimate the memory of stage 3 in bytes: (host memory per node, memory per device, of it for the largest layer).
 
     Args:
-        total_params: elements of all parameters.
-        largest_layer_params: elements of the layer that has most.
-        num_gpus_per_node: devices of a node.
-        num_nodes: nodes.
+        total_params: number of elements of all parameters.
+        largest_layer_params: number of elements of the largest layer.
+        num_gpus_per_node: number of devices per node.
+        num_nodes: number of nodes.
         cpu_offload: whether optimizer states are offloaded to host memory.
         cpu_offload_params: whether parameter shards are offloaded too; only with `cpu_offload`.
-        zero_init: whether the model is built under `zero.Init`; else every rank builds it whole, in host memory.
-        additional_buffer_factor: factor on host memory, for what is allocated beside.
+        zero_init: whether the model is built in `zero.Init`; else every rank builds the whole model in host memory.
+        additional_buffer_factor: factor on host memory for other allocations.
     """
     layer_bytes = 4 * largest_layer_params
     sharded_bytes = (0 if cpu_offload_params else 2) if cpu_offload else 16
@@ -213,7 +213,7 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of `estimate_zero3_model_states_mem_needs` for a model that exists, sharded or not."""
+    """Print the table of `estimate_zero3_model_states_mem_needs` for an existing model, sharded or not."""
     total_params = sum(shape_of(param).numel() for param in model.parameters())
     largest_layer_params = max(
         sum(shape_of(param).numel() for param in module.parameters(recurse=False)) for module in model.modules()

@@ -1,12 +1,11 @@
-"""`Unit`: parameters that are reduced and updated together, with weights, master weights and shards.
+"""`Unit` holds parameters that are reduced and updated together, with weights, master weights and shards.
 
-Built by `Units` (`units.py`), which cuts its shards in sub-groups, and gives them the state that the optimizer has
-then.
+`Units` (`units.py`) builds it, cuts its shards into sub-groups, and gives the shards the optimizer's existing state.
 
 Legend: N padded numel of the unit, S numel of this rank's shard.
 
-`synchronize_module` makes every rank start from the same weights, those of the group's first rank. It is called before
-a stage is attached, so that fp32 master weights are copied from agreed values."""
+`synchronize_module` makes every rank start from the weights of the group's first rank. It runs before a stage is
+attached, so that fp32 master weights are copied from the same values on all ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,50 +27,50 @@ from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.placement import MASTER, Placement, StoredPart
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 
-#: states that are one number for the whole parameter, which for one of no dimensions look like its moments
+#: scalar states per parameter; those of a 0-D parameter have the shape of its moments
 _NUMBERS = ("step", "mu_product")
 
 
 @dataclass(slots=True)
 class ParamShard:
-    """A `ParamShard` is what the optimizer updates as one tensor: the owned fragment of one parameter."""
+    """`ParamShard` is one tensor that the optimizer updates: the owned fragment of one parameter."""
 
     index: int  # of the parameter among all attached ones
-    param_group: int  # of the optimizer
+    param_group: int  # index of the optimizer's param group
     fragment: Fragment
-    weight: Tensor  # the model's own memory of this fragment, in the shape of `master`
-    master: Tensor  # what the optimizer holds; the memory of `weight` unless that has low precision or is elsewhere
+    weight: Tensor  # the model's memory of this fragment, in the shape of `master`
+    master: Tensor  # the optimizer's tensor; shares memory with `weight` unless that has low precision or is elsewhere
     grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
-    stored: StoredPart | None = None  # where `weight` is if it is offloaded; then it may be on the meta device
+    stored: StoredPart | None = None  # the values of `weight` if it is offloaded; `weight` may then be on meta
     has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in other memory
     placement: Placement = field(default_factory=Placement)  # of master weight, states and gradient
-    shape: torch.Size = field(init=False)  # of `master`, also where that has no memory now
+    shape: torch.Size = field(init=False)  # of `master`, even while `master` has no memory
 
     def __post_init__(self) -> None:
         self.shape = self.master.shape
         self.has_master = self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
 
     def load_weight(self) -> Tensor:
-        """The values of `weight`, 1-D, wherever they are; to be read only."""
+        """Return the values of `weight`, 1-D, wherever they are stored; read-only."""
         return self.weight.detach().view(-1) if self.stored is None else self.stored.load()
 
 
 class Unit:
-    """Parameters of one optimizer group and one dtype.
+    """`Unit` holds parameters of one optimizer group and one dtype.
 
     Args:
         params: trainable parameters with at least one element.
-        index: of the unit among those of the engine.
-        first_index: index of the first of them among all attached parameters.
+        index: index of the unit in its engine.
+        first_index: index of its first parameter among all attached parameters.
         param_group: index of the group in `optimizer.param_groups`.
-        layout: who owns what; one owner for everything in stage 0.
+        layout: which rank owns which elements; in stage 0 one owner has everything.
         ranks: the groups over which the gradients are summed.
-        model_dtype: dtype that the parameters get, or None to leave them.
-        is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
+        model_dtype: target dtype of the parameters; None leaves it.
+        is_flat: whether the parameters become views of one buffer, so that one collective can gather them.
         keeps_params_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
-        has_optimizer: without one there are no master weights.
-        placement: where the master weights live.
-        sharded: the weights, if they are divided themselves (stage 3); they are in the model's dtype already.
+        has_optimizer: without an optimizer there are no master weights.
+        placement: where the master weights are kept.
+        sharded: the sharded weights (stage 3), already in the model's dtype.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Unit:
         self.param_group = param_group
         self.layout = layout
         self.ranks = ranks
-        self.rank = ranks.rank if layout.world_size > 1 else 0  # as an owner of shards
+        self.rank = ranks.rank if layout.world_size > 1 else 0  # rank as an owner of shards
         source_dtype = sharded.source_dtype if sharded is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         self.shard_start, _ = layout.shard(self.rank)
@@ -112,20 +111,20 @@ class Unit:
         self.shards = [self._create_shard(fragment, keeps_params_whole) for fragment in layout.owned_by(self.rank)]
 
     def _has_weights_in(self, placement: Placement) -> bool:
-        """Whether the optimizer finds the weights in its own memory."""
+        """Return whether the weights are in the memory in which the optimizer works."""
         if self.sharded is None or not self.sharded.is_offloaded:
             return not placement.is_offloaded
         return placement.is_offloaded and not self.sharded.shard_S.is_meta
 
     def _allocate_flat(self) -> Tensor:
-        """The buffer [N] of which the parameters become views."""
+        """Allocate the buffer [N]; the parameters become views of it."""
         flat_N = self.ranks.shard_group.allocate(self.layout.padded_numel, self.dtype, self.params[0].device)
         for start, stop in self.layout.gaps:
             flat_N[start:stop].zero_()
         return flat_N
 
     def _create_masters(self, placement: Placement, *, is_low: bool) -> Tensor:
-        """The master weights [S], from the user's weights, before these are rounded."""
+        """Create the master weights [S] from the user's weights before these are rounded."""
         layout, dtype = self.layout, torch.float32 if is_low else self.dtype
         master_S = placement.allocate(layout.shard_numel, dtype, self.params[0].device, crosses=not is_low)
         master_S[layout.shard_numel - layout.padding(self.rank) :].zero_()
@@ -134,14 +133,14 @@ class Unit:
         return master_S
 
     def _place_weights(self) -> None:
-        """Bring the parameters into the flat buffer, or into the model's dtype, each contiguous."""
+        """Move the parameters into the flat buffer, or convert each to the model's dtype, contiguous."""
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
             if self.flat_N is not None:
                 home = self.flat_N.narrow(0, offset, param.numel()).view(param.shape)
                 home.copy_(param.data)
                 param.data = home
             elif param.dtype != self.dtype or not param.is_contiguous():
-                # fused optimizers want weight and gradient laid out alike
+                # fused optimizers need the same layout for weight and gradient
                 param.data = param.data.to(self.dtype).contiguous()
 
     def _create_shard(self, fragment: Fragment, keeps_params_whole: bool) -> ParamShard:
@@ -159,20 +158,20 @@ class Unit:
         return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, stored, placement)
 
     def _stored(self, fragment: Fragment) -> StoredPart | None:
-        """Return the part of the offloaded shard that has the fragment's weights; None if they are not offloaded."""
+        """Return the part of the offloaded shard with the fragment's weights; None if they are not offloaded."""
         if self.sharded is None or self.sharded.offloaded is None:
             return None
         return StoredPart(self.sharded.offloaded, fragment.start - self.shard_start, fragment.numel)
 
     def _initial(self, fragment: Fragment) -> Tensor:
-        """The fragment's weights as the user gave them."""
+        """Return the fragment's weights as the user gave them."""
         if self.sharded is None:
             return _elements(self.params[fragment.param], fragment)
         assert self.sharded.source_S is not None
         return self._slice(self.sharded.source_S, fragment)
 
     def forget_masters(self) -> None:
-        """The buffer of all master weights goes with the last of them, which may have other memory by now."""
+        """Drop the buffer of all master weights; shards keep their parts, which may have been moved already."""
         self.master_S = None
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
@@ -180,28 +179,28 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """The device that the whole weights are on."""
+        """The device of the whole weights."""
         return self.params[0].device if self.sharded is None else self.sharded.device
 
     def shard_of(self, buffer_N: Tensor) -> Tensor:
-        """This rank's shard of a buffer over the whole unit."""
+        """Return this rank's shard of a buffer over the whole unit."""
         start, stop = self.layout.shard(self.rank)
         return buffer_N[start:stop]
 
     def masters_from_weights(self) -> None:
-        """Start the master weights again from the model's weights, after these were loaded."""
+        """Set the master weights from the model's weights, which were loaded."""
         for shard in self.shards:
             if shard.has_master:
                 self.placement.write(shard, MASTER, shard.master, shard.load_weight())
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer works on copies of the weights, which whole parameters do not share memory with."""
+        """Whether the optimizer works on copies that do not share memory with the (whole) parameters."""
         return not self._is_sharded and any(shard.has_master for shard in self.shards)
 
     @property
     def is_free(self) -> bool:
-        """Whether the optimizer updates the parameters themselves, whatever memory they have: stage 0 in fp32."""
+        """Whether the optimizer updates the parameters themselves, whatever their memory: stage 0 in fp32."""
         return self.sharded is None and self.flat_N is None and not any(shard.has_master for shard in self.shards)
 
     @property
@@ -209,17 +208,17 @@ class Unit:
         return self.sharded is not None and self.sharded.is_sharded
 
     def homes(self) -> list[tuple[Parameter, Tensor]]:
-        """Each parameter with the memory in which the engine has its weights, in its shape; none of sharded ones."""
+        """Return each parameter with the memory in which the engine keeps its weights; empty for sharded ones."""
         if self._is_sharded or self.is_free:
             return []
         return [(param, param.data) for param in self.params]
 
     def take_changes(self, place: int | None = None) -> None:
-        """Copy the weights that were changed from outside into the master weights. The others keep their precision: a
-        master weight that rounds to its weight is left as it is.
+        """Copy weights that were changed from outside into the master weights. A master weight that rounds to its
+        weight is left unchanged, so that it keeps its precision.
 
         Args:
-            place: of the parameter that was changed; None: maybe all.
+            place: place of the parameter that was changed; None: all may have changed.
         """
         for shard in self.shards:
             if shard.has_master and place in (None, shard.fragment.param):
@@ -229,7 +228,7 @@ class Unit:
                 self.placement.write(shard, MASTER, shard.master, new)
 
     def weights_from_masters(self) -> None:
-        """Round the master weights into the model's weights."""
+        """Set the model's weights to the rounded master weights."""
         for shard in self.shards:
             if shard.has_master and shard.stored is not None:
                 shard.stored.store(self._master(shard))
@@ -242,19 +241,19 @@ class Unit:
 
 
 def _elements(param: Parameter, fragment: Fragment) -> Tensor:
-    """The fragment's elements of the parameter's own memory, 1-D."""
+    """Return the fragment's elements of the parameter's memory, 1-D."""
     flat = param.data.reshape(-1) if not param.data.is_contiguous() else param.data.view(-1)
     return flat.narrow(0, fragment.param_start, fragment.numel)
 
 
 @dataclass(frozen=True, eq=False)
 class SubGroup:
-    """Shards that lie end to end in this rank's shard of a unit, of one dtype and one group of the optimizer.
+    """`SubGroup` holds consecutive shards of this rank's shard of a unit, of one dtype and one optimizer group.
 
     Attributes:
         shards: at least one.
-        start: of the first of them, in elements from the beginning of this rank's shard.
-        numel: of all of them.
+        start: offset of the first of them from the beginning of this rank's shard, in elements.
+        numel: total number of elements.
     """
 
     shards: tuple[ParamShard, ...]
@@ -262,7 +261,7 @@ class SubGroup:
     numel: int
 
     def starts(self) -> Iterator[tuple[ParamShard, int]]:
-        """Each shard, and where it begins, in elements from the beginning of the sub-group."""
+        """Yield each shard with its offset from the beginning of the sub-group, in elements."""
         start = 0
         for shard in self.shards:
             yield shard, start
@@ -270,7 +269,7 @@ class SubGroup:
 
 
 def divide(shards: Sequence[ParamShard], max_numel: int) -> list[SubGroup]:
-    """All shards of a unit in sub-groups of at most `max_numel` elements; a longer shard is one by itself."""
+    """Divide a unit's shards into sub-groups of at most `max_numel` elements; a longer shard is one by itself."""
     runs: list[list[ParamShard]] = []
     numel = 0
     for shard in shards:
@@ -286,12 +285,12 @@ def divide(shards: Sequence[ParamShard], max_numel: int) -> list[SubGroup]:
 
 
 def adopt_state(optimizer: Optimizer, unit: Unit) -> None:
-    """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
+    """Give each shard its part of the state that the user's optimizer has for the whole parameter, if any.
 
-    Adagrad makes state when it is built; others have it when they stepped before `initialize`.
+    Adagrad creates state in its constructor; other optimizers have state if they stepped before `initialize`.
 
     Raises:
-        ConfigError: for a state, other than Adagrad's, that was made of an empty parameter, which `zero.Init` had
+        ConfigError: for a state (other than Adagrad's) that was created from an empty parameter, which `zero.Init` had
             sharded.
     """
     whole = {id(param): optimizer.state.pop(param) for param in unit.params if param in optimizer.state}
@@ -329,13 +328,13 @@ def _share(name: str, value: Any, shard: ParamShard, shape: torch.Size) -> Any:
 
 
 def owned_copy(value: Any, device: torch.device) -> Any:
-    """A copy that the optimizer may change. Scalars, as Adam's `step`, stay where they were saved."""
+    """Return a copy that the optimizer may change. Scalars, such as Adam's `step`, stay on their device."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.dim() == 0 else value.to(device, copy=True)
 
 
-#: tensors below this many bytes travel together
+#: tensors below this many bytes are broadcast together
 _SMALL_BYTES = 2**20
 _TAG = "first weights"
 
@@ -348,8 +347,8 @@ def synchronize_module(
     """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank.
 
     Args:
-        experts: by `param.group_name`, the ranks that hold the same experts; their parameters and buffers come from the
-            first of these.
+        experts: by `param.group_name`, the ranks that hold the same experts; experts' parameters and buffers are
+            broadcast from the first of these ranks.
 
     Raises:
         ConfigError: on every rank, if the module's tensors are not the same by name, shape and dtype.
@@ -372,10 +371,10 @@ def synchronize_module(
 
 
 def synchronize_tied(module: torch.nn.Module, units: UnitGroups) -> None:
-    """Broadcast the parameters that several pipeline stages hold from the first of these.
+    """Broadcast the parameters that several pipeline stages hold from the first of these stages.
 
     Raises:
-        ConfigError: on every rank that holds them, if they are not the same by name, shape and dtype.
+        ConfigError: on every rank that holds them, if they differ in name, shape or dtype.
     """
     for stages, ranks in units.tied.items():
         assert ranks.replicate_group is not None
@@ -405,12 +404,12 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
 
 
 def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Names, shapes and dtypes as a text."""
+    """Return names, shapes and dtypes as text."""
     return ", ".join(f"{name} {tuple(shape_of(tensor))} {tensor.dtype}" for name, tensor in tensors)
 
 
 def settings_of(group: Mapping[str, Any]) -> str:
-    """A group of parameters of an optimizer without them: its learning rate and what else is a plain value."""
+    """Return an optimizer's param group as text, without parameters: learning rate and other plain values."""
     shown = []
     for name, value in sorted(group.items()):
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -1,6 +1,6 @@
-"""`UnitGroups`: the groups of all units of an engine, from its mesh and the marks on the parameters of experts.
+"""`UnitGroups` holds the process groups of an engine's units, from its mesh and the marks on parameters of experts.
 
-Made by `engine/build.py`; stages ask `of(param)`. `UnitRanks` are those of one unit:
+`engine/build.py` creates it; stages call `of(param)`. `UnitRanks` are the groups of one unit:
 
     parameters              shard_group          replicate_group    secondary_group    reduce_group
     of all ranks            data group           None               None               data group
@@ -9,13 +9,13 @@ Made by `engine/build.py`; stages ask `of(param)`. `UnitRanks` are those of one 
     of experts              expert data group    None               None               expert data group
     of several stages       data group           their peers        None               data group
 
-The data group is dp x sp of the mesh (`mesh.gradient_group()`), the expert data group the ranks that hold the same
+The data group is dp x sp of the mesh (`mesh.gradient_group()`). The expert data group is the ranks that hold the same
 experts (`mesh.gradient_group(ep_size)`).
 
-[Note: the average] A gradient is the sum over `reduce_group` divided by the size of the *data group*, also that of an
-expert. Experts get the tokens of all ranks, whose losses are averaged over the data group: so this is the gradient of
-the mean loss, and does not depend on `ep_size`. The gradient of a parameter that several pipeline stages hold is the
-sum over the stages, as in a model on one rank that uses it several times.
+[Note: the average] Every gradient, even an expert's, is the sum over `reduce_group` divided by the size of the *data
+group*. Experts get the tokens of all ranks, whose losses are averaged over the data group. So this is the gradient of
+the mean loss, independent of `ep_size`. The gradient of a parameter that several pipeline stages hold is the sum over
+the stages, as in a single-rank model that uses the parameter several times.
 
 MiCS: arXiv 2205.00119. hpZ: ZeRO++, arXiv 2306.10209, section 3.2.
 """
@@ -39,18 +39,18 @@ from deepspeed.parallel.model_part import expert_group_of, expert_sizes, is_tens
 
 @dataclass(frozen=True)
 class UnitRanks:
-    """The groups over which a unit is sharded, and over which its gradients are summed.
+    """`UnitRanks` holds the groups over which a unit is sharded, and over which its gradients are summed.
 
     Args:
-        shard_group: hold the shards of one copy of the weights.
-        reduce_group: hold the same parameters, whose gradients are summed over them.
-        replicate_group: hold the same shard, one in each copy; None: there is one copy.
-        secondary_group: hold a second copy of the weights together (hpZ); None: there is none.
-        copies: by copy and shard, the rank of its holder within `reduce_group`; empty: one copy, in the order of ranks.
-        is_tied: the replicate group is that of other pipeline stages, which use the parameter in other layers.
-        part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
+        shard_group: ranks that hold the shards of one copy of the weights.
+        reduce_group: ranks that hold the same parameters; gradients are summed over them.
+        replicate_group: ranks that hold the same shard, one in each copy; None: there is one copy.
+        secondary_group: ranks that together hold a second copy of the weights (hpZ); None: there is none.
+        copies: by copy and shard, the holder's rank in `reduce_group`; empty: one copy, in rank order.
+        is_tied: whether the replicate group is other pipeline stages that use the parameter in other layers.
+        part: which of `num_parts` parameter sets this rank holds; other ranks' experts are other parameters.
 
-    `world_size` is the number of shards that one copy has, and `rank` the index of the shard that this rank holds.
+    `world_size` is the number of shards of one copy, and `rank` the index of this rank's shard.
     """
 
     shard_group: GroupBackend
@@ -70,45 +70,45 @@ class UnitRanks:
 
     @classmethod
     def over(cls, ranks: GroupBackend, *, part: int = 0, num_parts: int = 1) -> "UnitRanks":
-        """One copy, sharded over `ranks`."""
+        """Return the groups of one copy that is sharded over `ranks`."""
         return cls(ranks, ranks, part=part, num_parts=num_parts)
 
     def holders(self, shard: int) -> tuple[int, ...]:
-        """Ranks within `reduce_group` that hold a shard, one in each copy."""
+        """Return the ranks in `reduce_group` that hold a shard, one for each copy."""
         return tuple(copy[shard] for copy in self.copies) or (shard,)
 
 
 def source_in(group: ProcessGroup, global_rank: int) -> int:
-    """The rank within `group` of a global rank; the first where that is no member, as of a group of experts."""
+    """Return the rank in `group` of a global rank, or 0 if it is not a member (possible for a group of experts)."""
     members = torch.distributed.get_process_group_ranks(group)
     return members.index(global_rank) if global_rank in members else 0
 
 
 def broadcast_from(ranks: GroupBackend, param: Tensor, source: int) -> None:
-    """Give `param` the values that the global rank `source` has, on all ranks of the group; see `source_in`."""
+    """Broadcast the values of `param` from the global rank `source` to all ranks of the group; see `source_in`."""
     value = param.data.contiguous()
     ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
     param.data.copy_(value)
 
 
 class ReplicationMode(Enum):
-    """`ReplicationMode` says what the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
+    """`ReplicationMode` says what each shard group holds if the mesh divides dp into dp_replicate x dp_shard."""
 
-    NONE = auto()  # nothing of their own
-    MODEL = auto()  # each a copy of the sharded model (MiCS)
-    WEIGHTS = auto()  # each a second copy of the weights (hpZ)
+    NONE = auto()  # no copy of its own
+    MODEL = auto()  # a copy of the sharded model (MiCS)
+    WEIGHTS = auto()  # a second copy of the weights (hpZ)
 
 
 @dataclass(frozen=True)
 class UnitGroups:
-    """The groups of all units of an engine.
+    """`UnitGroups` holds the groups of all units of an engine.
 
     Args:
-        dense: of parameters that all ranks of the data group hold.
-        experts: of parameters of experts, by `param.group_name`.
-        tied: of parameters that several pipeline stages hold, by these stages.
-        parts: the ranks that together hold a divided parameter, by the name of a group of experts, or "tp".
-        stages_divide_experts: whether ranks of some pipeline stage hold different experts; the same on all ranks.
+        dense: groups of parameters that all ranks of the data group hold.
+        experts: groups of experts' parameters, by `param.group_name`.
+        tied: groups of parameters that several pipeline stages hold, by these stages.
+        parts: ranks that together hold a divided parameter, by the name of a group of experts, or "tp".
+        stages_divide_experts: whether the ranks of a pipeline stage hold different experts; the same on all ranks.
     """
 
     dense: UnitRanks
@@ -118,15 +118,15 @@ class UnitGroups:
     stages_divide_experts: bool = False
 
     def of(self, param: Tensor) -> UnitRanks:
-        """The groups of the unit of a parameter."""
+        """Return the groups of a parameter's unit."""
         if stages := tied_stages(param):
             return self.tied[stages]
         name = expert_group_of(param)
         return self.dense if name is None else self.experts[name]
 
     def holders_of_parts(self, param: Tensor) -> GroupBackend | None:
-        """The ranks that together hold a parameter which a mark of `parallel.model_part` calls divided; None: this rank
-        holds all of it."""
+        """Return the ranks that together hold a parameter, if a mark of `parallel.model_part` declares it divided;
+        None: this rank holds all of it."""
         part = part_held(param)
         if part is None or part.is_whole:
             return None
@@ -134,7 +134,7 @@ class UnitGroups:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether shards of some unit are held by several ranks, which sum their gradients."""
+        """Whether several ranks hold the same shard of some unit and sum its gradients."""
         return self.dense.replicate_group is not None or bool(self.tied)
 
     @property
@@ -144,11 +144,11 @@ class UnitGroups:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank holds shards of the first copy of the weights; true where there is one copy."""
+        """Whether this rank holds shards of the first copy of the weights; True if there is one copy."""
         return self.dense.replicate_group is None or self.dense.replicate_group.rank == 0
 
     def refuse_divided_experts(self, asked: str) -> None:
-        """Called before a save or a load of experts that no mark of `parallel.model_part` describes.
+        """Refuse to save or load experts that no mark of `parallel.model_part` describes.
 
         Raises:
             ConfigError: if ranks hold different experts.
@@ -162,7 +162,7 @@ class UnitGroups:
             )
 
     def backends(self) -> list[GroupBackend]:
-        """All groups, each once, in the same order on all ranks."""
+        """Return all groups, each once, in the same order on all ranks."""
         return list(dict.fromkeys(self._all()))
 
     def _all(self) -> Iterator[GroupBackend]:
@@ -172,10 +172,10 @@ class UnitGroups:
 
 
 def unit_groups(mesh: Mesh, module: Module, copies: ReplicationMode) -> UnitGroups:
-    """The groups of the units of `module`. A collective, which makes the groups of experts that are not there yet.
+    """Return the groups of the units of `module`. A collective that creates missing groups of experts.
 
     Raises:
-        ConfigError: on every rank, if ranks mark different parameters as experts; for a mark without a group.
+        ConfigError: on every rank, if ranks mark different parameters as experts, or if a mark has no group.
     """
     data_group = mesh.gradient_group()
     marks = {path: name for path, param in module.named_parameters() if (name := expert_group_of(param)) is not None}
@@ -215,8 +215,8 @@ def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
 
 
 def _make_groups_of_experts(mesh: Mesh, ep_sizes: set[int]) -> set[int]:
-    """All ranks of the mesh make them together, also those of pipeline stages without such experts. Returns the sizes
-    of all stages."""
+    """Create the groups of experts. All ranks of the mesh call it together, including pipeline stages without such
+    experts. Return the sizes of all stages."""
     if mesh.size("pp") > 1:
         ep_sizes = {size for theirs in all_gather_values(sorted(ep_sizes), mesh.norm_group) for size in theirs}
     for size in sorted(ep_sizes - {1}):

@@ -1,7 +1,7 @@
-"""`Units`: what one rank has of the model, laid out in units: which parameters, whose shards, in what sub-groups.
+"""`Units` lays out one rank's part of the model in units: which parameters, whose shards, in which sub-groups.
 
-Made by `Sharding.attach`, which takes the parameters over, group by group of the optimizer. The gradients of the units
-are in `gradient_memory.py`, and who owns what of a unit is the answer of its stage (`stages.py`).
+`Sharding.attach` fills it and takes over the parameters, one optimizer group after the other. `gradient_memory.py`
+holds the units' gradients. The stage decides which rank owns which elements of a unit (`stages.py`).
 
 Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
@@ -34,57 +34,57 @@ from deepspeed.zero.unit import Unit, adopt_state, described, divide, settings_o
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 from deepspeed.zero.update import UpdateBatch, takes_one_pass, takes_one_pass_of
 
-#: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
+#: elements whose gradients are widened to fp32 at once: 2 MiB, which fit in a core's cache. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
 WIDENED_NUMEL = 2**19
-#: the same in a device's memory, where it is a buffer of 64 MiB: a call of the optimizer costs the host more than the
-#: device needs for a short part
+#: the same in device memory, a buffer of 64 MiB: for a shorter part, a call of the optimizer costs the CPU more than
+#: the device
 DEVICE_WIDENED_NUMEL = 2**24
-#: elements updated in one call in a device's memory, about half a millisecond of its bandwidth; what is gathered begins
-#: after it
+#: elements updated in one call in device memory, about half a millisecond of its bandwidth; the all-gather starts after
+#: it
 DEVICE_UPDATE_NUMEL = 2**26
 
-#: small models get buckets of a third of their size, so that something overlaps the backward, but none below this
+#: minimum bucket size. Small models get buckets of a third of their size, so that some overlap the backward
 MIN_BUCKET_NUMEL = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """`ShardingOptions` carries, as plain values, what a stage needs of the configuration."""
+    """`ShardingOptions` holds as plain values the parts of the configuration that a stage needs."""
 
     stage: ZeroStage = STAGES[0]
-    model_dtype: torch.dtype | None = None  # dtype that parameters get; None leaves them
-    accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
-    wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
-    bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
-    update_numel: int = 4 * 2**20  # fp32 elements updated, and then gathered, in one go
-    sub_group_numel: int = sys.maxsize  # the user's bound for the same
+    model_dtype: torch.dtype | None = None  # target dtype of the parameters; None leaves them
+    accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None: the parameter's dtype
+    wire_dtype: torch.dtype | None = None  # of gradients in collectives; None: the accumulation dtype
+    bucket_numel: int = 500_000_000  # upper bound; the backend may prefer less
+    update_numel: int = 4 * 2**20  # fp32 elements that are updated, and then gathered, at once
+    sub_group_numel: int = sys.maxsize  # the user's limit for `update_numel`
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
-    allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
-    predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
-    groups: UnitGroups | None = None  # of the units; None: all are those of the whole data-parallel group
+    allows_unused: bool = True  # skip parameters without gradient; False: raise an error that names them
+    predivide_factor: float | None = None  # divides gradients before the sum; W / this divides them after it
+    groups: UnitGroups | None = None  # of the units; None: all use the whole data-parallel group
     model_ranks: tuple[GroupBackend, ...] = ()  # one per axis (tp, pp) along which the caller divided the model
-    counts_replicated: bool = True  # this rank adds parameters to the norm that its tensor-parallel peers have, too
-    device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
-    placement: Placement = field(default_factory=Placement)  # where master weights, states and reduced gradients live
-    partitioning: Stage3Options = field(default_factory=Stage3Options)  # of parameters that are divided themselves
+    counts_replicated: bool = True  # count parameters in the norm that tensor-parallel peers also have
+    device: torch.device | None = None  # target device of the parameters (stage 3 moves them shard by shard)
+    placement: Placement = field(default_factory=Placement)  # of master weights, states and reduced gradients
+    partitioning: Stage3Options = field(default_factory=Stage3Options)  # of sharded parameters
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` add up, whether the model's dtype was applied to
-        the parameters already or not."""
+        """Return the dtype in which gradients of parameters of `dtype` are summed, before or after the model's dtype
+        was applied to the parameters."""
         return self.accumulation_dtype or self.model_dtype or dtype if dtype.is_floating_point else dtype
 
 
 class Units:
-    """The units of one engine, in the order in which they were made; `units[index]` is the unit of that index.
+    """`Units` holds one engine's units in the order of their creation; `units[index]` is the unit of that index.
 
     Attributes:
         params: the attached parameters, in the order of the units.
-        named_parameters: all parameters of the module, also those that are not attached.
-        optimizer: the user's, whose groups have the units' shards; None: the engine only evaluates.
-        saved_groups: attached parameters, by index, as a checkpoint has them.
-        keeps_params_whole: a parameter has one owner, as the optimizer is not known to be elementwise.
-        modules: where parameters are divided themselves: the units by module.
+        named_parameters: all parameters of the module, including those that are not attached.
+        optimizer: the user's optimizer, whose groups hold the units' shards; None: the engine only evaluates.
+        saved_groups: attached parameters, by index, in the groups of a checkpoint.
+        keeps_params_whole: whether a parameter has a single owner, because the optimizer may not be elementwise.
+        modules: the sharded parameters' units by module (stage 3).
     """
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None) -> None:
@@ -100,14 +100,14 @@ class Units:
         self._placement = options.placement
         self.modules: ModuleUnits | None = None
         if options.stage.divides_parameters:
-            self.modules = self._divide(Module())  # nothing yet
+            self.modules = self._divide(Module())  # empty until `attach`
         self.optimizer: Optimizer | None = None
         self._all: list[Unit] = []
-        self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights
+        self._given_params: list[list[Parameter]] = []  # by optimizer group, before it held master weights
         self._widens = False  # gradients are copied to fp32 before the update, part by part
-        self._bucket_bytes = 0  # that the backend prefers
-        self._total_numel = 0  # elements that train
-        self._positions: dict[int, int] = {}  # id of a parameter -> its place in the model
+        self._bucket_bytes = 0  # preferred by the backend
+        self._total_numel = 0  # trainable elements
+        self._positions: dict[int, int] = {}  # id of a parameter -> its position in the model
 
     def __len__(self) -> int:
         return len(self._all)
@@ -119,7 +119,7 @@ class Units:
         return self._all[index]
 
     def find(self, param: Parameter) -> tuple[Unit, int]:
-        """The unit of a parameter and its index in it.
+        """Return the unit of a parameter and the parameter's index in it.
 
         Raises:
             KeyError: if the parameter is not attached.
@@ -131,29 +131,29 @@ class Units:
         raise KeyError(f"parameter of shape {tuple(shape_of(param))} is not managed by this engine")
 
     def name_of(self, param: Tensor) -> str:
-        """The name of a parameter in the module, for errors."""
+        """Return the name of a parameter in the module, for errors."""
         return next((name for name, other in self.named_parameters if other is param), "?")
 
     def position(self, unit: Unit) -> int:
-        """The place in the model of the first parameter of a unit."""
+        """Return the position in the model of a unit's first parameter."""
         return min(self._positions.get(id(param), 0) for param in unit.params)
 
     def saved_parameters(self) -> list[list[Parameter]]:
-        """Attached parameters in the order in which a checkpoint has them, in its groups."""
+        """Return the attached parameters in the order and the groups of a checkpoint."""
         return [[self.params[place] for place in group] for group in self.saved_groups]
 
     def divided(self) -> Sequence[ParamUnit]:
-        """The weights of the units whose parameters are divided themselves, also of those that do not train."""
+        """Return the units of sharded parameters (stage 3), including those that do not train."""
         return () if self.modules is None else self.modules.all
 
     # ---- building -----------------------------------------------------------------------------------------------
 
     def attach(self, module: Module, optimizer: Optimizer | None, *, is_elementwise: bool) -> None:
         """Lay out the parameters of `module` that `optimizer` updates; see `Sharding.attach`. The optimizer's groups
-        get shards instead of parameters.
+        get shards in place of parameters.
 
         Raises:
-            ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
+            ConfigError: if a parameter is not in the module; on every rank if ranks differ.
         """
         self.optimizer = optimizer
         self.keeps_params_whole = not is_elementwise
@@ -177,7 +177,7 @@ class Units:
         self._hold_rest()
 
     def add_group(self, param_group: dict[str, Any]) -> None:
-        """Lay out one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
+        """Lay out one more param group; `param_group` as in torch's `Optimizer.add_param_group`."""
         optimizer = self.optimizer
         assert optimizer is not None
         params = param_group["params"]
@@ -191,7 +191,7 @@ class Units:
         self._hold_rest()
 
     def give_back(self) -> None:
-        """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
+        """Return the original parameters to the optimizer, and drop the states of shards."""
         optimizer, self.optimizer = self.optimizer, None
         if optimizer is None:
             return
@@ -204,7 +204,7 @@ class Units:
         self._given_params = []
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all units."""
         self._all, self.params = [], []
 
     def _divide(self, module: Module, trained: Sequence[Parameter] = ()) -> ModuleUnits:
@@ -240,10 +240,10 @@ class Units:
             raise ConfigError(f"{where} is not in the model given to initialize(); give parameters of that model")
 
     def _agree(self, param_groups: Sequence[Sequence[Parameter]]) -> None:
-        """Compare with the other ranks what the layout follows from, and settle what each would choose by itself.
+        """Check that ranks agree on the facts that determine the layout, and agree on those that may differ.
 
         Raises:
-            ConfigError: on every rank; it names those that differ.
+            ConfigError: on every rank; names the ranks that differ.
         """
         options, optimizer = self._options, self.optimizer
         dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
@@ -263,7 +263,7 @@ class Units:
             facts |= options.partitioning.facts()
         check_same(facts, self._group)
         if isinstance(optimizer, KernelOptimizer):
-            optimizer.uses_kernel = True  # whatever it was in an engine before this one
+            optimizer.uses_kernel = True  # an earlier engine may have set it to False
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
         widens = options.model_dtype is not None and not self._will_take_one_pass(optimizer)
         can = self._backend.capabilities
@@ -278,16 +278,16 @@ class Units:
             self._use_reference(optimizer, lacking)
 
     def _will_take_one_pass(self, optimizer: Optimizer | None) -> bool:
-        """Whether one pass updates the master weights, which do not exist yet and may be elsewhere than the weights are
-        now: stage 3 takes them from a model on the host. Where they are offloaded, it says whether the host's kernel
-        takes the weights themselves; if not, they are widened in short parts."""
+        """Return whether one pass will update the master weights, which do not exist yet. They may be on another device
+        than the weights are now: stage 3 shards a model from host memory. If master weights are offloaded, return
+        whether the CPU kernel takes the weights themselves; if not, they are widened in short parts."""
         device = self._options.device
         if optimizer is None or device is None or self._placement.is_offloaded:
             return takes_one_pass(optimizer)
         return takes_one_pass_of(optimizer, [[torch.empty(0, device=device)] for _ in optimizer.param_groups])
 
     def _use_reference(self, optimizer: KernelOptimizer, lacking: list[int]) -> None:
-        """Replicas that step with a kernel here and its reference there drift apart by roundings."""
+        """Use the torch reference on all ranks, since a kernel on some of them would round differently."""
         optimizer.uses_kernel = False
         warn_once(
             f"optimizer: {named_ranks(lacking)} of {self._backend.world_size} cannot load the kernel of "
@@ -296,11 +296,11 @@ class Units:
         )
 
     def _described(self, params: Sequence[Parameter]) -> str:
-        """The parameters that train, by their places in the module."""
+        """Describe the trainable parameters by their positions in the module."""
         return described((str(self._positions.get(id(param))), param) for param in params if param.requires_grad)
 
     def _hold_group(self, index: int, params: Sequence[Parameter]) -> None:
-        """Split one optimizer group by dtype and by who shares the parameters, and lay out each part in units."""
+        """Split one optimizer group by dtype and by the ranks that share parameters; lay out each part in units."""
         if self.modules is not None:
             self.modules.drop(params)
         self._refuse_attached(index, params)
@@ -319,8 +319,8 @@ class Units:
             self.optimizer.param_groups[index]["params"] = masters
 
     def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
-        """Lay out parameters of one dtype that the same ranks share: one unit per module for those that are divided
-        themselves, and for all others runs of neighbors."""
+        """Lay out parameters of one dtype that the same ranks share: sharded parameters in one unit per module, all
+        others in runs of neighbors."""
         if self.modules is not None:
             for sharded in self.modules.create_for(params):
                 self._hold(sharded.params, index, sharded)
@@ -328,7 +328,7 @@ class Units:
             params = [param for param in params if unit_of(param) is None]
         if not params:
             return
-        if self.ranks.of(params[0]).is_tied:  # other pipeline stages hold other parameters beside them
+        if self.ranks.of(params[0]).is_tied:  # other pipeline stages hold them with other neighbors
             for param in params:
                 self._hold([param], index)
             return
@@ -338,7 +338,7 @@ class Units:
             self._hold([params[place] for place in run], index)
 
     def _hold(self, params: Sequence[Parameter], param_group: int, sharded: ParamUnit | None = None) -> None:
-        """Make one unit; `sharded`: the weights of its parameters, if these are divided themselves."""
+        """Create one unit; `sharded`: the weights of its parameters, if these are sharded (stage 3)."""
         ranks = self.ranks.of(params[0])
         numels = [shape_of(param).numel() for param in params]
         keeps_whole, max_numel = self.keeps_params_whole, self._max_fragment_numel()
@@ -367,12 +367,12 @@ class Units:
             unit.forget_masters()
 
     def _hold_rest(self) -> None:
-        """Divide the parameters that no group has, where parameters are divided themselves."""
+        """Create units for parameters outside of all param groups (stage 3)."""
         if self.modules is not None:
             self.modules.create_rest(self.params)
 
     def _unit_numel(self, params: Sequence[Parameter]) -> int:
-        """Elements of a unit of such parameters, at most."""
+        """Return the maximum numel of a unit of these parameters."""
         wish = min(self._bucket_bytes // self._options.gradient_dtype(params[0].dtype).itemsize, self._third())
         numel = min(self._options.bucket_numel, wish)
         largest = max(param.numel() for param in params)
@@ -399,7 +399,7 @@ class Units:
                 )
 
     def _max_fragment_numel(self) -> int | None:
-        """Fragments are as long as possible, but where gradients are widened, or weights sent, part by part."""
+        """Return the maximum numel of a fragment if updates widen gradients or send weights in parts; else None."""
         is_divided = (self._widens or self._placement.is_offloaded) and not self.keeps_params_whole
         return self._batch_numel() if is_divided else None
 
@@ -413,13 +413,13 @@ class Units:
         return min(widened, numel) if self._widens and not self._placement.fetches else numel
 
     def batches(self) -> Iterator[UpdateBatch]:
-        """Yield what an update goes through one after the other, so that little is alive at once."""
+        """Yield the batches of an update in order, so that few buffers are alive at once."""
         is_one = not self._stage.divides_states and not self._widens  # nothing to gather
         room = self._batch_numel()
         batch = UpdateBatch([], [])
         numel = 0
         for unit in self._all:
-            if unit.placement is not batch.placement or unit.placement.fetches:  # a sub-group is of one unit
+            if unit.placement is not batch.placement or unit.placement.fetches:  # a sub-group is within one unit
                 if batch.finished:
                     yield batch
                 batch, numel = UpdateBatch([], [], unit.placement), 0
@@ -433,7 +433,7 @@ class Units:
                     is_started = True
                 batch.shards.append(shard)
                 numel += shard.fragment.numel
-            if not is_started:  # this rank has nothing of it
+            if not is_started:  # this rank owns no shard of it
                 batch.started.append(unit.index)
             batch.finished.append(unit.index)
         yield batch

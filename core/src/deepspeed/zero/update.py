@@ -1,14 +1,14 @@
-"""The optimizer's step in batches of shards, so that little is alive at once and results can be gathered early.
+"""Run the optimizer's step in batches of shards, so that few buffers are alive and results can be gathered early.
 
-Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradients as they are, and writes
-master weights and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to
-fp32 in one buffer that all batches share, the step is made on the fp32 master weights, and the result is rounded into
-the model's.
+`Sharding.update` calls it. An optimizer with a one-pass kernel reads the gradients as they are and writes master
+weights and the model's weights in the same pass. For any other optimizer, a batch's low-precision gradients are widened
+to fp32 in one buffer that all batches share, the step updates the fp32 master weights, and the result is rounded into
+the model's weights.
 
-Where master weights and states are in swap files, every second step goes through the batches from the last to the
-first: it begins with those that are in memory still (`offload/swap_slots.py`).
+If master weights and states are in swap files, every second step goes through the batches in reverse order, so that it
+begins with batches that are still in memory (`offload/swap_slots.py`).
 
-An optimizer that takes sparse gradients only is shown the rows that some rank has a gradient of (`TouchedRows`).
+An optimizer that takes only sparse gradients gets the rows for which some rank has a gradient (`TouchedRows`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,30 +29,30 @@ from deepspeed.zero.unit import ParamShard
 
 @dataclass(slots=True)
 class UpdateBatch:
-    """Shards that are updated in one optimizer call, and the units that are then wholly updated."""
+    """`UpdateBatch` holds shards that one optimizer call updates, and the units that are complete after it."""
 
     shards: list[ParamShard]
-    finished: list[int]  # units; on all ranks in the same order
+    finished: list[int]  # unit indices, in the same order on all ranks
     placement: Placement = field(default_factory=Placement)  # of all its shards
-    started: list[int] = field(default_factory=list)  # units of which no batch before has a shard
+    started: list[int] = field(default_factory=list)  # units without a shard in an earlier batch
 
 
 @dataclass(slots=True)
 class _UpdatePass:
-    """The batches in one order, and what is updated of each."""
+    """`_UpdatePass` holds the batches in one order, and the shards of each that are updated."""
 
     batches: list[UpdateBatch]
-    calls: list[list[list[ParamShard]]]  # by batch and group of the optimizer
-    updated: list[list[ParamShard]]  # by batch: the same in one list
+    calls: list[list[list[ParamShard]]]  # updated shards, by batch and optimizer group
+    updated: list[list[ParamShard]]  # updated shards, by batch
 
 
 class OptimizerUpdate:
-    """Steps a torch optimizer batch by batch.
+    """`OptimizerUpdate` steps a torch optimizer batch by batch.
 
     Args:
-        used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A shard
-            without gradient is left alone, as torch's optimizers do with `grad = None`.
-        rows: for an optimizer that takes sparse gradients only.
+        used: by parameter, whether any rank has a gradient for it; its owner writes it before each step. A shard
+            without gradient is not updated, like a parameter with `grad = None` in torch's optimizers.
+        rows: for an optimizer that takes only sparse gradients; else None.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class OptimizerUpdate:
         """Update one batch after the other and yield it when its weights are final.
 
         Args:
-            scale: by which gradients are multiplied; a float for an optimizer with a one-pass kernel.
+            scale: factor on the gradients; a float for an optimizer with a one-pass kernel.
 
-        While a batch is updated the optimizer's groups hold its shards only, so that the optimizer does not look
-        through all the others each time.
+        While a batch is updated, the optimizer's groups hold only its shards, so that the optimizer does not iterate
+        over all shards for each batch.
         """
         groups = self._optimizer.param_groups
         if len(groups) != self._num_groups:
@@ -122,7 +122,7 @@ class OptimizerUpdate:
                 group["params"] = params
 
     def _takes_one_pass(self, groups: list[dict[str, Any]], the_pass: _UpdatePass) -> dict[int, bool]:
-        """Return by the id of a placement whether one pass updates its shards; another's may be in other memory."""
+        """Return by placement id whether one pass updates its shards; placements may be in different memory."""
         if len(self._placements) == 1:
             return {id(self._placements[0]): takes_one_pass(self._optimizer)}
         takes = {}
@@ -134,7 +134,7 @@ class OptimizerUpdate:
         return takes
 
     def _plan(self, the_pass: _UpdatePass) -> None:
-        """Say to each placement that fetches which of its shards are updated, batch by batch."""
+        """Pass to each placement that fetches which of its shards are updated, by batch."""
         for placement in self._placements:
             if placement.fetches:
                 both = zip(the_pass.batches, the_pass.updated, strict=True)
@@ -146,20 +146,20 @@ class OptimizerUpdate:
         return _UpdatePass(batches, calls, [[shard for shards in by_group for shard in shards] for by_group in calls])
 
     def _used_of(self, batch: UpdateBatch, num_groups: int) -> list[list[ParamShard]]:
-        """The shards of a batch that are updated, by group of the optimizer."""
+        """Return the shards of a batch that are updated, by optimizer group."""
         used = [shard for shard in batch.shards if self._used[shard.index]]
         return [[shard for shard in used if shard.param_group == index] for index in range(num_groups)]
 
     def _step_widened(
         self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: Scalar, widened: Tensor | None
     ) -> Tensor | None:
-        """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
+        """Run the step of any torch optimizer through `.grad`; return the buffer for the next batch."""
         updated = [shard for shards in by_group for shard in shards]
         widened = self._set_gradients(updated, scale, widened)
         homes = [shard.master.data for shard in updated]
         self._optimizer.step()
         for shard, home in zip(updated, homes, strict=True):
-            if not shard.master.is_set_to(home):  # an optimizer that writes `p.data = p.data - lr * p.grad`
+            if not shard.master.is_set_to(home):  # the optimizer assigns `p.data = p.data - lr * p.grad`
                 home.copy_(shard.master.data)
                 shard.master.data = home
         for shards, its_copies in zip(by_group, copies, strict=True):
@@ -170,7 +170,7 @@ class OptimizerUpdate:
         return widened
 
     def _set_gradients(self, shards: list[ParamShard], scale: Scalar, widened: Tensor | None) -> Tensor | None:
-        """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
+        """Set every master's `.grad` to its gradient times `scale`; return the buffer for the next batch."""
         to_widen = [shard for shard in shards if _grad(shard).dtype != shard.master.dtype]
         if to_widen:
             numel = sum(shard.fragment.numel for shard in to_widen)
@@ -193,7 +193,7 @@ class OptimizerUpdate:
 
 
 def turned_around(batches: list[UpdateBatch]) -> list[UpdateBatch]:
-    """The same batches from the last to the first. All ranks finish units in the same order then, too."""
+    """Return the batches in reverse order. All ranks then finish units in the same order, too."""
     return [
         UpdateBatch(batch.shards, batch.started[::-1], batch.placement, batch.finished[::-1])
         for batch in reversed(batches)
@@ -201,12 +201,12 @@ def turned_around(batches: list[UpdateBatch]) -> list[UpdateBatch]:
 
 
 def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:
-    """Whether one pass reads gradients, updates master weights and writes the model's; loads the optimizer's kernel."""
+    """Return whether one pass reads gradients and writes master and model weights; loads the optimizer's kernel."""
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
 
 
 def takes_one_pass_of(optimizer: Optimizer, params: list[list[Tensor]]) -> bool:
-    """The same with `params` instead of the optimizer's own, by group."""
+    """Return `takes_one_pass` with `params`, by group, in place of the optimizer's parameters."""
     groups = optimizer.param_groups
     own = [group["params"] for group in groups]
     try:
@@ -221,8 +221,8 @@ def takes_one_pass_of(optimizer: Optimizer, params: list[list[Tensor]]) -> bool:
 def multiply(gradients: Tensor, scale: Scalar) -> None:
     """Multiply contiguous `gradients` in place.
 
-    Low-precision gradients are multiplied in fp32 and rounded once. (A 0-D tensor `scale` would first be rounded to
-    their dtype.)
+    Low-precision gradients are multiplied in fp32 and rounded once. (A 0-D tensor `scale` would be rounded to their
+    dtype first.)
     """
     if isinstance(scale, Tensor):
         gradients.view(-1).mul_(scale.view(1))
@@ -231,7 +231,7 @@ def multiply(gradients: Tensor, scale: Scalar) -> None:
 
 
 def _divided(copies: list[Tensor], by_group: list[list[ParamShard]]) -> list[list[Tensor]]:
-    """The copies of all shards, by group; each list is empty where there are none."""
+    """Return the copies of all shards by group; each list is empty if there are no copies."""
     rest = iter(copies)
     return [[next(rest) for _ in shards] if copies else [] for shards in by_group]
 
@@ -250,21 +250,21 @@ def _grad(shard: ParamShard) -> Tensor:
 
 
 class TouchedRows:
-    """Marks the rows of parameters that got a gradient, for an optimizer that takes sparse ones only (SparseAdam).
+    """`TouchedRows` marks parameter rows with a gradient, for an optimizer that takes only sparse ones (SparseAdam).
 
-    Buckets are dense. Such an optimizer updates the rows that a gradient names, even where their gradient is zero, and
-    no others. So each rank notes the rows of its sparse gradients, the ranks that hold the parameter add these marks up
-    once per step, and the update picks the marked rows out of the dense sum. Made by `Sharding`.
+    Buckets are dense. Such an optimizer updates exactly the rows that a gradient names, even if their gradient is zero.
+    So each rank marks the rows of its sparse gradients, the ranks that hold the parameter sum these marks once per
+    step, and the update picks the marked rows out of the dense sum. `Sharding` creates it.
 
     Args:
         params: the attached parameters.
-        ranks: by parameter, those that hold it.
+        ranks: by parameter, the ranks that hold it.
     """
 
     def __init__(self, params: Sequence[Tensor], ranks: Sequence[GroupBackend]) -> None:
         numels = [len(param) if param.dim() > 0 else 1 for param in params]
         self._by_param: dict[int, Tensor] = {}
-        #: one element per row, 0 or not, of the parameters of each group of ranks
+        #: by group of ranks: one element per row of its parameters; a row is marked if the element is not 0
         self._marks: dict[GroupBackend, Tensor] = {}
         for group in dict.fromkeys(ranks):
             places = [place for place, each in enumerate(ranks) if each is group]
@@ -273,15 +273,15 @@ class TouchedRows:
             self._by_param.update(zip(places, self._marks[group].split(counts), strict=True))
 
     def add_up(self) -> None:
-        """A row is marked that any rank has marked. A collective of each group."""
+        """Mark each row that any rank has marked. A collective of each group."""
         for group, marks in self._marks.items():
             group.all_reduce(marks).wait()
 
     def note(self, index: int, grad: Tensor, name: str) -> None:
-        """A gradient of the parameter `index`, called `name`, arrived.
+        """Mark the rows of a gradient of the parameter `index`, which is called `name`.
 
         Raises:
-            StateError: for a gradient that is dense, or sparse in more than its rows.
+            StateError: if the gradient is dense, or sparse in more than its rows.
         """
         if not grad.is_sparse or grad.sparse_dim() != 1:
             kind = (
@@ -296,11 +296,11 @@ class TouchedRows:
         self._by_param[index][grad._indices()[0]] = 1.0
 
     def note_all(self, index: int) -> None:
-        """The whole gradient of the parameter `index` was replaced."""
+        """Mark all rows of the parameter `index`, because its whole gradient was replaced."""
         self._by_param[index].fill_(1.0)
 
     def pick(self, index: int, grad: Tensor) -> Tensor:
-        """The marked rows of `grad`, the whole reduced gradient of the parameter `index`, as a sparse tensor."""
+        """Return the marked rows of `grad`, the whole reduced gradient of the parameter `index`, as a sparse tensor."""
         rows = self._by_param[index].nonzero().flatten().to(grad.device)
         return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False)
 
