@@ -1,4 +1,4 @@
-"""DeepSpeed's public names over `ds-core`, each loaded when it is first used (PEP 562).
+"""DeepSpeed's public names over `ds-core`, each loaded on first use (PEP 562).
 
 `import deepspeed` alone imports neither torch nor a plugin. Start reading at `engine/build.py`, then
 `engine/training.py`, `zero/sharding.py`, `zero/stages.py`, `plugins/hookspecs.py`.
@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed._forward import forward
 from deepspeed._version import DEEPSPEED_API, __version__
 
-# public name -> where it is; what belongs to a feature that is not here yet refuses when it is used
+# public name -> its address; a name of a feature that is missing in this version raises when it is used
 _NAMES = {
     "ADAM_OPTIMIZER": "deepspeed.config.constants:ADAM_OPTIMIZER",
     "DeepSpeedDataLoader": "deepspeed.data.loader:DeepSpeedDataLoader",
@@ -80,17 +80,17 @@ __all__ = ["__version__", "version", *sorted(_NAMES)]  # noqa: PLE0604
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
 
-__path__.append(f"{__path__[0]}/_old")  # DeepSpeed's packages whose content lives elsewhere here; flat in a wheel
+__path__.append(f"{__path__[0]}/_old")  # DeepSpeed's packages whose content has moved; in a wheel they lie flat
 
 
 class _AbsentModules:
-    """The last finder of `sys.meta_path`, for DeepSpeed's modules that this version does not have."""
+    """`_AbsentModules` is the last finder of `sys.meta_path`, for DeepSpeed modules missing in this version."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith("deepspeed."):
             return None
-        from deepspeed._absent import AbsentModules  # late: it reads a table of names
+        from deepspeed._absent import AbsentModules  # imported late, because it reads a table of names
 
         return AbsentModules.find_spec(name, path, target)
 

@@ -1,9 +1,9 @@
-"""Names of features that are not here yet: they import, and refuse when they are used.
+"""Names of features that are missing in this version: they can be imported, but raise when they are used.
 
-The generated modules of `compatibility.MODULES` take their names from here, and a module that has some of DeepSpeed's
-names the others (`complete`); an import of a module that is not here at all ends here (`AbsentModules`). A class can be
-subclassed and given to `isinstance`. Making an object of it raises `ConfigError`, and so does calling a function. May
-import `errors`, `_address`, `_absent_members` and `compatibility`.
+The generated modules of `compatibility.MODULES` get their names from here. A module that has some of DeepSpeed's names
+gets the others (`complete`), and an import of a missing module ends here (`AbsentModules`). A missing class can be
+subclassed and passed to `isinstance`; creating an object of it raises `ConfigError`, and so does calling a missing
+function. May import `errors`, `_address`, `_absent_members` and `compatibility`.
 """
 
 import functools
@@ -33,7 +33,7 @@ class _AbsentMeta(ABCMeta):  # not plain `type`, so that a subclass may derive f
 
 
 class Absent(metaclass=_AbsentMeta):
-    """Base of every class that is not here yet. No object of it or of a subclass can be made."""
+    """`Absent` is the base of every missing class. No object of it or of a subclass can be created."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         absent = _first_absent(cls)
@@ -41,7 +41,7 @@ class Absent(metaclass=_AbsentMeta):
 
 
 class _AbsentModule(ModuleType):
-    """A module that is not here. What it has stays when a submodule of the same name is imported, as in DeepSpeed."""
+    """A missing module. Its members stay when a submodule of the same name is imported, as in DeepSpeed."""
 
     def __setattr__(self, name: str, value: object) -> None:
         kind = upstream_names().get(self.__name__, {}).get(name, "")
@@ -50,7 +50,7 @@ class _AbsentModule(ModuleType):
 
 
 def absent(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of a module that is not here, by its `__name__`."""
+    """Return the functions `__getattr__` and `__dir__` of a missing module, by its `__name__`."""
     record, listed = MODULES.get(package.removeprefix("deepspeed.")), upstream_names().get(package, {})
     names = sorted({*listed, *(record.names() if record is not None else ())})
     sys.modules[package].__class__ = _AbsentModule
@@ -71,11 +71,11 @@ def absent(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
 def complete(old: str, module: ModuleType | None = None, elsewhere: Mapping[str, str] | None = None) -> None:
-    """Give a module that is here the names of DeepSpeed's module `old` that it lacks.
+    """Add the missing names of DeepSpeed's module `old` to a module of this package.
 
     Args:
-        module: default: the one of that name.
-        elsewhere: names that are somewhere else -> where, as `resolve` takes it.
+        module: the module; default: the one called `old`.
+        elsewhere: names that are in another module -> their address for `resolve`.
     """
     here = module or sys.modules[old]
     first, addresses = vars(here).get("__getattr__"), elsewhere or {}
@@ -95,7 +95,7 @@ def complete(old: str, module: ModuleType | None = None, elsewhere: Mapping[str,
 
 
 def absent_name(package: str, name: str) -> Any:
-    """Return what a name of DeepSpeed's module `package` stands for, or an object that refuses when it is used.
+    """Return the object of a name of DeepSpeed's module `package`, or a missing object, which raises when it is used.
 
     Raises AttributeError for any other name.
     """
@@ -105,14 +105,14 @@ def absent_name(package: str, name: str) -> Any:
 
 
 def is_absent(thing: Any) -> bool:
-    """Whether it refuses when it is used."""
+    """Return whether `thing` raises when it is used."""
     if isinstance(thing, type):
         return issubclass(thing, Absent)
     return isinstance(thing, FunctionType) and (thing.__doc__ or "").startswith(_NOT_HERE)
 
 
 def is_absent_module(module: ModuleType) -> bool:
-    """Whether a module as a whole is not here."""
+    """Return whether a module as a whole is missing."""
     return (module.__doc__ or "").startswith(_NOT_HERE)
 
 
@@ -134,14 +134,14 @@ def _make(package: str, name: str) -> Any:
     raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
-@functools.cache  # one class under all its addresses, so that `is` and `isinstance` compare it with itself
+@functools.cache  # one class for all its addresses, so that `is` and `isinstance` recognize it
 def _refusing(package: str, name: str, kind: str) -> Any:
     if kind == "error" or (kind == "class" and name.endswith(_ERRORS)):
         error = type(name, (DeepSpeedError,), {"__module__": package})
         return absent_members(f"{package.removeprefix('deepspeed.')}:{name}")(error)
     if kind == "def":
         return _function(package, name)
-    return _AbsentMeta(name, (Absent,), {"__module__": package})  # a constant too: whatever is done with it refuses
+    return _AbsentMeta(name, (Absent,), {"__module__": package})  # for a constant, too: any use of it raises
 
 
 def _function(package: str, name: str) -> Callable[..., NoReturn]:
@@ -154,7 +154,7 @@ def _function(package: str, name: str) -> Callable[..., NoReturn]:
 
 
 class AbsentModules:
-    """The last finder of `sys.meta_path`: modules of DeepSpeed that this version does not have."""
+    """`AbsentModules` is the last finder of `sys.meta_path`: DeepSpeed modules that are missing in this version."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -163,7 +163,7 @@ class AbsentModules:
         return ModuleSpec(name, cls(), is_package=_has_modules(name))  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """A plain module."""
+        """Return None, for a plain module."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = f"{_NOT_HERE}{feature_of(module.__name__).title}."

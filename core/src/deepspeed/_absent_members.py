@@ -1,11 +1,11 @@
-"""Members of DeepSpeed's classes that a class here does not have: asked for, they say why.
+"""Members of DeepSpeed's classes that a class here lacks: reading one raises an error with the reason.
 
     @absent_members("runtime.pipe.module:PipelineModule")
     class PipelineModule(nn.Module): ...
 
     module.partitions        AbsentMemberError, an AttributeError, with the reason of the table
 
-`hasattr` is False for them. The table is `compatibility.differences`; what a class has is found as before. May import
+`hasattr` is False for them. The table is `compatibility.differences`; existing members are found as before. May import
 `errors` and `compatibility`.
 """
 
@@ -21,10 +21,10 @@ _ENGINE = "runtime.engine:DeepSpeedEngine"
 
 
 def absent_members(*addresses: str) -> Callable[[_Class], _Class]:
-    """Let a class refuse the members that it lacks.
+    """Make a class raise for the members that it lacks.
 
     Args:
-        addresses: of DeepSpeed's classes that it stands for, below `deepspeed`, as the table has them.
+        addresses: DeepSpeed's classes that the class replaces, below `deepspeed`, with the table's spelling.
     """
 
     def give(cls: _Class) -> _Class:
@@ -32,7 +32,7 @@ def absent_members(*addresses: str) -> Callable[[_Class], _Class]:
         said = {name: text for name, text in said.items() if not hasattr(cls, name)}
         for name, text in said.items():
             setattr(cls, name, _Refusal(text))
-        if hasattr(cls, "__getattr__"):  # Python asks it after an AttributeError, and would raise its answer
+        if hasattr(cls, "__getattr__"):  # Python calls it after an AttributeError and would raise its error
             cls.__getattr__ = _explaining(cls.__getattr__, said)  # type: ignore[attr-defined]
         return cls
 
@@ -40,9 +40,9 @@ def absent_members(*addresses: str) -> Callable[[_Class], _Class]:
 
 
 class _Refusal:
-    """A `_Refusal` stands for an absent member of a class, and raises when the class or an object is asked for it.
+    """`_Refusal` stands for an absent member of a class, and raises when the member is read from class or object.
 
-    An object may be given an attribute of the name.
+    An object may be given an attribute of this name.
     """
 
     def __init__(self, text: str) -> None:
@@ -66,7 +66,7 @@ def _explaining(former: Callable[[Any, str], Any], said: Mapping[str, str]) -> C
 
 
 def _sentences(address: str) -> dict[str, str]:
-    """Return the text of the error for each absent member of DeepSpeed's class at `address`, by the member's name."""
+    """Return the error text for each absent member of DeepSpeed's class at `address`, by the member's name."""
     names, reason = differences().get(address, ((), ""))
     cls = address.rpartition(":")[2]
     said = {

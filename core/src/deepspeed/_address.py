@@ -1,7 +1,7 @@
-"""Addresses as text, "package.module:name", and what is there.
+"""Resolve addresses of the form "package.module:name".
 
-A file of its own, since `_forward` and `_absent`, which use it, would import each other. May import nothing of the
-project.
+This is a separate file because its users `_forward` and `_absent` would otherwise import each other. May import nothing
+of the project.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def resolve(address: str) -> Any:
-    """The object at "package.module:name", or the module at "package.module"."""
+    """Return the object at "package.module:name", or the module at "package.module"."""
     module_name, _, attribute = address.partition(":")
     module = importlib.import_module(module_name)
     return getattr(module, attribute) if attribute else module

@@ -1,7 +1,7 @@
-"""Names of one package that live elsewhere, each loaded when it is first used (PEP 562).
+"""Names of a package whose objects are in other modules, each loaded on first use (PEP 562).
 
-Used by `deepspeed/__init__.py` and by the packages of old addresses. What is in neither table but in DeepSpeed is asked
-of `_absent`. May import nothing else of the project.
+`deepspeed/__init__.py` and the packages of old addresses use it. `_absent` handles names that DeepSpeed has and no
+table here. May import nothing else of the project.
 """
 
 import sys
@@ -12,18 +12,18 @@ from deepspeed._address import resolve
 
 
 def forward(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of `package`.
+    """Return the functions `__getattr__` and `__dir__` of `package`.
 
     Args:
         package: its `__name__`.
-        names: public name -> address, as `resolve` takes it.
+        names: public name -> address for `resolve`.
     """
 
     def get(name: str) -> Any:
         if name not in names:
             if name.startswith("_"):
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
-            from deepspeed._absent import absent_name  # late: it reads a table of names
+            from deepspeed._absent import absent_name  # imported late, because it reads a table of names
 
             return absent_name(package, name)
         value = resolve(names[name])

@@ -1,7 +1,7 @@
-"""This file says how this copy of ds-core was installed: where pip took it from, what else to install from there, and
-whether files of DeepSpeed itself lie over its own.
+"""Find out how this copy of ds-core was installed: from where, how to install more from there, and whether files of
+DeepSpeed itself overwrite its files.
 
-Read by messages that name a package to install, by `initialize` and by `ds_report`. May import nothing of the project.
+Messages that name a package to install, `initialize` and `ds_report` use it. May import nothing of the project.
 """
 
 import json
@@ -15,7 +15,7 @@ _FOLDERS = {"ds-core": "core", "deepspeed": "compat/deepspeed"}
 
 
 def origin() -> dict[str, Any]:
-    """Return what pip wrote down of the place that it installed ds-core from (PEP 610); {} where it was an index."""
+    """Return pip's record of where it installed ds-core from (PEP 610); {} if that was an index."""
     try:
         record = importlib_metadata.distribution("ds-core").read_text("direct_url.json")
     except importlib_metadata.PackageNotFoundError:
@@ -24,9 +24,9 @@ def origin() -> dict[str, Any]:
 
 
 def pip_install(requirement: str) -> str:
-    """The command that installs a distribution of this project from where ds-core came from.
+    """Return the command that installs a distribution of this project from the source of ds-core.
 
-    That is an index, git, or a checkout.
+    The source is an index, git, or a checkout.
 
     Args:
         requirement: such as `ds-ext-cpu` or `ds-core[mpi]`.
@@ -48,10 +48,10 @@ def pip_install(requirement: str) -> str:
 
 
 def foreign_deepspeed() -> str | None:
-    """The version of an installed distribution `deepspeed` that is not ours, or None.
+    """Return the version of an installed distribution `deepspeed` that is not ours, or None.
 
-    It owns the same files, so that whichever was installed last is what runs, mixed with what the other left.
-    Ours says `+core` in its version.
+    It owns the same files as ds-core. So the distribution that was installed last runs, mixed with files of the other.
+    Our version contains `+core`.
     """
     for distribution in importlib_metadata.distributions(name="deepspeed"):
         if "+core" not in distribution.version:
@@ -60,7 +60,7 @@ def foreign_deepspeed() -> str | None:
 
 
 def foreign_files_warning(version: str) -> str:
-    """Return the warning for DeepSpeed's `version`, which `foreign_deepspeed` found."""
+    """Return the warning for the version of DeepSpeed that `foreign_deepspeed` found."""
     return (
         f"DeepSpeed itself ({version}) is installed over the files of ds-core, and what runs is a mixture of both: "
         f"pip uninstall deepspeed, then {pip_install('ds-core')} --force-reinstall --no-deps, and "

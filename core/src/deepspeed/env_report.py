@@ -1,4 +1,4 @@
-"""`python -m deepspeed.env_report`: DeepSpeed's address of `ds_report`. The report itself is in `cli/report.py`."""
+"""`python -m deepspeed.env_report`: DeepSpeed's name of `ds_report`. The report itself is in `cli/report.py`."""
 
 import sys
 
@@ -7,13 +7,13 @@ from deepspeed.cli import report
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report. Called by scripts; arguments of the process are not read."""
+    """Print the report. Scripts call it; it ignores the process's arguments."""
     flags = {"--hide_operator_status": hide_operator_status, "--hide_errors_and_warnings": hide_errors_and_warnings}
     report.main([flag for flag, wanted in flags.items() if wanted])
 
 
 def cli_main() -> int:
-    """The command `ds_report`, with the arguments of the process. Returns the exit code."""
+    """Run the command `ds_report` with the process's arguments; return the exit code."""
     return report.main()
 
 

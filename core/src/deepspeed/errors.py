@@ -1,14 +1,14 @@
-"""Each thing that can go wrong has a type. Every message says what was asked, what was found and what to do.
+"""Error types. Every message says what was asked, what was found and what to do.
 
     DeepSpeedError
     ├── ConfigError        the user's JSON, arguments or environment   (also a ValueError)
     ├── PluginError        an accelerator or feature plugin            (also a RuntimeError)
-    ├── OpUnavailable      a kernel that was asked for by name         (also a RuntimeError)
+    ├── OpUnavailable      a kernel that was requested by name         (also a RuntimeError)
     ├── CommError          process groups and collectives              (also a RuntimeError)
     ├── CheckpointError    files that are missing, foreign or damaged  (also a RuntimeError)
-    ├── StateError         a call that is not legal now                (also a RuntimeError)
-    │   └── PipelineError  one that a pipeline cannot answer
-    └── AbsentMemberError  a member of DeepSpeed's that is not here    (also an AttributeError)
+    ├── StateError         a call that is illegal at this moment       (also a RuntimeError)
+    │   └── PipelineError  a call that pipelines do not support
+    └── AbsentMemberError  a missing member of DeepSpeed's             (also an AttributeError)
 
 May import nothing of the project.
 """
@@ -20,7 +20,7 @@ import os
 import re
 import typing
 
-_SHOWN_LENGTH = 60  # of a value in a message
+_SHOWN_LENGTH = 60  # maximum length of a value in a message
 _INT32_MAX = 2**31 - 1
 
 
@@ -33,11 +33,11 @@ class ConfigError(DeepSpeedError, ValueError):
 
 
 class PluginError(DeepSpeedError, RuntimeError):
-    """A plugin that was asked for by name is missing or broken."""
+    """A plugin that was requested by name is missing or broken."""
 
 
 class OpUnavailable(DeepSpeedError, RuntimeError):
-    """An op has no implementation here; the message lists every "no" with its reason."""
+    """An op has no implementation here; the message lists every candidate with the reason against it."""
 
 
 class CommError(DeepSpeedError, RuntimeError):
@@ -49,19 +49,19 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 
 class StateError(DeepSpeedError, RuntimeError):
-    """A call came at a moment at which it is not legal, for example `step()` inside a backward."""
+    """A call is illegal at this moment, for example `step()` inside a backward."""
 
 
 class PipelineError(StateError):
-    """A pipeline's engine or module cannot answer a call. DeepSpeed's name."""
+    """A pipeline's engine or module does not support a call. The name is DeepSpeed's."""
 
 
 class AbsentMemberError(DeepSpeedError, AttributeError):
-    """A member of one of DeepSpeed's classes that is not here; the message says what is instead. `hasattr` is False."""
+    """A member of one of DeepSpeed's classes is missing; the message names the alternative. `hasattr` is False."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number of things, for messages; `plural` where it is not the noun with an s.
+    """Return a number of things for a message; `plural` if it is not the noun with an s.
 
     >>> counted(1, "rank"), counted(2, "rank"), counted(2, "query", "queries")
     ('1 rank', '2 ranks', '2 queries')
@@ -70,7 +70,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def either(choices: collections.abc.Iterable[object]) -> str:
-    """Alternatives, of which one is to be taken, for messages.
+    """Return alternatives for a message.
 
     >>> either([1]), either([1, 3]), either(["a", "b", "c"])
     ('1', '1 or 3', 'a, b or c')
@@ -80,20 +80,20 @@ def either(choices: collections.abc.Iterable[object]) -> str:
 
 
 def shown(value: str) -> str:
-    """A text of somebody else's for a message of one line: quoted, and cut if it is long.
+    """Return foreign text for a one-line message: quoted, and cut if it is long.
 
-    >>> shown("one\\ntwo"), len(shown("x" * 5000)) < 80
+    >>> shown("one\\ntwo"), len(shown("x" * 5000)) < 100
     ("'one\\\\ntwo'", True)
     """
     return repr(value) if len(value) <= _SHOWN_LENGTH else f"{value[:_SHOWN_LENGTH]!r}... ({len(value)} characters)"
 
 
 def stated(variable: str) -> str:
-    """An environment variable and its value, for a message: as a shell takes it where that is short and printable.
+    """Return an environment variable and its value for a message, in shell syntax if it is short and printable.
 
-    >>> os.environ["DS_EXAMPLE"] = "one\ntwo"
+    >>> os.environ["DS_EXAMPLE"] = "one\\ntwo"
     >>> stated("DS_EXAMPLE"), os.environ.pop("DS_EXAMPLE")
-    ("DS_EXAMPLE='one\\ntwo'", 'one\ntwo')
+    ("DS_EXAMPLE='one\\\\ntwo'", 'one\\ntwo')
     """
     value = os.environ.get(variable, "").strip()
     return f"{variable}={value if value.isprintable() and len(value) <= _SHOWN_LENGTH else shown(value)}"
@@ -108,15 +108,15 @@ def environment_int(
     error: type[DeepSpeedError] = ConfigError,
     environment: collections.abc.Mapping[str, str] | None = None,
 ) -> int:
-    """The integer in an environment variable.
+    """Return the integer in an environment variable.
 
     Args:
         variable: its name.
-        default: of a variable that is not set; None: such a one is refused. An empty one is refused in any case: with
-            `export RANK=$NOT_SET` in its script every process would be rank 0.
-        least, most: what is allowed.
-        error: what is raised.
-        environment: that of this process.
+        default: value if the variable is not set; None: raise then. An empty variable always raises: with
+            `export RANK=$NOT_SET` in a script, every process would be rank 0.
+        least, most: allowed range.
+        error: class of the error.
+        environment: default: the environment of this process.
 
     Raises:
         DeepSpeedError: names the variable and shows its value.
@@ -133,22 +133,22 @@ def environment_int(
 
 
 def whole_number(asked: str, value: object, *, least: int | None = 1) -> int:
-    """An argument that counts or names something: an integer of any library, for example an integral tensor of none
-    or one dimension that holds one.
+    """Return an argument that counts or names something: an integer of any library, for example an integral tensor with
+    one element and at most one dimension.
 
     Args:
-        asked: what the message begins with, for example the name of the configuration's key.
-        value: what was given.
-        least: what is allowed; None: every integer.
+        asked: the beginning of the message, for example a configuration key.
+        value: the argument.
+        least: minimum; None: every integer is allowed.
 
     Raises:
-        ConfigError: it is no integer, or smaller.
+        ConfigError: if the value is not an integer, or is too small.
     """
     number: int | None = None
     if type(value) is int:
         number = value
     elif isinstance(value, typing.SupportsIndex) and not _is_truth_value(value):
-        with contextlib.suppress(TypeError):  # a tensor or an array of something else
+        with contextlib.suppress(TypeError):  # a tensor or an array of other values
             number = operator.index(value)
     if number is None or (least is not None and number < least):
         limit = "" if least is None else f" of at least {least}"
@@ -157,10 +157,10 @@ def whole_number(asked: str, value: object, *, least: int | None = 1) -> int:
 
 
 def _is_truth_value(value: object) -> bool:
-    """Whether `value` is a truth value of Python, or a tensor or an array of such values."""
+    """Return whether `value` is a bool, or a tensor or an array of bools."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of `error`'s message, for a text of one line; its type when the message is empty."""
+    """Return the first line of `error`'s message, for a one-line text; the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,13 +1,13 @@
-"""Builders of vendors ask this module, in their `load()`, for what DeepSpeed's installation writes into its own.
+"""DeepSpeed's installation facts, which vendors' op builders read in their `load()`.
 
 Each name is computed when it is read, for the current accelerator; importing the module loads no torch and no plugin.
 
-    version             DeepSpeed's version that this package answers for, with its own
+    version             the DeepSpeed version that this package implements, with its own version
     git_hash            the commit, and git_branch the branch or tag, that pip installed this from; None otherwise
     accelerator_name    the current accelerator
-    installed_ops       op -> whether its library was built beforehand, and is beside its builder's package
+    installed_ops       op -> whether its library was prebuilt and is beside its builder's package
     compatible_ops      op -> whether it has a kernel for the current accelerator on this machine
-    torch_info          version of torch (major.minor), and of what it was built with: "0.0" for none
+    torch_info          versions of torch (major.minor) and of the toolkits it was built with: "0.0" for none
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def __dir__() -> list[str]:
 
 
 def _origin(key: str) -> str | None:
-    """Return what pip wrote down under `key` of the repository that it installed from; None where there is none."""
+    """Return pip's record of `key` for the repository it installed from; None if there is none."""
     found = origin().get("vcs_info", {}).get(key)
     return None if found is None else str(found)
 
@@ -69,7 +69,7 @@ def _torch_info() -> dict[str, Any]:
     }
 
 
-#: of `torch.version`: what is no toolkit's version
+#: names in `torch.version` that are not a toolkit's version
 _NO_TOOLKITS = ("__version__", "debug", "git_version")
 _ANSWERS = {
     "accelerator_name": _accelerator_name,

@@ -1,7 +1,7 @@
-"""Logging: one logger, quiet by default, each line with its rank. The names at the end are DeepSpeed's, for scripts.
+"""Logging: one logger, quiet by default, each line with its rank. The last functions are DeepSpeed's, for scripts.
 
-May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name), or `logger.setLevel(...)`. By default it is just
-below WARNING: warnings and errors are shown, and lines of progress (`announce`), which WARNING silences.
+May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name), or `logger.setLevel(...)`. The default level is just
+below WARNING: it shows warnings, errors and progress (`announce`); the level WARNING silences progress.
 """
 
 import functools
@@ -15,11 +15,11 @@ from typing import Any
 from deepspeed.errors import ConfigError, either, environment_int, stated
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_BY_DEFAULT = logging.WARNING - 5  # the level
+_BY_DEFAULT = logging.WARNING - 5  # the default level
 
 
 class _RankFormatter(logging.Formatter):
-    """Adds the global rank, which the environment may learn only after import."""
+    """`_RankFormatter` adds the global rank, which may be set in the environment only after import."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.rank = own_rank()
@@ -27,7 +27,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to today's `sys.stderr`, also after a test or a notebook replaced it."""
+    """`_StderrHandler` writes to the current `sys.stderr`, even after a test or a notebook replaced it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -38,8 +38,8 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def own_rank() -> int:
-    """The global rank that the environment gives; 0 where it gives none or no number, which `init_distributed` refuses
-    with the reason."""
+    """Return the global rank from the environment; 0 if it has no (valid) number, for which `init_distributed` raises
+    an error."""
     try:
         return environment_int("RANK", 0)
     except ConfigError:
@@ -64,7 +64,7 @@ def _create_logger() -> logging.Logger:
 
 
 def environment_level() -> str:
-    """The level that `DS_LOG_LEVEL` names, in capitals; "" where it is not set."""
+    """Return the level in `DS_LOG_LEVEL`, in capitals; "" if it is not set."""
     return os.environ.get("DS_LOG_LEVEL", "").strip().upper()
 
 
@@ -72,7 +72,7 @@ logger = _create_logger()
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:
-    """Whether this process is among the global `ranks`; None means rank 0, [-1] every rank."""
+    """Return whether this process is among the global `ranks`; None means rank 0, [-1] every rank."""
     ranks = [0] if ranks is None else ranks
     return -1 in ranks or own_rank() in ranks
 
@@ -85,27 +85,27 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 @functools.lru_cache(maxsize=1024)
 def warn_once(message: str, ranks: tuple[int, ...] | None = None) -> None:
-    """Warn at most once per process and message; `ranks` as in `log_dist`, for what only some of them can know."""
+    """Warn at most once per process and message; `ranks` as in `log_dist`, if only some ranks can know the reason."""
     log_dist(message, ranks, logging.WARNING)
 
 
 def shows_asked_for() -> bool:
-    """Whether lines are shown that the configuration asks for: the level ERROR silences them."""
+    """Return whether lines that the configuration requests are shown: the level ERROR silences them."""
     return logger.isEnabledFor(logging.WARNING)
 
 
 def announce(message: str, ranks: Sequence[int] | None = None, *, is_asked_for: bool = False) -> None:
-    """Log a line of progress, which is shown by default; the level WARNING silences it.
+    """Log a line of progress. It is shown by default; the level WARNING silences it.
 
     Args:
-        is_asked_for: by the configuration, as `steps_per_print` does; then only the level ERROR silences it.
+        is_asked_for: whether the configuration requests it (`steps_per_print`, say); then only ERROR silences it.
     """
     if shows_asked_for() if is_asked_for else logger.isEnabledFor(_BY_DEFAULT):
         report(message, ranks)
 
 
 def report(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Log what the user asked for in the configuration (`wall_clock_breakdown`, ...), whatever the level is."""
+    """Log a line that the configuration requests (`wall_clock_breakdown`, ...), whatever the level is."""
     if _speaks(ranks):
         logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))
 
@@ -114,14 +114,14 @@ log_levels = {name.lower(): getattr(logging, name) for name in LEVELS}
 
 
 class LoggerFactory:
-    """Makes loggers with the format of ours."""
+    """`LoggerFactory` creates loggers with our format."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """Return the logger `name`, which writes to stderr from `level` on. A second call adds no second writer.
+        """Return the logger `name`, which writes to stderr from `level` on. A second call adds no second handler.
 
         Raises:
-            ValueError: there is no name.
+            ValueError: if there is no name.
         """
         if name is None:
             raise ValueError("create_logger: found no name; give one")
@@ -134,10 +134,10 @@ class LoggerFactory:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level: `"info"` -> 20, in any case.
+    """Return the number of a level, in any case: `"info"` -> 20.
 
     Raises:
-        ValueError: there is no level of that name.
+        ValueError: if there is no level of that name.
     """
     if log_level_str.lower() not in log_levels:
         raise ValueError(f"log level: found {log_level_str!r}; use {either(tuple(log_levels))}")
@@ -145,32 +145,32 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of `custom_logger`, or of ours, by its name."""
+    """Set the level of `custom_logger`, or of our logger, by its name."""
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 
 
 def get_current_level() -> int:
-    """The level of our logger, as a number."""
+    """Return the level of our logger as a number."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the level of our logger is `max_log_level_str` or a lower one.
+    """Return whether the level of our logger is `max_log_level_str` or lower.
 
     Raises:
-        ValueError: there is no level of that name.
+        ValueError: if there is no level of that name.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 @functools.lru_cache(maxsize=1024)
 def warning_once(*args: Any, **kwargs: Any) -> None:
-    """`logger.warning`, at most once per process and message."""
+    """Call `logger.warning` at most once per process and message."""
     logger.warning(*args, **kwargs)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, at most once per process and message."""
+    """Call `log_dist` at most once per process and message."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -180,22 +180,22 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """`message` with this rank before it on the given global `ranks`, as in `log_dist`; None on others."""
+    """Return `message` with a rank prefix on the global `ranks`, as in `log_dist`; None on others."""
     return f"[Rank {own_rank()}] {message}" if _speaks(ranks) else None
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print `message` with the rank to stdout, on the given global `ranks` only; as in `log_dist`."""
+    """Print `message` with the rank to stdout, only on the global `ranks`; as in `log_dist`."""
     text = get_dist_msg(message, ranks)
     if text is not None:
         sys.stdout.write(f"{text}\n")
 
 
 def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: Any = None) -> None:
-    """Write `message` with `"rank"` as JSON to the file `path`, on the given global `ranks` only; as in `log_dist`.
+    """Write `message` with `"rank"` as JSON to the file `path`, only on the global `ranks`; as in `log_dist`.
 
     Raises:
-        ValueError: there is no path.
+        ValueError: if there is no path.
     """
     if not _speaks(ranks):
         return
@@ -206,7 +206,7 @@ def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None,
 
 
 def print_configuration(args: Any, name: str) -> None:
-    """Log the attributes of `args` under `name`, a line each, sorted."""
+    """Log the sorted attributes of `args` under `name`, one per line."""
     logger.info(f"{name}:")
     for attribute in sorted(vars(args)):
         logger.info(f"  {attribute} {'.' * (29 - len(attribute))} {getattr(args, attribute)}")

@@ -1,9 +1,9 @@
-"""An uncaught exception of a rank goes to the `deepspeed` launcher, which prints the cause of a failed job, once.
+"""Send a rank's uncaught exception to the `deepspeed` launcher, which prints the cause of a failed job once.
 
-Without it every rank prints a traceback, and the first cause stands somewhere among its consequences. `initialize` and
-`init_distributed` call `report_to_launcher`. Through the same pipe a rank shows where it stands when the launcher asks
-it (`STACK_SIGNAL`). Under `DS_LOG_LEVEL=debug` the launcher gives no pipe. Without a launcher, `python train.py`, only
-a `ConfigError` is treated specially: one line without a traceback. May import `errors`.
+Otherwise every rank prints a traceback, and the first cause is somewhere among its consequences. `initialize` and
+`init_distributed` call `report_to_launcher`. Through the same pipe a rank sends its stacks when the launcher requests
+them (`STACK_SIGNAL`). With `DS_LOG_LEVEL=debug` the launcher provides no pipe. Without a launcher (`python train.py`),
+only a `ConfigError` is handled: it is printed as one line without a traceback. May import `errors`.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from deepspeed.errors import ConfigError
 
 PIPE_VARIABLE = (
-    "DS_UNCAUGHT_PIPE"  # "<file descriptor>:<inode>", so that another file of that number is not taken for it
+    "DS_UNCAUGHT_PIPE"  # "<file descriptor>:<inode>", so that another file with this descriptor is not mistaken for it
 )
-_LIMIT_CHARS = 40_000  # of each field
-# By which the launcher asks a rank for the stacks of its threads, once that has written `SHOWS_STACKS`. C code answers,
-# so that a rank that waits in a library answers too. A real-time signal, since scripts use SIGUSR1 and SIGUSR2.
+_LIMIT_CHARS = 40_000  # maximum length of each field
+# The launcher sends it to a rank that has written `SHOWS_STACKS`, to get the stacks of its threads. C code handles it,
+# so it works while the rank waits in a library. A real-time signal, since scripts use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 SHOWS_STACKS = b'"stacks"\n'
 
@@ -58,7 +58,7 @@ class Uncaught(NamedTuple):
 
     @classmethod
     def decode(cls, line: bytes) -> "Uncaught":
-        """The inverse of `encode`. Raises ValueError for anything else."""
+        """Invert `encode`. Raises ValueError for anything else."""
         fields: Any = json.loads(line)
         if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, bool, str]:
             raise ValueError(f"found {line[:80]!r}, expected the fields {', '.join(cls._fields)}")
@@ -66,7 +66,7 @@ class Uncaught(NamedTuple):
 
 
 class _Hook:
-    """A `sys.excepthook` that writes to the launcher's pipe, and asks `previous` where that does not apply."""
+    """`_Hook` is a `sys.excepthook` that writes to the launcher's pipe, and otherwise calls `previous`."""
 
     def __init__(self, fd: int, inode: int, previous: Callable[..., Any]) -> None:
         self._fd, self._inode = fd, inode
@@ -75,7 +75,7 @@ class _Hook:
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
-    ) -> None:  # KeyboardInterrupt: whoever presses Ctrl-C wants to see where each rank is
+    ) -> None:  # not for KeyboardInterrupt: a user who presses Ctrl-C wants to see where each rank is
         is_ours = isinstance(error, Exception) and os.getpid() == self._pid and _is_pipe(self._fd, self._inode)
         if not (is_ours and self._send(error)):
             self._previous(kind, error, frames)
@@ -83,15 +83,15 @@ class _Hook:
     def _send(self, error: BaseException) -> bool:
         try:
             os.write(self._fd, Uncaught.of(error).encode())
-        except OSError:  # the launcher is gone; the console is the next best
+        except OSError:  # the launcher is gone; use the console instead
             return False
         return True
 
 
 def report_to_launcher() -> None:
-    """From now on an uncaught exception of this process goes to the launcher that started it; the first call counts.
+    """Send an uncaught exception of this process to the launcher that started it; later calls change nothing.
 
-    Without a launcher a `ConfigError` is printed in one line, unless the script has an excepthook of its own or
+    Without a launcher, a `ConfigError` is printed in one line, unless the script has its own excepthook or
     `DS_LOG_LEVEL` is debug.
     """
     address = os.environ.pop(PIPE_VARIABLE, "")  # not for processes that this one starts
@@ -104,10 +104,10 @@ def report_to_launcher() -> None:
 
 
 def _show_stacks_when_asked(fd: int) -> None:
-    """Let `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and say so to the launcher."""
+    """Make `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and announce that to the launcher."""
     if STACK_SIGNAL and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
         faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
-        with contextlib.suppress(OSError):  # the launcher is gone, and asks nobody
+        with contextlib.suppress(OSError):  # the launcher is gone and will send no signal
             os.write(fd, SHOWS_STACKS)
 
 
