@@ -1,4 +1,4 @@
-"""Inference: a trained model on one rank, or divided over several, behind one call.
+"""Inference with a trained model, on one rank or divided over several ranks.
 
 Start reading at `entry.py` (`deepspeed.init_inference`), then `config.py` and `engine.py`.
 """

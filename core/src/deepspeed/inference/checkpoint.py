@@ -1,12 +1,12 @@
-"""`checkpoint` of `init_inference`: the files that it names, and the weights that lie in them.
+"""`checkpoint` of `init_inference`: parse its description of the files, and read the weights in them.
 
     {"type": "BLOOM", "checkpoints": ["pytorch_model_00001-of-00002.bin", ...], "version": 1.0}
     {"type": "ds_model", "checkpoints": {"non_tp": ["non-tp.pt"], "tp": ["tp_00_00.pt", "tp_01_00.pt"]},
      "version": 1.0, "parallelization": "tp", "tp_size": 2}
 
-In the first each weight is whole, in one of the files ("pp"), and may be divided over any number of ranks. The second
-is pre-sharded: rank r of `tp_size` ranks reads every `tp_size`-th file from the r-th on, and those of "non_tp". A list
-with "parallelization" "tp", which the types Megatron and DeepSpeed have by default, has one file for each rank.
+In the first form ("pp") each weight is whole, in one of the files, and may be divided over any number of ranks. The
+second form is pre-sharded: rank r of `tp_size` ranks reads every `tp_size`-th file, starting with the r-th, and the
+"non_tp" files. A list with "parallelization" "tp", the default for types Megatron and DeepSpeed, has a file per rank.
 """
 
 import json
@@ -27,9 +27,9 @@ from deepspeed.config.intake import unknown_key
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.parallel.model_part import ModelPart
 
-#: of what `save_mp_checkpoint_path` writes
+#: name of the JSON that `save_mp_checkpoint_path` writes
 JSON_NAME = "ds_inference_config.json"
-#: in a folder, the first of these that there is
+#: in a folder, the first of these files that exists is read
 _IN_FOLDERS = (
     *(JSON_NAME, "model.safetensors.index.json", "model.safetensors"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin", "checkpoints.json", "checkpoint.json"),
@@ -38,7 +38,7 @@ _KEYS = (
     *("type", "version", "checkpoints", "parallelization", "mp_size", "tp_size", "base_dir", "dtype"),
     *("weight_map", "metadata", "division"),
 )
-_FILE_PER_RANK = ("megatron", "deepspeed", "ds")  # types whose lists are of ranks, where nothing else is said
+_FILE_PER_RANK = ("megatron", "deepspeed", "ds")  # types whose lists have one file per rank by default
 
 Read = Callable[[int, int], Tensor]
 
@@ -48,12 +48,12 @@ class CheckpointFiles:
     """`CheckpointFiles` lists the files that `checkpoint` names, and says how they divide the weights.
 
     Args:
-        what: how messages call it.
-        kind: its "type", or "".
+        what: name of the checkpoint in messages.
+        kind: the "type" of the description, or "".
         whole: files of whole weights.
-        of_ranks: by rank of the tensor-parallel ranks that saved, its files.
-        is_list: there is one file for each rank, so that the files may say how they are divided.
-        division: by rank a digest of the parts that it holds; () where nothing is said of them.
+        of_ranks: the files of each tensor-parallel rank that saved.
+        is_list: whether there is one file per rank; such files may record their division.
+        division: a digest of the parts of each rank; () if the description has none.
     """
 
     what: str
@@ -65,14 +65,14 @@ class CheckpointFiles:
 
 
 def read_description(checkpoint: Any, base_dir: str = "") -> CheckpointFiles:
-    """The files that `checkpoint` names: a dict, or the path of a JSON file, of a folder or of a file of weights.
+    """Return the files of `checkpoint`: a dict, or the path of a JSON file, of a folder or of a file of weights.
 
     Args:
-        base_dir: where relative names begin, unless the JSON says so itself; "": at the JSON's folder.
+        base_dir: base of relative names, unless the JSON names another; "": the JSON's folder.
 
     Raises:
-        ConfigError: a key is missing, or has another form; names it.
-        CheckpointError: the path, or a file that is named, is not there.
+        ConfigError: a key is missing or invalid; the message names the key.
+        CheckpointError: the path does not exist, or cannot be read as JSON.
     """
     if isinstance(checkpoint, Mapping):
         return _described(checkpoint, "the dict", Path(base_dir or "."))
@@ -182,11 +182,11 @@ class Found:
     """A weight in the files.
 
     Args:
-        name: as the files call it.
-        shape: of the whole weight; of this rank's part where `is_own`.
-        is_own: the files hold this rank's part alone.
-        file: the first that holds it.
-        held: of each rank that has a part of it, or all of it (None), what it has.
+        name: name of the weight in the files.
+        shape: shape of the whole weight, or of this rank's part if `is_own`.
+        is_own: whether the files hold only this rank's part.
+        file: the first file that holds the weight.
+        held: for each rank that holds a part: the part (None: all of the weight), and the stored tensor.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Found:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row of the whole weight; no read is of less than a row."""
+        """The bytes of one row of the whole weight, the smallest unit of a read."""
         return self.shape[1:].numel() * self.dtype.itemsize
 
     def reader(self, part: ModelPart) -> Read:
@@ -212,14 +212,14 @@ class Found:
 
 
 class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
-    """The weights in the files that one rank reads. No value is read until it is asked for.
+    """The weights in the files that one rank reads. Values are read only on demand.
 
     Args:
         files: see `read_description`.
-        rank, num_ranks: of this rank among those that the model is divided over.
+        rank, num_ranks: this rank, and the number of ranks that share the model.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the files are those of another number of ranks.
+        CheckpointError: a file is missing or damaged, or the files are for another number of ranks.
     """
 
     def __init__(self, files: CheckpointFiles, rank: int, num_ranks: int) -> None:
@@ -252,7 +252,7 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
             )
 
     def _take_ranks(self, rank: int, num_ranks: int) -> None:
-        """The files of all ranks where they say what they hold, else this rank's."""
+        """Open the files of all ranks if the files record their division, else only this rank's file."""
         paths = [path for (path,) in self.files.of_ranks]
         first = self._open.enter_context(open_weights(paths[0]))
         if DIVISION not in first.content:
@@ -282,7 +282,7 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
                 self._held.setdefault(name, [(None, stored, file)])
 
     def rename(self, new_name: Callable[[str], str]) -> None:
-        """Call weights by another name, where the files have none of that name."""
+        """Rename weights, unless the files already have a weight of the new name."""
         for name in list(self._held):
             other = new_name(name)
             if other not in self._held:
@@ -291,14 +291,14 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
                     self._own.add(other)
 
     def join(self, name: str, rows: Sequence[Sequence[str]], *, is_stacked: bool) -> None:
-        """Make one weight of others, whose elements lie one behind the other in it, row by row.
+        """Join weights into one weight that holds their elements consecutively, row by row.
 
         Args:
-            rows: names of weights; those of a row are joined along their first dimension.
-            is_stacked: the rows are those of a new first dimension; else there is one.
+            rows: names of weights; the weights of a row are joined along their first dimension.
+            is_stacked: whether the rows form a new first dimension; otherwise there is one row.
 
         Raises:
-            CheckpointError: they differ in shape or dtype; names two.
+            CheckpointError: the weights differ in shape or dtype; the message names two of them.
         """
         names = [piece for row in rows for piece in row]
         held = [self._held[piece][0] for piece in names]
@@ -321,7 +321,7 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
         self._held[name] = [(None, JoinedTensor(shape, stored), held[0][2])]
 
     def find(self, names: Iterable[str]) -> Found | None:
-        """The weight that has the first of `names` that there is; None: there is none. All of them count as used."""
+        """Return the weight with the first of `names` that exists, or None. All existing `names` count as used."""
         found = [name for name in names if name in self._held]
         self._used.update(found)
         if not found:
@@ -333,9 +333,9 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
         return Found(name, shape, stored.dtype, file, name in self._own, held)
 
     def unused(self) -> Iterator[str]:
-        """Names in the files that nobody asked for."""
+        """Return the names in the files that no `find` has used."""
         return (name for name in self._held if name not in self._used)
 
     def names(self) -> list[str]:
-        """All names in the files."""
+        """Return all names in the files."""
         return list(self._held)

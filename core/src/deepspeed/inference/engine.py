@@ -1,12 +1,11 @@
-"""`InferenceEngine`: a model in evaluation mode, on this rank's device, called as the model itself.
+"""`InferenceEngine` wraps a model in evaluation mode on this rank's device, and is called like the model.
 
-Forwards are captured once for each kind of inputs and then replayed. A small model's forward takes the
-host longer than the device: each of its kernels is launched by itself. A replay launches all of them at once. What a
-graph reads and writes stays where it was when it was captured, so inputs are copied to there, and outputs copied from
-there.
+With graphs, forwards are captured once per kind of inputs and then replayed. The forward of a small model is bound by
+the host, which launches each kernel separately; a replay launches all kernels at once. A graph reads and writes fixed
+memory, so inputs are copied into it and outputs are copied from it.
 
-`export` writes plain transformers again, in a folder that `from_pretrained` reads. `save_parts` writes the parts of a
-divided model as each rank holds them, which load without being divided again.
+`export` writes a plain transformers model into a folder for `from_pretrained`. `save_parts` writes the parts of a
+divided model as each rank holds them, so that a load need not divide them again.
 """
 
 import hashlib
@@ -46,31 +45,31 @@ from deepspeed.tensor_parallel.layers import widened
 from deepspeed.tensor_parallel.ranks import same_random_numbers
 from deepspeed.zero.optimizer import not_copied
 
-#: Graphs that are kept; each holds the memory of one forward. Further kinds of inputs run without.
+#: Maximum number of graphs; each holds the memory of one forward. Further kinds of inputs run without a graph.
 MAX_KINDS = 16
-# Inputs of these types are part of the kind: a forward may take another path for another value.
+# Values of these types are part of the kind: a forward may branch on them.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass
 class _Captured:
-    """A graph, what it reads, and what it writes."""
+    """A graph with its input tensors and its outputs."""
 
     graph: Any
     inputs: list[Tensor]
-    outputs: list[Any]  # tensors among them are the graph's
+    outputs: list[Any]  # the tensors in it are the graph's memory
     output_spec: Any
 
 
 class GraphedForward:
-    """Call it as the forward that it is given, without gradients.
+    """Replays a forward from graphs. It is called like the forward, without gradients.
 
-    The first call with inputs of a kind runs the forward as it is, and captures it for the calls that follow. Of a kind
-    are inputs with equal structure, shapes, dtypes and plain values. Inputs or outputs that are other objects than
-    tensors and plain values are never captured: a cache of keys and values is changed by the host, too.
+    The first call with a kind of inputs runs the forward, and captures it for later calls. Inputs are of one kind if
+    structure, shapes, dtypes and plain values are equal. A forward with inputs or outputs other than tensors and plain
+    values is never captured: the host also modifies a key-value cache.
 
     Args:
-        forward: reads no tensor's value on the host.
+        forward: must not read a tensor's value on the host.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -78,10 +77,10 @@ class GraphedForward:
         self._kinds: dict[Any, _Captured | None] = {}  # None: not captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward's outputs; tensors are the caller's own.
+        """Return the forward's outputs; the caller owns the tensors.
 
         Raises:
-            ConfigError: the forward does something that no graph can hold.
+            ConfigError: the forward cannot be captured.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kind = _kind_of(leaves, spec)
@@ -119,7 +118,7 @@ class GraphedForward:
 
 
 def graphed(forward: Callable[..., Any]) -> GraphedForward | None:
-    """`forward` by graphs; None, and a warning, where the accelerator records none."""
+    """Return a `GraphedForward`; warn and return None if the accelerator does not support graphs."""
     accelerator = get_accelerator()
     if accelerator.is_graph_supported():
         return GraphedForward(forward)
@@ -131,7 +130,7 @@ def graphed(forward: Callable[..., Any]) -> GraphedForward | None:
 
 
 def _kind_of(leaves: list[Any], spec: Any) -> Any:
-    """None: a leaf is another object, or a tensor elsewhere, that no graph can hold."""
+    """Return the kind of the inputs; None if a leaf is another object, or a tensor that is not on the device."""
     found: list[Any] = [str(spec)]
     on_accelerator = get_accelerator().on_accelerator
     for leaf in leaves:
@@ -152,14 +151,14 @@ def _is_plain(outputs: Any) -> bool:
 
 @absent_members("inference.engine:InferenceEngine")
 class InferenceEngine(ModuleWrapper):
-    """The engine that `deepspeed.init_inference` returns calls the model. Attributes that it lacks are looked up in the
-    module, so that pipelines of transformers take the engine for the model.
+    """The engine that `deepspeed.init_inference` returns. Missing attributes are looked up in the module, so that
+    pipelines of transformers accept the engine as a model.
 
     Args:
-        module: in evaluation mode, on its device.
-        config: what `init_inference` was given.
-        group: of the ranks over which the module is divided; None: it is whole.
-        dtype: of its weights.
+        module: the model, on its device.
+        config: the configuration of `init_inference`.
+        group: process group of the ranks that share the module; None: the module is not divided.
+        dtype: dtype of the weights.
     """
 
     def __init__(
@@ -182,14 +181,14 @@ class InferenceEngine(ModuleWrapper):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the weights have, or had before they were packed."""
+        """The dtype of the weights, before packing."""
         return self._dtype
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module without gradients. Ranks that share a model give the same inputs, and get the same
-        outputs. Where graphs are asked for it is replayed; see `graphs.GraphedForward`, also
-        for what that raises."""
+        """Call the module without gradients. Ranks that share a model pass the same inputs, and get the same
+        outputs. With graphs the forward is replayed; see `GraphedForward`, also for its
+        errors."""
         if self._graphs is None:
             return self.module(*inputs, **kwargs)
         with nullcontext() if self._times is None else self._times.measured():
@@ -197,11 +196,11 @@ class InferenceEngine(ModuleWrapper):
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module's `generate` without gradients. Ranks that share a model give the same inputs, and sample the
+        """Call the module's `generate` without gradients. Ranks that share a model pass the same inputs, and sample the
         same tokens.
 
         Raises:
-            ConfigError: the module does not generate.
+            ConfigError: the module has no `generate`.
         """
         generate = getattr(self.module, "generate", None)
         if generate is None:
@@ -213,16 +212,16 @@ class InferenceEngine(ModuleWrapper):
             return generate(*inputs, **kwargs)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as plain transformers into a folder: whole weights in this engine's type, and its
-        configuration. `from_pretrained(path)` reads it, as do libraries made for serving. A collective of all ranks.
+        """Write a plain transformers model into a folder: whole weights in this engine's dtype, and the configuration.
+        `from_pretrained(path)` and serving libraries can read it. A collective of all ranks.
 
-        Weights in few bits are written as the numbers that they stand for, in the type that the model has; every rank
-        holds those of its part meanwhile.
+        Packed weights are written as numbers, in the model's dtype. Meanwhile every rank holds the numbers of its
+        part.
 
         Raises:
-            ConfigError: see `export.export`; also where the output layer is in few bits, and the model's configuration
-                ties its weight to the embedding, which is not.
-            CheckpointError: another rank failed; names it and its reason.
+            ConfigError: see the function `export`; also if the output layer is packed, and the model's configuration
+                ties its weight to the embedding, which is not packed.
+            CheckpointError: another rank failed; the message names the rank and its reason.
         """
         get_head: Any = getattr(self.module, "get_output_embeddings", None)
         config: Any = getattr(self.module, "config", None)
@@ -236,13 +235,13 @@ class InferenceEngine(ModuleWrapper):
             export(self.module, self.mp_group, Path(path))
 
     def profile_model_time(self, *_: Any, **__: Any) -> None:
-        """Measure each forward from now on, also those of `generate`; see `model_times`. The choice of a clock that
-        DeepSpeed documents is accepted: here the host's is read when the device has finished, on every device. With
-        graphs the engine's own forwards are measured, not those inside of `generate`."""
+        """Start to measure each forward, also those of `generate`; see `model_times`. DeepSpeed's argument for the
+        clock is accepted and ignored: the host's clock is read after the device has finished. With
+        graphs, only the engine's own forwards are measured, not those inside `generate`."""
         if self._times is not None:
             return
         self._times = _ForwardTimes()
-        if self._graphs is not None:  # a hook would wait for the device while a graph is captured
+        if self._graphs is not None:  # a hook would synchronize during a capture
             return
         self.module.register_forward_pre_hook(self._times.begin)
         self.module.register_forward_hook(self._times.end)
@@ -261,7 +260,7 @@ class InferenceEngine(ModuleWrapper):
 
 
 class _ForwardTimes:
-    """Milliseconds from begin to end of each forward. As hooks its methods change nothing (see `block.num_hooks`)."""
+    """Measures the milliseconds of each forward. `block.num_hooks` ignores its methods when they are used as hooks."""
 
     def __init__(self) -> None:
         self._times_ms: list[float] = []
@@ -277,7 +276,7 @@ class _ForwardTimes:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure what runs inside, which stands in the place of a forward."""
+        """Measure the block like a forward."""
         self.begin()
         yield
         self.end()
@@ -292,7 +291,7 @@ complete(__name__)
 
 
 def all_ranks() -> Ranks:
-    """The ranks of the job, or this process alone, that read or write together; the first one commits."""
+    """Return the ranks that read or write together: all ranks of the job, or this process. The first one commits."""
     has_peers = torch_dist.is_initialized()
     rank, world_size = (torch_dist.get_rank(), torch_dist.get_world_size()) if has_peers else (0, 1)
     gather = all_gather_values if has_peers else alone
@@ -300,18 +299,18 @@ def all_ranks() -> Ranks:
 
 
 def export(module: nn.Module, group: ProcessGroup | None, path: Path) -> None:
-    """Write the weights, whole, and the model's configuration into a folder. A collective of all ranks.
+    """Write the whole weights and the model's configuration into a folder. A collective of all ranks.
 
-    The first rank writes, in the types that the weights have; the folder is made if it is not there. The module stays
-    as it is. Called by `InferenceEngine.export`.
+    The first rank writes, in the weights' dtypes, and creates the folder if needed. The module does not change.
+    Called by `InferenceEngine.export`.
 
     Args:
         module: a model of transformers.
-        group: of the ranks over which it is divided; None: it is whole.
+        group: process group of the ranks that share the model; None: the model is not divided.
 
     Raises:
-        ConfigError: the module is not of transformers, its division is not known, or `path` is a file.
-        CheckpointError: another rank could not go on; names it and its reason. That rank raises its own error.
+        ConfigError: the module is no transformers model, its division is not known, or `path` is a file.
+        CheckpointError: another rank failed; the message names it and its reason. That rank raises its own error.
     """
     save: Any = getattr(module, "save_pretrained", None)
     if save is None:
@@ -339,13 +338,13 @@ def export(module: nn.Module, group: ProcessGroup | None, path: Path) -> None:
 
 
 def save_parts(module: nn.Module, mesh: Mesh | None, dtype: torch.dtype, path: Path) -> None:
-    """Write the weights as each rank holds them, and the JSON that `checkpoint` of `init_inference` loads them by.
+    """Write the weights as each rank holds them, and the JSON for `checkpoint` of `init_inference`.
 
-    A collective of all ranks; the ranks of the first model write. The JSON is written last, and one that was there is
-    removed first: a folder that has one is complete. Called by `init_inference` with `save_mp_checkpoint_path`.
+    A collective of all ranks; the ranks of the first model replica write. An old JSON is removed first and the new one
+    is written last, so a folder with a JSON is complete. `init_inference` calls it for `save_mp_checkpoint_path`.
 
     Raises:
-        CheckpointError: another rank could not write; names it and its reason. That rank raises its own error.
+        CheckpointError: another rank failed; the message names it and its reason. That rank raises its own error.
     """
     ranks = all_ranks()
     tp_rank, tp_size = (mesh.rank("tp"), mesh.size("tp")) if mesh is not None else (0, 1)
@@ -391,7 +390,7 @@ def division_of(module: nn.Module, mesh: Mesh | None) -> list[str]:
 
 
 def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Through a file beside it, so that one that is there stays whole, or is replaced."""
+    """Save through a temporary file, so that an existing file stays intact or is replaced."""
     beside = path.with_name(f".{path.name}")
     torch.save(compact(state), beside)
     beside.replace(path)

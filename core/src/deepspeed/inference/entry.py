@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference`: configuration -> a model on its device, divided over the ranks -> engine."""
+"""`deepspeed.init_inference` prepares a model on its device, divided over the ranks, and returns an engine."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -31,34 +31,34 @@ from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.tensor_parallel.derived_plans import check_policy
 from deepspeed.tensor_parallel.entry import divide_over
 
-# values that JSON does not have, and that are checked by themselves
+# keys whose values are Python objects, which are checked separately
 _OF_PYTHON = ("injection_policy", "injection_dict", "injection_policy_tuple")
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Every key with its default, as a dict."""
+    """Return every key with its default, as a dict."""
     return DeepSpeedInferenceConfig().model_dump()
 
 
 def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Prepare a trained model for inference. With several tensor-parallel ranks a collective of all ranks.
+    """Prepare a trained model for inference. With several tensor-parallel ranks, the call is a collective of all ranks.
 
-    The module is changed in place: cast, moved to this rank's device, its layers divided over the ranks, and put into
-    evaluation mode. Called once per model, by `deepspeed --num_gpus N` or by plain python.
+    The module is changed in place: cast, moved to this rank's device, divided over the ranks, and set to evaluation
+    mode. Call this once per model, under `deepspeed --num_gpus N` or plain python.
 
     Args:
-        model: whole, on every rank; the weights of the first rank count. With `checkpoint` it may be on the meta
-            device (`deepspeed.OnDevice`), and values that it has are dropped.
+        model: the whole model on every rank; the weights of the first rank are used. With `checkpoint` the model may be
+            on the meta device (`deepspeed.OnDevice`), and its own values are dropped.
         config: dict, path of a JSON file, or `DeepSpeedInferenceConfig`; see docs/howto/run-inference.md for its keys.
-        **kwargs: the same keys. One that is in `config` too must have the same value.
+        **kwargs: the same keys. A key that is also in `config` must have the same value there.
 
     Returns:
-        An engine to be called as the model; the model is its `module`.
+        An engine that is called like the model; its `module` is the model.
 
     Raises:
-        ConfigError: names the key, what was found and what is allowed; also where the model cannot be divided so.
+        ConfigError: a key is invalid (the message names key, value and allowed values), or the model cannot be divided.
         CheckpointError: a file or a weight of `checkpoint` is missing, damaged or of another model; names it.
-        StateError: fused blocks are asked for, and an engine over the model has put them there before.
+        StateError: fused blocks are requested, but another engine has already injected them into the model.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"init_inference: model is {type(model).__name__}; pass a torch.nn.Module")
@@ -107,7 +107,7 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
 
 
 def _loads(model: torch.nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
-    """Whether the weights are those of `checkpoint`."""
+    """Return whether the weights come from `checkpoint`."""
     if settings.checkpoint or settings.checkpoint_config.checkpoint_dir:
         return True
     if settings.set_empty_params or has_no_values(model):
@@ -121,7 +121,7 @@ def _loads(model: torch.nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
 
 
 def _opened(settings: DeepSpeedInferenceConfig, mesh: Mesh | None) -> CheckpointWeights:
-    """The files, opened on every rank, or on none."""
+    """Open the files on every rank, or fail on every rank."""
     asked = settings.checkpoint_config
     rank, num_ranks = (mesh.rank("tp"), mesh.size("tp")) if mesh is not None else (0, 1)
 
@@ -144,7 +144,7 @@ def _load(
     device: torch.device,
     plan: Callable[[], Packing] | None,
 ) -> None:
-    """The values, on every rank or on none; packed as they are read where there is a plan."""
+    """Load the values on every rank, or fail on every rank. With `plan`, pack weights as they are read."""
     division = division_of(model, mesh)
 
     def load() -> None:

@@ -1,13 +1,13 @@
-"""`model.generate` of an injected model: over a cache that is allocated once, by a loop of its own where that serves.
+"""`model.generate` of an injected model uses a preallocated cache and, where possible, its own decoding loop.
 
-The cache is a `Cache` of transformers. Its class is made on first use, because core imports transformers only when a
-model of it generates.
+The cache is a `Cache` of transformers. Its class is created on first use, because core imports transformers only when a
+transformers model generates.
 
-The loop is that of greedy and sampled generation over fused blocks, transformers' own, with less around each token.
+The loop implements greedy and sampled generation over fused blocks, with less overhead per token than transformers.
 
-`model.generate` of transformers does everything before the first token: it reads the configuration, makes the objects
-that process logits and stop, pads, and repeats prompts. Then it calls this loop in the place of its own. Logits,
-processors, random numbers and ends are used in the same order, so the tokens are the same.
+`model.generate` of transformers still does all work before the first token: it reads the configuration, creates logits
+processors and stopping criteria, pads, and repeats prompts. Then it calls this loop instead of its own. The loop uses
+logits, processors, random numbers and criteria in the same order, so the tokens are the same.
 """
 
 import inspect
@@ -24,46 +24,46 @@ from deepspeed.errors import ConfigError, counted
 if TYPE_CHECKING:
     from deepspeed.inference.injection.decoder import Decoder, DecodeStep
 
-# What asks for a cache or a loop of transformers' own, where it is not None: as an argument, or in a configuration.
+# Settings that, if not None in the arguments or a configuration, request a cache or a loop of transformers.
 _OF_THEIR_OWN = (
     "cache_implementation",
     "prompt_lookup_num_tokens",
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),  # loops on the hub, which it downloads
 )
-# Arguments of `generate` that only transformers' loops know, or that they are handed and ours would not be.
+# Arguments of `generate` that only transformers' loops support or receive.
 _FOR_THEIR_LOOPS = ("custom_generate", "synced_gpus", "tokenizer", "assistant_tokenizer", "negative_prompt_ids")
 
 
 def can_generate(model: nn.Module) -> bool:
-    """Whether it is a decoder with transformers' `generate`."""
+    """Return whether `model` is a decoder with transformers' `generate`."""
     asks = getattr(model, "can_generate", None)
     return callable(asks) and bool(asks()) and not getattr(model.config, "is_encoder_decoder", False)
 
 
 class StaticGeneration:
-    """Takes the place of `model.generate`: passes an empty cache of `max_tokens` where the caller passes none.
+    """Replaces `model.generate`, and passes an empty cache for `max_tokens` tokens if the caller passes no cache.
 
-    A caller's own cache, `use_cache=False` and `cache_implementation` are honored, also in the model's own
-    `generation_config`, and ways of generation that transformers loads from the hub are left to it. Greedy and sampled
-    generation of a model in the table of decoders runs in a loop of our own, all else in transformers' loops; tokens
-    and random numbers are those of the plain model.
+    A caller's own cache, `use_cache=False` and `cache_implementation` are honored, also from the model's
+    `generation_config`. Generation modes that transformers loads from the hub are left to transformers. Greedy and
+    sampled generation of a model in the table of decoders runs in our loop, any other generation in transformers'
+    loops. Tokens and random numbers equal those of the plain model.
 
     Args:
-        decoder: of the model; None: transformers' loops run.
+        decoder: decoder of the model; None: use transformers' loops.
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, decoder: "Decoder | None" = None) -> None:
         self.model, self.max_tokens, self.decoder = model, max_tokens, decoder
-        self.around_token: Callable[[], AbstractContextManager[None]] = nullcontext  # but for the first one's
+        self.around_token: Callable[[], AbstractContextManager[None]] = nullcontext  # for each token but the first
         self._cache_argument = cache_argument(type(model).forward) or "past_key_values"
         self.original: Any = model.generate
         model.generate = self  # type: ignore[assignment]
 
     def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers' `generate` does, with its arguments and results.
+        """Generate with the arguments and results of transformers' `generate`.
 
         Raises:
-            ConfigError: prompt and new tokens are more than max_out_tokens.
+            ConfigError: prompt and new tokens together exceed max_out_tokens.
         """
         config = args[0] if args else kwargs.get("generation_config")
         if not self._is_theirs(config, kwargs):
@@ -74,7 +74,7 @@ class StaticGeneration:
         return self.original(inputs, *args, **kwargs)
 
     def _loop(self, args: tuple[Any, ...], config: Any, kwargs: dict[str, Any]) -> "DecodeLoop | None":
-        """Return our own loop; None where it does not serve what the caller asks for."""
+        """Return our loop, or None if it does not support the call."""
         if self.decoder is None or len(args) > 1 or any(kwargs.get(name) is not None for name in _FOR_THEIR_LOOPS):
             return None
         if not hasattr(self.model, "_prefill"):  # transformers before 5.0
@@ -96,7 +96,7 @@ class StaticGeneration:
             )
 
     def _is_theirs(self, config: Any, kwargs: dict[str, Any]) -> bool:
-        """Return whether the caller or the model asks for caches or loops of transformers."""
+        """Return whether the caller or the model requests a cache or a loop of transformers."""
         if any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "assistant_model")):
             return True
         if any(self._setting(name, config, kwargs) is not None for name in _OF_THEIR_OWN):
@@ -105,25 +105,25 @@ class StaticGeneration:
         return (num_groups or 1) > 1 or self._setting("use_cache", config, kwargs) is False
 
     def _setting(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Find a setting as transformers does: in the arguments, else the caller's configuration, else the model's."""
+        """Look up a setting like transformers: in the arguments, then the caller's configuration, then the model's."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(config, name, None)
         if given is not None:
             return given
         found = getattr(self.model.generation_config, name, None)
-        # what files of older models say; transformers 5 takes it for none
+        # configurations of older models say "hybrid", which transformers 5 treats as None
         return None if name == "cache_implementation" and found == "hybrid" else found
 
     def release(self) -> None:
-        """Give the model its own `generate` back."""
+        """Restore the model's own `generate`."""
         del self.model.generate
 
 
 def static_cache(max_tokens: int) -> Any:
-    """An empty cache for sequences of up to `max_tokens` tokens, prompt included; memory comes with the first tokens.
+    """Create a cache for sequences of up to `max_tokens` tokens, with the prompt. The first tokens allocate its memory.
 
-    It behaves as transformers' `DynamicCache`: attention sees as many tokens as were written, so masks fit them.
+    It behaves like transformers' `DynamicCache`: attention sees only the tokens written so far, so masks match.
     """
     cache_class, layer_class = _classes()
     return cache_class(layer_class_to_replicate=lambda: layer_class(max_tokens))
@@ -144,7 +144,7 @@ def _classes() -> tuple[Any, Any]:
             self._buffers: tuple[Tensor, Tensor] | None = None
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            """Write the new tokens [B, G, T, D] behind the others; all of them are returned."""
+            """Append the new tokens [B, G, T, D], and return all tokens."""
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             start = self.get_seq_length()
@@ -162,7 +162,7 @@ def _classes() -> tuple[Any, Any]:
                 (key_states, value_states),
                 strict=True,
             ):
-                if start and known.data_ptr() != buffer.data_ptr():  # reordered or repeated: a copy of its own
+                if start and known.data_ptr() != buffer.data_ptr():  # a reordered or repeated copy
                     buffer[:, :, :start].copy_(known)
                 buffer[:, :, start:end].copy_(new)
                 written.append(buffer[:, :, :end])
@@ -183,12 +183,12 @@ def _classes() -> tuple[Any, Any]:
 
         @property
         def buffers(self) -> tuple[Tensor, Tensor]:
-            """Keys and values, [B, G, max_tokens, D], of which the first tokens are written."""
+            """Key and value buffers, [B, G, max_tokens, D]; only the first tokens are written."""
             assert self._buffers is not None
             return self._buffers
 
         def get_max_length(self) -> int:
-            """Tokens that fit."""
+            """Return the number of tokens that fit."""
             return self.max_tokens
 
         def reset(self) -> None:
@@ -199,21 +199,21 @@ def _classes() -> tuple[Any, Any]:
     return Cache, PreallocatedLayer
 
 
-# What the model's forward may be given besides tokens. Others (types of tokens, images) are for its own forward.
+# Arguments of the forward, besides tokens, that our loop supports. With others (images) transformers' loop runs.
 _FORWARD_KWARGS = {"attention_mask", "position_ids", "past_key_values", "cache", "logits_to_keep", "use_cache"}
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a forward, or None.
+    """Return the cache among the arguments of a forward, or None.
 
-    It is known by what it can, not by its name: transformers renamed `past_key_values` to `cache` in 5.24, and a block
-    that overlooks its cache gives wrong tokens without an error.
+    The cache is recognized by its methods, not by its name: transformers renamed `past_key_values` to `cache` in 5.24,
+    and a block that overlooks its cache gives wrong tokens without an error.
     """
     return next((each for each in given.values() if hasattr(each, "get_seq_length")), None)
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The name by which the forward of a model takes its cache; None where it has none that is known."""
+    """Return the name of the cache argument of a model's forward; None if it has no known one."""
     names = inspect.signature(forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), None)
 
@@ -222,10 +222,10 @@ class DecodeLoop:
     """`DecodeLoop` generates the tokens of one call of `generate(custom_generate=...)` of transformers.
 
     Args:
-        decoder: of the model.
-        streamer: of the call, or None; transformers hands it to its own loops alone.
-        max_tokens: that the cache holds.
-        around_token: a context in which each token after the first is computed.
+        decoder: decoder of the model.
+        streamer: streamer of the call, or None; transformers passes it only to its own loops.
+        max_tokens: capacity of the cache.
+        around_token: creates a context around the computation of each token after the first.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class DecodeLoop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """The tokens of prompt and generation, (B, tokens), as transformers' loop gives them."""
+        """Return the tokens of prompt and generation, (B, tokens), like transformers' loop."""
         words = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -287,7 +287,7 @@ class DecodeLoop:
 
 
 class _Ends:
-    """The tokens so far, and which sequences go on."""
+    """Holds the tokens so far, and which sequences have not ended."""
 
     def __init__(self, prompt: Tensor, config: Any, criteria: Any, streamer: Any) -> None:
         self._criteria, self._streamer, self._pad = criteria, streamer, config._pad_token_tensor
@@ -299,14 +299,14 @@ class _Ends:
         self._going_on = torch.ones(prompt.shape[0], dtype=torch.long, device=prompt.device)
 
     def tokens(self) -> Tensor:
-        """(B, tokens), contiguous."""
+        """Return all tokens so far, (B, tokens), contiguous."""
         return self._buffer[:, : self._count].contiguous()
 
     def take(self, chosen: Tensor) -> Tensor:
-        """Append the chosen tokens, (B,); those of sequences that have ended become padding. Returns them."""
+        """Append the chosen tokens, (B,), with padding for sequences that have ended, and return them."""
         if self._has_ends:
             chosen = chosen * self._going_on + self._pad * (1 - self._going_on)
-        if self._count == self._buffer.shape[1]:  # a criterion of the caller's goes beyond the configured length
+        if self._count == self._buffer.shape[1]:  # a caller's criterion allows more than the configured length
             self._buffer = torch.cat((self._buffer, torch.empty_like(self._buffer)), dim=1)
         self._buffer.select(1, self._count).copy_(chosen)
         self._count += 1
@@ -315,7 +315,7 @@ class _Ends:
         return chosen
 
     def reached(self) -> bool:
-        """Whether all sequences have ended."""
+        """Return whether all sequences have ended."""
         if self._last is not None:
             return self._count >= self._last
         self._going_on = self._going_on & ~self._criteria(self.tokens(), None)
@@ -323,7 +323,7 @@ class _Ends:
 
 
 def _only_length(criteria: Any) -> int | None:
-    """The length at which all sequences end, where no criterion looks at tokens or warns before; else None."""
+    """Return the length at which all sequences end, if the criteria only check the length and never warn; else None."""
     ends = []
     for each in criteria:
         if (
@@ -353,7 +353,7 @@ def _mode(config: Any) -> str:
 
 
 def _own_loop(model: Any, config: Any) -> Callable[..., Any]:
-    """The loop of transformers that `generate` would have called."""
+    """Return the loop of transformers that `generate` would have called."""
     from transformers.generation.utils import GENERATION_MODES_MAPPING
 
     loop: Callable[..., Any] = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode()])

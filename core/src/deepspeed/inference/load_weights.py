@@ -1,12 +1,12 @@
-"""A model without values gets those of a checkpoint: `take_values_away`, then the division, then `load_weights`.
+"""Load a checkpoint into a model without values: `take_values_away`, then the division, then `load_weights`.
 
-A model on the meta device has no values anyway. Each parameter gets memory for this rank's part of it, on its device,
-and is read into that by rows, through a buffer of `BUFFER_BYTES`: no weight is whole on a rank that holds a part of it.
+Each parameter gets memory for this rank's part on the device. The part is read by rows, through a buffer of
+`BUFFER_BYTES`, so a rank that holds a part of a weight never holds the whole weight.
 
-`convert` reads checkpoints of transformers whose keys and shapes are not those of the model. Files of older models have
-other names. Those of models with experts have a weight for each of them (`block_sparse_moe.experts.3.w1.weight`) where
-the model has one for all (`mlp.experts.gate_up_proj`), and transformers saves them so. It has a table of both. What the
-table joins by putting pieces one behind the other is read piece by piece, so a rank still reads no more than its part.
+`convert` handles checkpoints of transformers with names and shapes that differ from the model's. Files of older models
+use other names. Files of models with experts have one weight per expert (`block_sparse_moe.experts.3.w1.weight`), while
+the model has one weight for all experts (`mlp.experts.gate_up_proj`). transformers has a table for both cases. Weights
+that the table joins by concatenation are read piece by piece, so a rank still reads only its part.
 """
 
 import functools
@@ -27,17 +27,17 @@ from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
 from deepspeed.tensor_parallel.entry import prepare_params
 
-#: operations of a converter, with their dimensions, after which the elements of the pieces lie one behind the other:
-#: a stack of all that one pattern matches; such stacks, joined behind their first dimension; the pieces themselves
+#: operations of a converter, with their dimensions, that keep the elements of each piece consecutive: a stack of all
+#: weights that one pattern matches; several stacks, concatenated along dimension 1; plain concatenation
 _STACK, _STACKS, _JOIN = (("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1)), (("Concatenate", 0),)
 
 
 def convert(weights: CheckpointWeights, model: nn.Module) -> None:
-    """Give the weights in the files the names that `model` has for them, and join those that it has in one.
+    """Rename the weights in the files to the model's names, and join weights that are one weight in the model.
 
     Raises:
-        CheckpointError: the pieces of a weight differ in number, shape or dtype, or transformers converts it in a way
-            that is not read here; names it.
+        CheckpointError: the pieces of a weight differ in number, shape or dtype, or transformers converts the weight
+            in an unsupported way; the message names it.
     """
     table = _table_of(model)
     renames = [each for each in table if type(each).__name__ == "WeightRenaming"]
@@ -66,7 +66,7 @@ def _table_of(model: nn.Module) -> list[Any]:
 
 
 def _pieces(names: Sequence[str], converters: Sequence[Any]) -> dict[str, tuple[Any, dict[str, list[str]]]]:
-    """Return by name of a weight of the model its converter, and the names of its pieces by pattern."""
+    """Return name of the model's weight -> (converter, pattern -> names of pieces)."""
     found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name in names:
         for converter in converters:
@@ -80,7 +80,7 @@ def _pieces(names: Sequence[str], converters: Sequence[Any]) -> dict[str, tuple[
 def _in_order(
     target: str, converter: Any, by_pattern: dict[str, list[str]], model: str, what: str
 ) -> tuple[list[list[str]], bool]:
-    """The pieces in the order of their elements, by rows along the first dimension, and whether rows are stacked."""
+    """Return the pieces in the order of their elements, as rows along dimension 0, and whether rows are stacked."""
     operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in converter.operations)
     if operations not in (_STACK, _STACKS, _JOIN) or len(converter.target_patterns) > 1:
         raise CheckpointError(
@@ -106,29 +106,29 @@ def _in_order(
 
 
 def _natural(name: str) -> list[int | str]:
-    """Return the key by which names are sorted as people sort them: 10 behind 9."""
+    """Return a sort key that orders numbers in names by value: 10 after 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-#: what is read at a time, but at least one row of a weight
+#: bytes per read, but at least one row of a weight
 BUFFER_BYTES = 2**20
 _SHOWN = 3  # names in a message
 
 
 def has_no_values(model: nn.Module) -> bool:
-    """Whether a parameter or buffer is on the meta device."""
+    """Return whether a parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()
 def take_values_away(model: nn.Module) -> None:
-    """Put the parameters on the meta device, in place; ties between modules stay. Buffers keep their values.
+    """Move the parameters to the meta device, in place. Ties between modules are kept, and buffers keep their values.
 
-    Buffers on the meta device that no checkpoint has get theirs back here: transformers computes them from a model's
-    configuration.
+    Non-persistent buffers on the meta device, which no checkpoint contains, are computed here: transformers derives
+    them from a model's configuration.
 
     Raises:
-        ConfigError: such a buffer is not of transformers, or another tensor is on the meta device; names it.
+        ConfigError: transformers cannot compute such a buffer, or another tensor is on the meta device; names it.
     """
     _replace(model, {id(param): _on_meta(param) for param in model.parameters() if not param.is_meta})
     for path, module in model.named_modules():
@@ -153,7 +153,7 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 def _replace(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
-    """Put other parameters in the places of those with these ids."""
+    """Replace the parameters with the ids in `new`."""
     for module in model.modules():
         for name, param in list(module._parameters.items()):
             if id(param) in new:
@@ -161,9 +161,9 @@ def _replace(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 def _compute(model: nn.Module, path: str, name: str) -> None:
-    """Have the model of transformers around a module compute its buffer.
+    """Let the transformers model around a module compute its buffer.
 
-    It is computed twice, over other values: what stays was not computed.
+    It runs twice, with different initial values: if the results differ, the model did not compute the buffer.
     """
     module = model.get_submodule(path)
     buffer = module._buffers[name]
@@ -189,15 +189,15 @@ def _compute(model: nn.Module, path: str, name: str) -> None:
 def load_weights(
     model: nn.Module, weights: CheckpointWeights, device: torch.device, packing: Packing | None = None
 ) -> None:
-    """Give the parameters, and the buffers that a state dict has, their values on `device`, in the model's types.
+    """Load the parameters and persistent buffers on `device`, in the model's dtypes.
 
-    Called when the model is divided. Buffers that the files do not have keep the values that they have.
+    Called after the model is divided. Buffers that are not in the files keep their values.
 
     Args:
-        packing: packs weights as they are read, and is applied then; None: all stay as they are read.
+        packing: packs weights as they are read, and is then applied; None: do not pack.
 
     Raises:
-        CheckpointError: a weight is missing, or has another shape or kind of type; names it.
+        CheckpointError: a weight is missing, or has another shape or kind of dtype; the message names it.
     """
     names: dict[int, list[str]] = {}
     wanted: dict[int, Tensor] = {}
@@ -236,7 +236,7 @@ def load_weights(
 
 
 def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
-    """Yield the names that files may give a weight that the model has under `names`: with `prefix` and without."""
+    """Yield the names that a weight with the model's `names` may have in files: with and without `prefix`."""
     for name in names:
         yield name
         if prefix:
@@ -244,7 +244,7 @@ def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
 
 
 def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
-    """Return the part of the weight that this rank holds; CheckpointError if shape or kind of type do not fit."""
+    """Return this rank's part of the weight. Raises CheckpointError if the shape or kind of dtype does not match."""
     own = part_held(tensor) or ModelPart.all_elements(tensor.shape)
     whole = own.shape if part_held(tensor) is not None else tensor.shape
     expected = tensor.shape if found.is_own else whole
@@ -263,7 +263,7 @@ def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
 
 
 def _read(tensor: Tensor, found: Found, part: ModelPart, device: torch.device, num_parts: int = 1) -> Iterator[Tensor]:
-    """The value, in equal parts along the first dimension, one after the other."""
+    """Yield the value in equal parts along the first dimension."""
     shape = tensor.shape if num_parts == 1 else torch.Size((tensor.shape[0] // num_parts, *tensor.shape[1:]))
     read = found.reader(part)
     row = shape.numel() // shape[0] if shape and shape.numel() else 1
@@ -315,7 +315,7 @@ def _some(names: list[str]) -> str:
 
 
 def _warn_of_unused(model: nn.Module, weights: CheckpointWeights) -> None:
-    """Warn of weights that the model has no place for: they may be layers that its configuration leaves out."""
+    """Warn about unused weights in the files: they may belong to layers that the model's configuration omits."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     of_buffers = {name for name, _ in model.named_buffers()}
     names = [

@@ -1,19 +1,19 @@
 """Weights of linear layers and experts in few bits: `init_inference(model, dtype=torch.int8)`, also "fp8" and "fp6".
 
-Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for,
-and so does each expert (`PackedExperts`); biases, norms, embeddings and routers that are no plain linears keep
-their type, in which the model goes on computing. For outputs y = x W^T of one layer
+Each linear layer and each expert (`PackedExperts`) gets a packed weight (`ops/quantizer/packed.py`); the output layer
+gets one only if its bits are given. Biases, norms, embeddings and routers that are no plain linears keep their dtype,
+in which the model computes. For outputs y = x W^T of one layer
 
     |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
 
-where symmetric, plus the rounding of the type: what `pack_weight` rounds, times what it is multiplied with. With an
-exponent, e4m3 (r = 2^-4, a = 2^-10) or e3m2 (r = 2^-3, a = 2^-5),
+for symmetric quantization, plus the rounding of the dtype: the rounding error of `pack_weight`, times the inputs. For
+floating formats, e4m3 (r = 2^-4, a = 2^-10) or e3m2 (r = 2^-3, a = 2^-5),
 
     |y_o - y'_o| <= sum_i |x_i| max(r |W_o,i|, a scale_o,i),    scale = max|W| / 448, or max|W| / 28
 
-All experts of a layer are in one packed weight. `experts_form` says which modules have experts and how they keep them.
-Such a module becomes one of `PackedExperts` in place, so that its name, hooks and marks stay. Packed, a weight is (E
-out, in): groups never reach over an expert, since they lie in rows.
+One packed weight holds all experts of a layer. `experts_form` says which modules have experts, and how they store them.
+Such a module changes its class to `PackedExperts` in place, so it keeps its name, hooks and marks. A packed weight is
+(E out, in): groups lie within rows, so no group spans two experts.
 
 Shape legend: T tokens, K experts of a token, N rows, E experts, H width.
 """
@@ -43,9 +43,9 @@ from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_rows, packed_grouped_linear, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, HoldsPacked, MayBePacked, RowParallelLinear
 
-# beside torch.nn.Linear, of transformers: the same product
+# classes of transformers that compute the same product as torch.nn.Linear
 _LINEARS = ("Conv1D", "FalconLinear")
-# path of a layer -> groups of its weight, at least
+# path of a layer -> minimum number of groups of its weight
 GroupsOf = Callable[[str], int]
 
 
@@ -55,7 +55,7 @@ class PackedLinear(MayBePacked):
     Args:
         packed: [out, in].
         bias: [out].
-        transposed: the weight of the layer that it stands for was [in, out].
+        transposed: whether the weight of the original layer was [in, out].
     """
 
     bias: nn.Parameter | None
@@ -69,11 +69,11 @@ class PackedLinear(MayBePacked):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The packed bytes: models look at the dtype of a layer's weight."""
+        """The packed bytes. The attribute exists because models read the dtype of a layer's weight."""
         return self.packed_weights["weight"].data
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], of x's dtype."""
+        """Map [..., in] to [..., out], in the dtype of x."""
         return packed_linear(x, self.packed_weights["weight"], self.bias)
 
     def extra_repr(self) -> str:
@@ -81,10 +81,10 @@ class PackedLinear(MayBePacked):
 
 
 def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
-    """Return the function path -> least number of groups of that layer's weight; None: weights are not quantized.
+    """Return the function path -> minimum number of groups of that layer's weight; None: no quantization.
 
     Raises:
-        ConfigError: `quantization_setting` has another form, or is given without a dtype that packs.
+        ConfigError: a quantization setting is invalid, or is given with a dtype that does not pack weights.
     """
     setting = settings.quantization_setting
     if not settings.packs:
@@ -116,7 +116,7 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
 
 
 def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
-    """Return the bits of a number in a layer's packed weight, or the output layer's; None: it is not packed."""
+    """Return the bits per number in a layer's packed weight (of the output layer if `is_head`); None: not packed."""
     config, dtype = settings.quant.weight, settings.dtype
     floating = dtype != "int8"
     bits = config.num_bits if not floating else int(dtype.removeprefix("fp"))
@@ -138,13 +138,13 @@ def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
 
 
 def _input_bits(settings: DeepSpeedInferenceConfig) -> int:
-    """Return the bits to which kernels may round what a weight is multiplied with."""
+    """Return the bits to which kernels may round the inputs of a product."""
     config = settings.quant.activation
     return 16 if config is None or not config.enabled else config.num_bits
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The floating-point type that most of the model's parameters have."""
+    """Return the floating-point type that most of the model's parameters have."""
     counts: dict[torch.dtype, int] = {}
     for param in model.parameters():
         if param.is_floating_point():
@@ -154,9 +154,9 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @dataclass
 class _Weight:
-    """A weight that is packed; as the module has it, [out, in], or [in, out] where transposed.
+    """A weight to pack. In the module its shape is [out, in], or [in, out] if transposed.
 
-    A weight of experts is [E, out, in], or their matrices one below the other.
+    A weight of experts is [E, out, in], or the experts' matrices concatenated along dimension 0.
     """
 
     module: nn.Module
@@ -165,40 +165,40 @@ class _Weight:
     bits: int
     group_size: int
     is_transposed: bool
-    num_experts: int  # 0: of a linear
+    num_experts: int  # 0 for a linear
 
     @property
     def single_shape(self) -> tuple[int, int]:
-        """The shape of the matrix, or of one expert's, as the module has it."""
+        """The shape of the matrix, or of one expert's matrix, in the module."""
         shape = self.tensor.shape
         return shape[:-1].numel() // self.num_parts, shape[-1]
 
     @property
     def num_parts(self) -> int:
-        """The number of matrices that the weight consists of: one per expert, or 1."""
+        """The number of matrices in the weight: one per expert, or 1."""
         return max(self.num_experts, 1)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in), or (E out, in), as it is packed."""
+        """The shape of the packed weight: (out, in), or (E out, in)."""
         rows, cols = self.single_shape[:: -1 if self.is_transposed else 1]
         return self.num_parts * rows, cols
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter that the module has now."""
+        """The module's current parameter."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
 
 class Packing:
-    """The weights of a model's linear layers and experts that get packed, and how.
+    """The plan that packs the weights of a model's linear layers and experts.
 
-    Made where the model is divided; its values may come later (`take`). One whole weight at a time, and of a file one
-    expert, is in memory beside the packed ones.
+    Created after the model is divided; values may come later (`take`). Besides the packed weights, memory holds at most
+    one whole weight, or one expert from a file.
 
     Raises:
-        ConfigError: a number of groups does not fit a weight; names the layer, and the sizes that fit.
+        ConfigError: a number of groups does not fit a weight; the message names the layer, and the sizes that fit.
     """
 
     def __init__(self, model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInferenceConfig) -> None:
@@ -224,7 +224,7 @@ class Packing:
         self._by_param = {key: each for key, each in planned.items() if users[key] == 1}
 
     def _is_linear(self, module: nn.Module, path: str) -> bool:
-        """Tell whether the weight of this module is packed; note experts that keep theirs."""
+        """Return whether the weight of this module is packed; note experts whose weights are not packed."""
         if "Experts" in type(module).__name__ and any(each.dim() == 3 for each in module.parameters(recurse=False)):
             self._left.setdefault(type(module).__name__, path)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
@@ -245,7 +245,7 @@ class Packing:
         return weights
 
     def _grouped(self, weight: _Weight, num_groups: int) -> _Weight:
-        """Give the weight the size of groups by which a matrix has `num_groups` at least."""
+        """Set the group size of the weight, so that a matrix has at least `num_groups` groups."""
         rows, cols = weight.single_shape[:: -1 if weight.is_transposed else 1]
         per_row = -(-num_groups // rows)
         if cols % per_row:
@@ -257,22 +257,22 @@ class Packing:
         return replace(weight, group_size=cols // per_row)
 
     def takes(self, param: Tensor) -> bool:
-        """Whether the values of a parameter are for `take`; one that has other uses keeps its own."""
+        """Return whether `take` accepts a parameter's values; it does not if another module shares the parameter."""
         return id(param) in self._by_param
 
     def num_parts_of(self, param: Tensor) -> int:
-        """Return how many equal parts along its first dimension a parameter may be taken in: one per expert."""
+        """Return the number of equal parts along dimension 0 in which `take` accepts a parameter: one per expert."""
         return self._by_param[id(param)].num_parts
 
     def take(self, param: Tensor, parts: Iterable[Tensor]) -> None:
-        """Pack the values of a parameter, which it does not get itself: parts along its first dimension, in order."""
+        """Pack the values of a parameter, given as parts along dimension 0. The parameter itself does not get them."""
         self._taken[id(param)] = self._packed(self._by_param[id(param)], parts)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Let the modules compute with packed weights, in place: those that were taken, and those that they have."""
+        """Switch the modules to packed weights, in place: values given to `take`, or else their current weights."""
         self._by_param.clear()
-        while self._modules:  # which hold the weights until each is packed
+        while self._modules:  # pop, so that each weight is freed after it is packed
             path, module, form, weights = self._modules.pop(0)
             packed = {}
             for each in weights:
@@ -290,7 +290,7 @@ class Packing:
             announce(f"dtype {self._settings.dtype}: {name} ({path}) {kept}")
 
     def _packed(self, weight: _Weight, parts: Iterable[Tensor]) -> PackedWeight:
-        """Pack the matrices in `parts` one below the other: (E out, in) for experts."""
+        """Pack the matrices in `parts`, concatenated along dimension 0: (E out, in) for experts."""
         settings = self._settings
         form = (weight.bits, weight.group_size, settings.quant.weight.q_type == "symmetric")
         floating = settings.dtype != "int8"
@@ -304,7 +304,7 @@ class Packing:
 
 
 class PackedExperts(ConvertedExperts, HoldsPacked):
-    """A module that holds packed weights of experts; `pack_experts` makes one."""
+    """A module with packed weights of experts; `pack_experts` converts modules to it."""
 
     prefix = "Packed"
     num_held: int  # E
@@ -315,14 +315,14 @@ class PackedExperts(ConvertedExperts, HoldsPacked):
         return packed_grouped_linear(rows, self.packed_weights[name], counts, getattr(self, f"{name}_bias", None))
 
     def bytes_of(self, name: str) -> Tensor:
-        """Return the packed bytes, [E, out, bytes of a row] where the parameter has one expert at each index."""
+        """Return the packed bytes, as [E, out, bytes of a row] if the parameter is indexed by expert."""
         packed = self.packed_weights[name]
         if self.get_parameter(name).dim() == 2:
             return packed.data
         return packed.data.view(self.num_held, packed.shape[0] // self.num_held, packed.data.shape[1])
 
     def numbers_of(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that a packed weight stands for, in the shape that the module's weight had."""
+        """Return the numbers of a packed weight, in the shape of the module's original weight."""
         numbers = super().numbers_of(name, dtype)
         stacked = numbers.view(self.num_held, -1, numbers.shape[1])
         if self.is_transposed_of[name]:
@@ -337,7 +337,7 @@ class PackedExperts(ConvertedExperts, HoldsPacked):
 
 
 class RoutedExperts(PackedExperts):
-    """Experts that get tokens, and for each token its experts and their weights, as `ops.experts` says."""
+    """Experts whose forward gets tokens, and the experts and routing weights of each token (`ops.experts`)."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[..., H] -> [..., H]; index and weights are [T, K]."""
@@ -345,10 +345,10 @@ class RoutedExperts(PackedExperts):
 
 
 class EveryTokensExperts(PackedExperts):
-    """Experts of Llama 4, each of which gets every token, times its weight: 0 for experts that it does not go to."""
+    """Experts of Llama 4: each expert gets every token times its routing weight, which is 0 for unused experts."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[E T, H] -> [E T, H]. Rows of zeros give zeros, and are left out."""
+        """Map [E T, H] to [E T, H]. Rows of zeros are skipped, because their outputs are zero."""
         used_N = hidden_states.any(dim=-1)
         counts = used_N.view(self.num_held, -1).sum(dim=1).tolist()
         output = torch.zeros_like(hidden_states)
@@ -357,15 +357,15 @@ class EveryTokensExperts(PackedExperts):
 
 
 class SortedProducts(PackedExperts):
-    """One product of JetMoe: the weights of all experts for rows that are sorted by expert."""
+    """One product of JetMoe: all experts' weights, applied to rows that are sorted by expert."""
 
     def forward(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-        """[N, in] -> [N, out], with `expert_size` rows of each expert."""
+        """Map [N, in] to [N, out]; `expert_size` holds the number of rows per expert."""
         return self.product(inputs, "weight", expert_size)
 
 
 class ExpertsOfPart(ConvertedExperts):
-    """Experts of DBRX, whose part `mlp` holds the weights, and an activation for the gate."""
+    """Experts of DBRX; their submodule `mlp` holds the weights, and an activation for the gate."""
 
     prefix = "Packed"
 
@@ -383,11 +383,11 @@ class ExpertsOfPart(ConvertedExperts):
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """`ExpertsForm` says how a module of experts keeps its weights, and which class the module gets when packed.
+    """`ExpertsForm` says how a module stores the weights of experts, and which class it gets when packed.
 
     Fields:
-        base: the module gets a class derived from this one.
-        is_transposed: by the name of each weight: [E, in, out], or [E in, out], rather than [E, out, in].
+        base: base of the class that the module gets.
+        is_transposed: name of a weight -> whether it is [E, in, out], or [E in, out], rather than [E, out, in].
         part: the name of the submodule that holds the weights; "": the module itself.
     """
 
@@ -396,11 +396,11 @@ class ExpertsForm:
     part: str = ""
 
     def holder(self, module: nn.Module) -> nn.Module:
-        """Return what holds the weights."""
+        """Return the submodule that holds the weights, or the module itself."""
         return module.get_submodule(self.part)
 
 
-#: by the name of the class, since core does not need transformers
+#: keyed by the qualified name of the class, because core does not import transformers
 _FORMS = {
     "llama4.modeling_llama4.Llama4TextExperts": ExpertsForm(
         EveryTokensExperts, {"gate_up_proj": True, "down_proj": True}
@@ -411,7 +411,7 @@ _FORMS = {
 
 
 def experts_form(module: nn.Module) -> ExpertsForm | None:
-    """Return how a module keeps experts; None: it has none that are packed."""
+    """Return the form of a module's experts; None: the module has no experts, or an unsupported form."""
     if is_experts(module):
         return ExpertsForm(RoutedExperts, dict.fromkeys(names_of_weights(module), is_transposed(module)))
     cls = type(module)
@@ -419,7 +419,7 @@ def experts_form(module: nn.Module) -> ExpertsForm | None:
 
 
 def pack_experts(module: nn.Module, form: ExpertsForm, num_experts: int, packed: dict[str, PackedWeight]) -> None:
-    """Let experts compute with packed weights, in place."""
+    """Switch experts to packed weights, in place."""
     holder = form.holder(module)
     if holder is not module:
         module.__class__ = converted_class(form.base, type(module))

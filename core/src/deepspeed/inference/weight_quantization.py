@@ -1,18 +1,18 @@
-"""`weight_quantization`: weights of linear and embedding layers and of experts in 8, 6 or 4 bits, also with ZeRO-3.
+"""`weight_quantization`: store weights of linear layers, embeddings and experts in 8, 6 or 4 bits, also with ZeRO-3.
 
-Two ways, as DeepSpeed documents them for ZeRO-Inference:
+There are two ways, which DeepSpeed documents for ZeRO-Inference:
 
     with QuantizationContext(config):                  weights are stored as a checkpoint loads
         model = AutoModel.from_pretrained(...)         (`quantized_initialization`; also `zero.Init`, at stage 3)
 
     _init_group_wise_weight_quantization(model, config)      after it was loaded, layers by name (`post_init_quant`)
 
-`ops/quantizer/layers.py` has the layers and the layout. For outputs y = x W^T with the weight W' that is stored
+`ops/quantizer/layers.py` has the layers and the layout. For outputs y = x W^T with the stored weight W'
 
     |y_o - y'_o| <= sum_i |x_i| scale_oi / 2    scale: max|W| / (2^(b-1) - 1) of the group, (max - min) / (2^b - 1)
                                                 where asymmetric
 
-and what the type of x rounds.
+plus the rounding in the dtype of x.
 """
 
 import contextlib
@@ -51,23 +51,23 @@ _AFTER = f"{_KEY}.post_init_quant"
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
-    """Store the weights of the layers that `weight_quantization.post_init_quant` names, in place.
+    """Quantize the weights of the layers that `weight_quantization.post_init_quant` names, in place.
 
-    Each key is a part of the layers' names: `fc` is that of `decoder.layers.0.fc1`. One whole weight at a time is in
-    memory beside the model. A weight that `zero.Init` has sharded is gathered, stored, and sharded again: all ranks
+    Each key is a part of layer names: `fc` matches `decoder.layers.0.fc1`. Besides the model, memory holds one whole
+    weight at a time. A weight that `zero.Init` has sharded is gathered, quantized, and sharded again: all ranks must
     call this together, before `initialize`.
 
     Args:
-        model: loaded; linear layers (also transformers' Conv1D), embeddings and experts (`gate_up_proj` and `down_proj`
-            of a module) are stored, classes derived from layers are not.
+        model: a loaded model. Linear layers (also transformers' Conv1D), embeddings and experts (`gate_up_proj` and
+            `down_proj` of a module) are quantized; classes derived from these layers are not.
         ds_config: the DeepSpeed configuration, a path or a dict.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: a key matches no layer, two that differ match one, or groups do not fit a weight. The model is as
-            it was, unless a weight has no values.
+        ConfigError: a key matches no layer, two different settings match one layer, or groups do not fit a weight. The
+            model does not change then, unless a weight has no values.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
     >>> config = {"weight_quantization": {"post_init_quant": {"0": {"num_bits": 4, "group_size": 64}}}}
@@ -91,15 +91,15 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn
 
 
 class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext"]):
-    """Context in which new linear and embedding layers and experts are stored in few bits: a checkpoint has the values.
+    """A context in which new linear layers, embeddings and experts store quantized weights from a checkpoint.
 
-    A layer has none when it is made, and stores a weight when that is loaded or assigned: the model never exists in 16
-    or 32 bits. `from_pretrained`, `load_state_dict` and assignments to `layer.weight` do that. With
-    `zero_optimization.stage` 3 it is `zero.Init`, too, and the stored weights are sharded.
+    A new layer has no values. It quantizes a weight when the weight is loaded or assigned (by `from_pretrained`,
+    `load_state_dict`, or assignment to `layer.weight`), so the model never exists in 16 or 32 bits. With
+    `zero_optimization.stage` 3 the context also acts as `zero.Init`, and the stored weights are sharded.
 
     Args:
         config_dict_or_path: the DeepSpeed configuration, with `weight_quantization.quantized_initialization`.
-        param_swapper: accepted as DeepSpeed has it; `offload_param` says where shards are.
+        param_swapper: accepted for compatibility and ignored; `offload_param` says where shards are.
 
     Raises:
         ConfigError: the configuration has no `quantized_initialization`, or its groups do not fit a layer.
@@ -134,7 +134,7 @@ class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext
                 undo.enter_context(_transformers_reads_in_turn())
                 for cls in _layer_classes():
                     self._patch(undo, cls)
-                # transformers has many classes of experts, which are known when they become part of a layer
+                # transformers has many classes of experts, so they are detected when they are registered in a module
                 undo.callback(register_module_module_registration_hook(self._await_experts).remove)
             self._undo = undo.pop_all()
         return self
@@ -162,14 +162,14 @@ class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext
 
 
 def prepare_stored(module: nn.Module, settings: DeepSpeedConfig, *, trains: bool, dtype: torch.dtype | None) -> None:
-    """Called by `initialize` for every model: what the configuration says of stored weights is so.
+    """Check that a model matches the configuration's settings for stored weights. `initialize` calls this.
 
     Args:
-        trains: an optimizer was asked for.
-        dtype: that the model's weights get; embeddings that are stored give it, too.
+        trains: whether an optimizer was requested.
+        dtype: dtype of the model's weights; stored layers output it too. None: keep theirs.
 
     Raises:
-        ConfigError: the configuration asks for stored weights and the model has none, or for an optimizer, too.
+        ConfigError: the configuration requests stored weights, but the model has none, or an optimizer is requested.
     """
     section = settings.weight_quantization
     asked = _AFTER if section.post_init_quant else _INITIAL if section.quantized_initialization is not None else ""
@@ -195,7 +195,7 @@ def prepare_stored(module: nn.Module, settings: DeepSpeedConfig, *, trains: bool
 
 @contextlib.contextmanager
 def _transformers_reads_in_turn() -> Iterator[None]:
-    """Its threads would read weights faster than they are stored, and hold most of the model in 16 or 32 bits."""
+    """Disable transformers' loader threads: they read faster than weights are quantized, and would fill memory."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -231,7 +231,7 @@ def _patterns(section: WeightQuantizationConfig) -> dict[str, GroupWiseQuantConf
 
 
 def _chosen(model: nn.Module, patterns: dict[str, GroupWiseQuantConfig]) -> Iterator[WeightToStore]:
-    """The weights of the layers that patterns name, with how each is stored; checked before the first is changed."""
+    """Yield the weights of the layers that match `patterns`, with the checked form in which each is stored."""
     found: dict[str, str] = {}
     layers = {
         path if name == "weight" else f"{path}.{name}": (module, name)
@@ -279,7 +279,7 @@ def _refuse_of_engine(weights: list[WeightToStore]) -> None:
 
 
 def _store_sharded(model: nn.Module, weights: list[WeightToStore]) -> None:
-    """Weights that `zero.Init` has sharded: each is whole while it is stored. Tied ones are one parameter."""
+    """Quantize weights that `zero.Init` has sharded; each is gathered meanwhile. Tied weights are one parameter."""
     chosen = {each.layer for each in weights}
     users: dict[Any, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""Fused transformer blocks in the place of a model's layers ("kernel injection").
+"""Kernel injection: fused transformer blocks replace the forwards of a model's layers.
 
-`policies.py` is the table of families, `block.py` the one fused block, `weights.py` the parameters' fused memory,
-`inject.py` the entry. May import `tensor_parallel`, `ops` and below.
+`policies.py` holds the table of model families, `block.py` the fused block, `weights.py` the fused memory of
+parameters, `inject.py` the entry. The package may import `tensor_parallel`, `ops` and below.
 """
 
 from deepspeed.inference.injection.inject import Injected, inject

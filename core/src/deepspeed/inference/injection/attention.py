@@ -17,7 +17,7 @@ from deepspeed.ops.transformer.decode_attention import OP as DECODE
 
 @runtime_checkable
 class AttendingCache(Protocol):
-    """A cache that computes attention itself, since it knows which tokens belong to which sequence."""
+    """A cache that computes attention itself, because it knows which tokens belong to which sequence."""
 
     def attend(
         self,
@@ -31,22 +31,22 @@ class AttendingCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Write keys and values of new tokens, and give their attention's output, [B, T, H D].
+        """Write keys and values of new tokens, and return their attention output, [B, T, H D].
 
         Args:
             query: [B, H, T, D]. key, value: [B, G, T, D].
             alibi_slopes: [H].
-            window: tokens that a query sees; None: all.
-            softcap: as `decode_attention` has it.
+            window: number of tokens that a query sees; None: all.
+            softcap: see `decode_attention`.
         """
         ...
 
 
 def split_heads(qkv: Tensor, layout: Layout, head_dim: int, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, outputs] -> views [B, H, T, D], [B, G, T, D], [B, G, T, D].
+    """Split [B, T, outputs] into views [B, H, T, D], [B, G, T, D], [B, G, T, D] of queries, keys and values.
 
     Args:
-        sizes: outputs of the query, key and value linears, where they are separate.
+        sizes: output sizes of the query, key and value linears if separate; (0, number of groups) if grouped.
     """
     if layout == "separate":
         query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(sizes, -1))
@@ -62,7 +62,7 @@ def split_heads(qkv: Tensor, layout: Layout, head_dim: int, sizes: tuple[int, ..
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first R of D: (x_1, x_2) -> (x_1 cos - x_2 sin, x_2 cos + x_1 sin), x_1 the first half.
+    """Rotate the first R of D features: (x_1, x_2) -> (x_1 cos - x_2 sin, x_2 cos + x_1 sin), x_1 the first half.
 
     Args:
         x: [B, heads, T, D].
@@ -76,7 +76,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate as `rotate_halves` does, with x_1 the even and x_2 the odd elements; cos, sin: [B or 1, 1, T, R/2]."""
+    """Rotate like `rotate_halves`, but x_1 are the even and x_2 the odd elements; cos, sin: [B or 1, 1, T, R/2]."""
     width = 2 * cos.shape[-1]
     even, odd = x[..., 0:width:2], x[..., 1:width:2]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
@@ -93,12 +93,12 @@ def attend(
     is_causal: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v, as [B, T, H D].
+    """Return softmax(scale q k^T + mask) v, as [B, T, H D].
 
     Args:
         query: [B, H, T, D]. key, value: [B, G, S, D].
-        mask: added, or bool (True: seen), [B or 1, H or 1, T, S]; None: all, or where `is_causal` those not after it.
-        softcap: c, with which scores s before the mask are c tanh(s / c); no kernel does that.
+        mask: added, or bool (True: visible), [B or 1, H or 1, T, S]; None: all tokens, or no later ones if `is_causal`.
+        softcap: c; scores s become c tanh(s / c) before the mask. No kernel supports it.
     """
     if softcap is not None:
         return _capped(query, key, value, mask, scale, is_causal, softcap)
@@ -135,7 +135,7 @@ def _capped(
 
 
 def within_window(mask: Tensor | None, num_new: int, num_seen: int, window: int, like: Tensor) -> Tensor:
-    """`mask` with the tokens hidden that are `window` or more before the query, or after it."""
+    """Return `mask` that also hides tokens `window` or more positions before the query, and tokens after it."""
     position = torch.arange(num_seen - num_new, num_seen, device=like.device).unsqueeze(1)
     distance = position - torch.arange(num_seen, device=like.device)
     hidden = (distance < 0) | (distance >= window)
@@ -144,7 +144,7 @@ def within_window(mask: Tensor | None, num_new: int, num_seen: int, window: int,
 
 
 def with_alibi(mask: Tensor | None, alibi: Tensor, batch: int, is_causal: bool, num_new: int) -> Tensor:
-    """`mask` with the bias [B H, 1, S] added, as [B, H, T, S]."""
+    """Return `mask` plus the bias [B H, 1, S], as [B, H, T, S]."""
     bias = alibi.unflatten(0, (batch, -1))
     if mask is not None:
         return bias + _added(mask, alibi.dtype)

@@ -1,7 +1,7 @@
-"""A transformer layer computed by fused parts; one for all families. See `policies.py` for what differs.
+"""`FusedBlock` computes a transformer layer by fused parts, for all families; `policies.py` holds the differences.
 
-It takes the place of the layer's `forward`. The layer stays in the model with its parameters, so the model's state
-dict, its hooks on layers and its class stay what they are.
+The block replaces the layer's `forward`. The layer and its parameters stay in the model, so the model's state dict, the
+hooks on layers and the layer's class do not change.
 """
 
 import inspect
@@ -27,27 +27,27 @@ from deepspeed.inference.injection.weights import FusedExperts, FusedLinear, out
 from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
-# Arguments of a layer that are tensors and that a fused block computes with, or knows to change nothing.
+# Tensor arguments of a layer that a fused block uses, or that have no effect.
 _UNDERSTOOD = ("hidden_states", "attention_mask", "alibi", "position_ids", "position_embeddings", "cache_position")
-# modules of hooks that need not be called for each token
+# modules whose hooks need not run for each token
 _OBSERVERS = (
     *("transformers.utils.output_capturing", "deepspeed.inference.engine", "deepspeed.tensor_parallel.divide"),
 )
 
 
 class FusedBlock:
-    """Call it as the layer's `forward`.
+    """Replaces a layer's `forward`, and is called like it.
 
-    The layer's own forward runs where the fused one would not do the same: in training mode, where a gradient is
-    needed, for attention weights, for masks that are no tensor of four dimensions, for a tensor whose name is not known
-    here (cross-attention's, say), and where a part of the layer was replaced or got hooks since, as adapters do.
+    The layer's own forward runs if the fused forward would not be equivalent: in training mode, if a gradient is
+    needed, for attention weights, for masks that are no 4-dimensional tensor, for tensor arguments with unknown names
+    (such as those of cross-attention), and if a part of the layer was replaced or got hooks, as adapters do.
 
     Args:
-        layer: whose linears become views of fused weights.
-        policy: of its class.
+        layer: the layer; its linears become views of fused weights.
+        policy: policy of the layer's class.
 
     Raises:
-        ConfigError: the layer is not as its policy says; the message begins with what was found.
+        ConfigError: the layer does not match its policy; the message begins with the difference.
     """
 
     def __init__(self, layer: nn.Module, policy: InjectionPolicy) -> None:
@@ -81,7 +81,7 @@ class FusedBlock:
         self._parts = [Part(*each) for each in _modules_of(layer, policy)]
 
     def _check_names(self) -> None:
-        """Refuse a layer that calls by another name what it needs: found absent, it would give wrong tokens."""
+        """Refuse a layer whose forward lacks a required argument: the block would silently give wrong tokens."""
         policy = self.policy
         needed = ["hidden_states", "attention_mask"] if self._names[1:] else ["hidden_states"]
         if policy.alibi:
@@ -96,7 +96,7 @@ class FusedBlock:
                 raise ConfigError(f"its forward has no argument {name!r}, only {', '.join(self._names)}")
 
     def _make_linears(self) -> None:
-        """Last, because it changes the layer: what does not fit is found before."""
+        """Fuse the linears. This step is last, because it changes the layer: mismatches are found before."""
         layer, policy = self.layer, self.policy
         linears = [found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down) if path]
         for each in linears:
@@ -114,7 +114,7 @@ class FusedBlock:
             self._qkv_sizes = (0, self._num_groups())
 
     def _num_groups(self) -> int:
-        """Key-value heads of a grouped product, of this rank."""
+        """Return this rank's number of key-value heads in a grouped product."""
         config: Any = self.layer.config
         heads, groups = config.num_attention_heads, config.num_kv_heads if config.new_decoder_architecture else 1
         if groups == 1:
@@ -134,17 +134,17 @@ class FusedBlock:
         return int(getattr(self.attention.config, size)) if found(self.attention, name) == value else None
 
     def _sliding_window(self) -> int | None:
-        """Tokens that a query sees, itself among them, where the model's masks say so; None: all before it."""
+        """Return the number of tokens that a query sees, including its own; None: all earlier tokens."""
         if self.window is not None:
             return self.window
-        has_own = hasattr(self.attention, "sliding_window")  # which may be None, of a layer that sees all
+        has_own = hasattr(self.attention, "sliding_window")  # None for a layer that sees all tokens
         owner: Any = self.attention if has_own else getattr(self.attention, "config", None)
         size = getattr(owner, "sliding_window", None)
         return None if size is None else int(size)
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values, of this rank."""
+        """The number of key-value heads on this rank."""
         if self.policy.layout == "grouped":
             return self._num_groups()
         width = self.qkv.sizes[1] if self.policy.layout == "separate" else self.qkv.sizes[0] // 3
@@ -178,13 +178,13 @@ class FusedBlock:
         return True
 
     def is_whole(self) -> bool:
-        """Whether the layer is in evaluation mode, and no part of it was replaced or got hooks since."""
+        """Return whether the layer is in evaluation mode, and no part of it was replaced or got hooks."""
         if self.layer.training or (self.ranks is not None and self.ranks.sequence_is_divided):
             return False
         return all(part.is_as_it_was() for part in self._parts)
 
     def compute(self, x: Tensor, given: dict[str, Any]) -> Tensor:
-        """The layer's output, [B, T, features]; `given` has the arguments of its forward by name."""
+        """Return the layer's output, [B, T, features]; `given` holds the arguments of its forward by name."""
         if self.policy.placement == "post":
             attended = self.norm_attention(self.out(self._context(x, given)), x)[0]
             assert self.norm_mlp is not None
@@ -213,7 +213,7 @@ class FusedBlock:
         return self.down(self.activation(wide))
 
     def _context(self, x: Tensor, given: dict[str, Any]) -> Tensor:
-        """Attention's output before its last linear, [B, T, heads x D]."""
+        """Return the attention output before its last linear, [B, T, heads x D]."""
         policy = self.policy
         mask, alibi = self._per_head(given)
         query, key, value = split_heads(self.qkv(x), policy.layout, self.head_dim, self._qkv_sizes)
@@ -250,7 +250,7 @@ class FusedBlock:
         return attend(query, key, value, mask, scale=self.scale, is_causal=policy.is_causal, softcap=self.softcap)
 
     def _per_head(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Mask and ALiBi for this rank's heads: a divided model cuts them in hooks before the attention module."""
+        """Return mask and ALiBi for this rank's heads; the hooks of a divided model's attention module slice them."""
         mask, alibi = given.get("attention_mask"), given.get("alibi")
         if alibi is None or self.ranks is None:
             return mask, alibi
@@ -271,7 +271,7 @@ class FusedBlock:
         return rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)
 
     def release(self) -> None:
-        """Give the layer its own forward back, and every parameter memory of its own."""
+        """Restore the layer's own forward, and give every parameter its own memory."""
         del self.layer.forward
         for each in (self.qkv, self.up, self.out, self.down):
             if each is not None:
@@ -279,7 +279,7 @@ class FusedBlock:
 
 
 class Part:
-    """A module inside of a layer, as it is when the layer is fused."""
+    """A module inside a layer, as recorded when the layer is fused."""
 
     def __init__(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._parent, self._name, self._module, self._class = parent, name, module, type(module)
@@ -287,7 +287,7 @@ class Part:
         self._num_hooks = num_hooks(module)
 
     def is_as_it_was(self) -> bool:
-        """Whether the parent still has this module, and a call of it still does the same."""
+        """Return whether the parent still has this module, with the same class, forward and number of hooks."""
         module = self._module
         return (
             self._parent._modules.get(self._name) is module
@@ -298,21 +298,21 @@ class Part:
 
 
 def num_hooks(module: nn.Module) -> int:
-    """But for those that change nothing: transformers' that capture attention weights, which are left in place, the
-    engine's that measure times, and a divided model's around its forward."""
+    """Count the hooks of a module. Hooks without an effect on results do not count: transformers' hooks that capture
+    attention weights, the engine's hooks that measure times, and a divided model's hooks around its forward."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return sum(getattr(hook, "__module__", "") not in _OBSERVERS for hook in hooks)
 
 
 def part_of(root: nn.Module, path: str) -> Part:
-    """The module at `path`."""
+    """Return a `Part` for the module at `path`."""
     parent, _, name = path.rpartition(".")
     holder = found(root, parent) if parent else root
     return Part(holder, name, found(holder, name))
 
 
 def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of all modules inside of `layer` that a fused block computes itself, each once."""
+    """Return (parent, name, module) of each module inside `layer` that a fused block computes itself."""
     paths = [*policy.qkv, policy.out, *policy.up, policy.down, policy.norm_attention, policy.norm_mlp]
     paths += [f"{policy.experts}.gate", f"{policy.experts}.experts"] if policy.experts else []
     paths += [policy.norm_query, policy.norm_key, policy.activation, policy.norm_attention_out, policy.norm_mlp_out]
@@ -330,10 +330,10 @@ def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Modu
 
 
 def found(root: Any, path: str) -> Any:
-    """The attribute at `path`.
+    """Return the attribute at `path`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: an attribute of the path is missing.
     """
     at = root
     for name in path.split("."):
@@ -344,10 +344,10 @@ def found(root: Any, path: str) -> Any:
 
 
 def norm_of(module: Any) -> "FusedNorm":
-    """The norm of a module.
+    """Return the fused norm for a norm module.
 
     Raises:
-        ConfigError: it has hooks, or is of another kind.
+        ConfigError: the module has hooks, or is of an unsupported kind.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         raise ConfigError("one of its norms has forward hooks, which a fused layer would not call")
@@ -364,7 +364,7 @@ _FROM_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
 class FusedNorm:
-    """A norm as a function of x, or of x and a residual: then (norm(x + residual), x + residual)."""
+    """Computes norm(x), or (norm(x + residual), x + residual) if called with a residual."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -374,7 +374,7 @@ class FusedNorm:
 
     @property
     def weight(self) -> Tensor | None:
-        """The factor that multiplies normalized rows: weight, 1 + weight if `is_from_one`, or None if there is none."""
+        """The factor of normalized rows: weight, or 1 + weight if `is_from_one`; None without a weight."""
         weight: Tensor | None = self.module.weight
         return 1 + weight.float() if self.is_from_one and weight is not None else weight
 

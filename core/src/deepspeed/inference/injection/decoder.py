@@ -1,13 +1,13 @@
-"""The step of generation of a causal model whose layers are fused: newest tokens -> logits.
+"""The generation step of a causal model with fused layers: newest tokens -> logits.
 
-It computes what the model's forward computes, without its Python: masks and tables are made once for a generation, and
-blocks are called themselves. See `generate.py` for the loop, `policies.py` for what differs between families.
+The step computes the same as the model's forward, with less Python: masks and tables are created once per generation,
+and the blocks are called directly. See `generate.py` for the loop, `policies.py` for the differences between families.
 
 Shape legend: B sequences, S tokens with those of the cache, C features, R numbers of a head that turn.
 
-`WholeLayers` makes all layers by one call each, where the accelerator has the kernel. A divided layer is a call for
-each half, and a sum over the ranks behind it, to which the first rank adds the residual. Made for one generation from
-the fused blocks, over their weights and the buffers of the cache; holds no weight itself but fp32 copies of norms and
+`WholeLayers` computes each layer by one kernel call, if the accelerator has the kernel. A divided layer takes one call
+per half, each followed by a sum over the ranks; the first rank adds the residual. It is created for one generation from
+the fused blocks, and uses their weights and the cache's buffers. It holds no weights but fp32 copies of norms and
 biases."""
 
 from collections.abc import Callable
@@ -31,18 +31,18 @@ from deepspeed.ops.transformer.linear import linear_kernel
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim
 
-# Kinds of rotary embedding whose angles depend on the position alone, not on the length of the sequence.
+# Kinds of rotary embedding whose angles depend only on the position, not on the length of the sequence.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class Decoder:
-    """The parts of an injected causal model; `start` gives the step of one generation.
+    """The parts of an injected causal model; `start` returns the step of one generation.
 
     Args:
-        model: of a class that `DECODERS` names, with fused layers.
+        model: a model with fused layers, of a class in `DECODERS`.
 
     Raises:
-        ConfigError: a layer is not fused, or a part is not as the policy says; the message begins with what was found.
+        ConfigError: a layer is not fused, or a part does not match the policy; the message begins with the difference.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,10 +84,10 @@ class Decoder:
         return fused
 
     def serves(self) -> bool:
-        """Whether the model still computes what this does: nothing of it was replaced, got a hook or is trained.
+        """Return whether the step is equivalent to the model: no part was replaced, got a hook or is in training mode.
 
-        Hooks of the embeddings and of the output layer are called; those of the model, and of layers and their parts,
-        are not, so with them the model's own forward runs.
+        The step runs hooks of the embeddings and of the output layer. It does not run hooks of the model, its layers
+        and their parts; with such hooks the model's own forward runs.
         """
         around = (self.model, self.base, *self._between(), *self.layers)
         if any(num_hooks(module) for module in around) or any(
@@ -103,25 +103,25 @@ class Decoder:
         return all(part.is_as_it_was() for part in self._parts) and all(block.is_whole() for block in self.blocks)
 
     def _between(self) -> list[nn.Module]:
-        """Modules on the way from the model to the base, as OPT has one."""
+        """Return the modules between the model and its base; OPT has one."""
         names = self.policy.layers.split(".")[:-2]
         return [found(self.model, ".".join(names[: depth + 1])) for depth in range(len(names))]
 
     def start(self, cache: Any, mask: Tensor | None, positions: Tensor, max_tokens: int) -> "DecodeStep":
-        """The step of a generation whose prompt is in `cache`.
+        """Return the step of a generation whose prompt is in `cache`.
 
         Args:
-            cache: of transformers; new tokens are written into it.
-            mask: (B, S), 0 for tokens that nobody sees; None: all are seen.
-            positions: (B,) of the last tokens in the cache.
-            max_tokens: that the cache holds.
+            cache: a cache of transformers; new tokens are written into it.
+            mask: (B, S), 0 for hidden tokens; None: all tokens are visible.
+            positions: (B,), positions of the last tokens in the cache.
+            max_tokens: capacity of the cache.
         """
         return DecodeStep(self, cache, mask, positions, max_tokens)
 
     def table(self, max_tokens: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions below `max_tokens`, (positions, R), as the model's rotary module gives them.
+        """Return cos and sin of positions below `max_tokens`, (positions, R), from the model's rotary module.
 
-        In pairs they are sin and cos, (positions, R / 2).
+        For rotary embeddings in pairs, return sin and cos, (positions, R / 2).
         """
         if self.rotary is None:
             return None
@@ -137,7 +137,7 @@ class Decoder:
 
 
 def _gathered(output: ColumnParallelLinear, rows: Tensor) -> Callable[[Tensor], Tensor]:
-    """The product of a divided output layer for inputs like `rows`, and its ranks' parts side by side."""
+    """Return a function for a divided output layer and inputs like `rows`: this rank's product, then a gather."""
     weight, bias, packed = output.weight, output.bias, output.packed
     if packed is not None:
         product = packed_step(rows, packed, bias)
@@ -151,7 +151,7 @@ def _gathered(output: ColumnParallelLinear, rows: Tensor) -> Callable[[Tensor], 
 
 
 class DecodeStep:
-    """Call it with the newest token of each sequence; see `Decoder.start`."""
+    """Computes logits from the newest token of each sequence; see `Decoder.start`."""
 
     def __init__(self, decoder: Decoder, cache: Any, mask: Tensor | None, positions: Tensor, max_tokens: int) -> None:
         self._decoder, self._cache = decoder, cache
@@ -166,7 +166,7 @@ class DecodeStep:
         self._output = self._output_step()
 
     def _output_step(self) -> Callable[[Tensor], Tensor]:
-        """The output layer, called as a module where it has hooks or is of a kind that is not known here."""
+        """Return a fast function for the output layer, or the module itself if it has hooks or an unknown kind."""
         output: Any = self._decoder.model.get_output_embeddings()  # type: ignore[operator]
         own = vars(output).get("forward")
         like = self._decoder.embedding.weight
@@ -184,7 +184,7 @@ class DecodeStep:
         return output
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """(B,) -> logits, (B, vocabulary)."""
+        """Map tokens, (B,), to logits, (B, vocabulary)."""
         decoder = self._decoder
         self._num_seen += 1
         self._positions += 1
@@ -216,7 +216,7 @@ class DecodeStep:
         }
         masks: dict[int | None, Tensor | None] = {}
         for block in self._decoder.blocks:
-            # a window of the family's own is the block's business, one of the model's masks is ours
+            # the block applies its policy's window; the window of the model's masks is applied here
             window = block.sliding_window if block.window is None else None
             if window not in masks:
                 masks[window] = self._mask(window)
@@ -225,7 +225,7 @@ class DecodeStep:
         return hidden
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """(B or 1, 1, 1, S), True for tokens that are seen."""
+        """Return the mask (B or 1, 1, 1, S), True for visible tokens; None if all are visible."""
         num_seen = self._num_seen
         seen = None if self._visible is None else self._visible[:, None, None, :num_seen]
         if window is None or num_seen <= window:
@@ -235,7 +235,7 @@ class DecodeStep:
 
 
 class WholeLayers:
-    """All layers, one call of `decoder_layer` for each or for each half, over the buffers of the cache."""
+    """Computes all layers with one call of `decoder_layer` per layer or half, on the buffers of the cache."""
 
     def __init__(
         self,
@@ -256,12 +256,12 @@ class WholeLayers:
     def of(
         cls, blocks: list[FusedBlock], cache: Any, mask: Tensor | None, table: tuple[Tensor, Tensor] | None
     ) -> "WholeLayers | None":
-        """None: the kernel, or a layer that is one call, is missing, or a token within a prompt is hidden.
+        """Create the object; None if there is no kernel, a layer is unsupported, or a token inside a prompt is hidden.
 
         Args:
-            cache: holds the prompt.
-            mask: (B, tokens of the prompt), 0 for hidden ones.
-            table: of `Decoder.table`; None: there are none, or the layers have their own.
+            cache: the cache, which holds the prompt.
+            mask: (B, tokens of the prompt), 0 for hidden tokens.
+            table: result of `Decoder.table`; None: no rotary embedding, or the layers have their own tables.
         """
         buffers = [cache.layers[block.layer_index].buffers for block in blocks]
         num_rows, dtype = buffers[0][0].shape[0], buffers[0][0].dtype
@@ -284,7 +284,7 @@ class WholeLayers:
         return cls(kernel, [_parts_of(layer, ranks) for layer in layers], buffers, tables, starts, ranks)
 
     def __call__(self, x: Tensor, length: int, positions: Tensor) -> Tensor:
-        """(B, C) -> (B, C), of the tokens that become number `length` in the cache."""
+        """Map (B, C) to (B, C) for the tokens with index `length` in the cache."""
         known: tuple[Tensor, Tensor] | None = None
         cos: Tensor | None = None
         sin: Tensor | None = None
@@ -300,7 +300,7 @@ class WholeLayers:
 
 
 def _parts_of(layer: DecoderLayer, ranks: TensorRanks | None) -> list[DecoderLayer]:
-    """Cut a layer into the parts that are computed between two sums over the ranks; only rank 0 adds the residual."""
+    """Split a layer at the sums over the ranks; only rank 0 adds the residual."""
     if ranks is None:
         return [layer]
     is_first = ranks.rank == 0
@@ -314,7 +314,7 @@ def _fits(weight: Tensor | PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def _half_table(table: tuple[Tensor, Tensor] | None, *, in_pairs: bool) -> tuple[Tensor, Tensor] | None:
-    """cos and sin, fp32 (positions, R / 2), without the repetition."""
+    """Return cos and sin, fp32 (positions, R / 2), without the repeated half."""
     if table is None:
         return None
     if in_pairs:
@@ -324,12 +324,12 @@ def _half_table(table: tuple[Tensor, Tensor] | None, *, in_pairs: bool) -> tuple
 
 
 def _table_of_layer(block: FusedBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same from the table of sines and cosines that a layer holds."""
+    """Return cos and sin like `_half_table`, from a layer's own table of sines and cosines."""
     sin, cos = found(block.layer, block.policy.rotary_table).to(dtype).chunk(2, -1)
     return cos.float().contiguous(), sin.float().contiguous()
 
 
-# by function, or name of the class
+# function, or class name -> name for the kernel
 _ACTIVATIONS: dict[Any, str] = {
     **dict.fromkeys((F.silu, "SiLU", "SiLUActivation"), "silu"),
     **dict.fromkeys((F.gelu, "GELUActivation"), "gelu"),
@@ -348,7 +348,7 @@ def _activation_name(activation: Any) -> str | None:
 
 
 def _layer_of(block: FusedBlock) -> DecoderLayer | None:
-    """The whole layer for `decoder_layer`, over the weights as they are now; None: it is not one call."""
+    """Return the whole layer for `decoder_layer`, with the current weights; None if the layer is unsupported."""
     policy = block.policy
     linears = (block.qkv, block.out, block.up, block.down)
     norms = [norm for norm in (block.norm_attention, block.norm_mlp, block.norm_query, block.norm_key) if norm]

@@ -1,4 +1,4 @@
-"""`inject`: replace what a model's transformer layers compute by fused blocks, and `Injected`, which says what was."""
+"""`inject` replaces the forwards of a model's transformer layers with fused blocks, and returns an `Injected`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ Policies = Mapping[type[nn.Module] | str, InjectionPolicy | tuple[InjectionPolic
 class Injected:
     """`Injected` says which layers `inject` replaced in a model, and can restore them.
 
-    model: the one given; its class, names of parameters and their values are unchanged.
-    replaced: names of the layers that compute by fused blocks.
-    left: names of layers of known classes that were left whole, and why.
+    model: the given model; its class, parameter names and values are unchanged.
+    replaced: names of the layers that use fused blocks.
+    left: name -> reason, for layers of known classes that were not replaced.
     """
 
     model: nn.Module
@@ -34,7 +34,7 @@ class Injected:
     _generation: StaticGeneration | None = field(default=None, repr=False)
 
     def restore(self) -> nn.Module:
-        """Undo the injection: the model's own forwards, every parameter in memory of its own, equal bit by bit."""
+        """Undo the injection: restore the forwards, and give every parameter its own memory with the same bits."""
         for block in self._blocks:
             block.release()
         if self._generation is not None:
@@ -50,22 +50,22 @@ def inject(
     dtype: torch.dtype | None = None,
     max_out_tokens: int = 1024,
 ) -> Injected:
-    """Let the layers of `model` compute by fused blocks, and `model.generate` use a preallocated cache.
+    """Replace the forwards of the layers of `model` with fused blocks, and give `model.generate` a preallocated cache.
 
-    A model that is divided over tensor-parallel ranks is divided first (`tensor_parallel`), then injected: the heads of
-    this rank are read from its weights. Layers of classes that no policy names are left as they are; a model with none
-    that is named is returned whole, with `replaced` empty.
+    Divide a model over tensor-parallel ranks (`tensor_parallel`) before the injection, because the number of this
+    rank's heads is read from the weights. Layers without a policy do not change. If no layer has a policy, the model
+    does not change, and `replaced` is empty.
 
-    The fused blocks serve calls without gradients (`torch.no_grad`, or parameters that require none) in evaluation
+    The fused blocks handle calls without gradients (`torch.no_grad`, or no parameter requires a gradient) in evaluation
     mode. Other calls run the layers' own forwards.
 
     Args:
-        policies: layer class, or its qualified name, to its policy; they come before the table's.
-        dtype: that floating-point parameters are cast to; None: as they are.
-        max_out_tokens: tokens, prompt and new ones, that the cache of `generate` holds.
+        policies: layer class, or its qualified name -> policy; they take precedence over the table.
+        dtype: floating-point parameters are cast to it; None: no cast.
+        max_out_tokens: capacity of the cache of `generate`, for prompt and new tokens.
 
     Raises:
-        ConfigError: max_out_tokens is not positive, or a policy of the caller does not fit.
+        ConfigError: max_out_tokens is not positive, or a policy of the caller does not match its layer.
         StateError: the model is injected already.
     """
     if max_out_tokens < 1:
@@ -100,20 +100,20 @@ def inject(
 
 
 def is_injected(model: nn.Module) -> bool:
-    """Whether a layer computes by a fused block."""
+    """Return whether a layer of the model uses a fused block."""
     return any(isinstance(vars(module).get("forward"), FusedBlock) for module in model.modules())
 
 
 def _decoder_of(model: nn.Module) -> Decoder | None:
-    """None: the model's own forward computes each token."""
+    """Return the model's `Decoder`; None: the model's own forward computes each token."""
     try:
         return Decoder(model)
-    except ConfigError:  # what does not fit costs speed alone
+    except ConfigError:  # generation is only slower without it
         return None
 
 
 def _output_of(model: nn.Module) -> nn.Linear | None:
-    """The linear that gives the logits, where it is a plain one."""
+    """Return the linear that computes the logits, if it is a plain one without hooks."""
     asks = getattr(model, "get_output_embeddings", None)
     found = asks() if callable(asks) else None
     is_plain = type(found) is nn.Linear and not (found._forward_hooks or found._forward_pre_hooks)
@@ -123,7 +123,7 @@ def _output_of(model: nn.Module) -> nn.Linear | None:
 def _known_layers(
     model: nn.Module, policies: Policies
 ) -> Iterator[tuple[str, nn.Module, tuple[InjectionPolicy, ...], bool]]:
-    """(name, layer, its policies, whether the caller gave them)."""
+    """Yield (name, layer, policies of its class, whether the caller gave them)."""
     asked = {key if isinstance(key, str) else _qualified(key): value for key, value in policies.items()}
     for name, layer in model.named_modules():
         key = _qualified(type(layer))

@@ -1,8 +1,8 @@
-"""The tables of policies: where a family's transformer layer keeps its parts, and how they are laid out; and what a
-causal model computes before and behind its layers. Data only.
+"""Tables of policies: the paths and layout of the parts of each family's transformer layer, and the parts of a causal
+model before and after its layers. The module holds only data.
 
-A layer's class is looked up by its qualified name, so nothing of a model library is imported. A family whose layers
-differ by configuration has several policies; the first whose `when` holds is used. Paths are attributes of the layer.
+A layer's class is looked up by its qualified name, so no model library is imported. A family whose layers depend on the
+configuration has several policies; the first one whose `when` holds is used. Paths are attributes of the layer.
 """
 
 from dataclasses import dataclass, replace
@@ -18,30 +18,30 @@ class InjectionPolicy:
 
     Args:
         attention: the attention module, which has `layer_index` and `head_dim`.
-        qkv: the query, key and value linears, or the one that is all three; with `attention.` before them.
-        out, up, down: linears after attention, of the first half of the MLP (gate and up: two), and of its second.
-        experts: the module in the place of the MLP, with `gate` and `experts` as Mixtral has them; then `up` and `down`
-            are empty. "": none.
+        qkv: the query, key and value linears, or one linear for all three; the paths include `attention.`.
+        out, up, down: the linear after attention, the first linear of the MLP (two with a gate), and the last one.
+        experts: the module that replaces the MLP, with `gate` and `experts` like in Mixtral; `up` and `down` are then
+            empty. "": none.
         norm_attention, norm_mlp: norms before (placement "pre", "parallel") or after ("post") the halves of the layer.
-            A parallel layer without `norm_mlp` gives both halves the same normed input.
-        activation: module or function between `up` and `down`; of the gate, where there are two.
+            In a parallel layer without `norm_mlp`, both halves get the same normed input.
+        activation: module or function between `up` and `down`; with a gate, it is applied to the gate.
         placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "parallel" x + attention(norm(x)) + mlp(norm(x)).
         layout: outputs of a single `qkv`: "by_part" [3, heads, D], "by_head" [heads, 3, D],
             "grouped" [kv_heads, heads of a group + 2, D].
         head_dim, layer_index: attributes of the attention module.
         scale: attribute of the attention module or a number; "": D^-0.5.
-        rotary: "halves" over `position_embeddings`, cosines and sines (arXiv 2104.09864, as Llama lays it out); "pairs"
-            over sines and cosines (as GPT-J does): a table at `rotary_table`, or, without one, `position_embeddings`;
-            "": none. Partial where the table is narrower than D.
-        norm_attention_out, norm_mlp_out: norms of what a half gives, before it is added (placement "pre"); "": none.
-        softcap: attribute of the attention module: scores s are c tanh(s / c), if it is not None; "": they are not.
-        norm_query, norm_key: norms of every head before the rotary embedding; absent ones are omitted.
-        alibi: "added" to the scores from the argument `alibi` (arXiv 2108.12409); "in_mask": the mask has it; "": none.
-        local: (attribute, value, window): layers whose attribute of the attention module has that value see only as
-            many tokens as `window` of `config` says, and the mask does not have it.
-        is_causal: where no mask is given.
+        rotary: "halves" uses `position_embeddings`, cosines and sines (arXiv 2104.09864, in Llama's layout); "pairs"
+            uses sines and cosines (like GPT-J) from the table at `rotary_table`, or else from `position_embeddings`;
+            "": none. The rotation is partial if the table is narrower than D.
+        norm_attention_out, norm_mlp_out: norms of the output of a half, before the sum (placement "pre"); "": none.
+        softcap: attribute c of the attention module; scores s become c tanh(s / c), unless c is None; "": no cap.
+        norm_query, norm_key: norms of every head before the rotary embedding; omitted if the module lacks them.
+        alibi: "added" to the scores, from the argument `alibi` (arXiv 2108.12409); "in_mask": part of it; "": none.
+        local: (attribute, value, window). If that attribute of the attention module has the value, the layer sees only
+            the number of tokens in the attribute `window` of `config`; the mask does not include this window.
+        is_causal: whether attention is causal if no mask is given.
         returns: "tensor", or "pair" with None for the attention weights.
-        when: (path, value) from the layer, all of which must hold.
+        when: conditions (path from the layer, value), all of which must hold.
     """
 
     attention: str
@@ -109,7 +109,7 @@ _GPT_J = InjectionPolicy(
     rotary_table="attn.embed_positions",
     returns="pair",
 )
-# since transformers 5.24, where the model has the table
+# since transformers 5.24 the model, not the layer, holds the table
 _GPT_J_NEW = replace(_GPT_J, rotary_table="", returns="tensor", when=(("attn.embed_positions", None),))
 _GPT_NEOX = InjectionPolicy(
     attention="attention",
@@ -200,7 +200,7 @@ _GEMMA3 = replace(
     _GEMMA2,
     norm_query="self_attn.q_norm",
     norm_key="self_attn.k_norm",
-    when=(("self_attn.is_causal", True),),  # not those that embed texts
+    when=(("self_attn.is_causal", True),),  # not text embedding models
 )
 _QWEN3 = replace(_LLAMA, norm_query="self_attn.q_norm", norm_key="self_attn.k_norm")
 _PHI = replace(
@@ -285,19 +285,19 @@ POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
 
 @dataclass(frozen=True)
 class DecoderPolicy:
-    """A policy says what a causal model computes before its layers and behind them. Paths are attributes of the model.
+    """A policy names the parts of a causal model before and after its layers. Paths are attributes of the model.
 
     Args:
         layers: the list of layers.
-        embedding: of tokens.
-        norm: behind the last layer; where the model has None there, there is none.
-        positions: an embedding that is added to that of the tokens; "": none.
-        first_position: its row for position 0.
-        rotary: the module that gives `position_embeddings`, unless the layers have tables; "": none.
-        project_in, project_out: linears between the embedding and the layers, and behind the norm, where the model has
+        embedding: the token embedding.
+        norm: the norm after the last layer; the attribute may be None.
+        positions: a position embedding that is added to the token embedding; "": none.
+        first_position: row of `positions` for position 0.
+        rotary: the module that computes `position_embeddings`, unless the layers have tables; "": none.
+        project_in, project_out: linears between the embedding and the layers, and after the norm, if the model has
             them.
-        softcap: logits x are c tanh(x / c) with the c at this path, if it is not None; "": they are not.
-        when: (path, value) that must hold.
+        softcap: path of c; logits x become c tanh(x / c), unless c is None; "": no cap.
+        when: conditions (path, value), all of which must hold.
     """
 
     layers: str
@@ -315,7 +315,7 @@ class DecoderPolicy:
 _OF_GPT2 = DecoderPolicy("transformer.h", "transformer.wte", "transformer.ln_f", positions="transformer.wpe")
 _OF_LLAMA = DecoderPolicy("model.layers", "model.embed_tokens", "model.norm", rotary="model.rotary_emb")
 
-#: qualified name of the causal model's class -> policy; another model's tokens are computed by its own forward
+#: qualified name of the causal model's class -> policy; other models compute tokens by their own forward
 DECODERS: dict[str, DecoderPolicy] = {
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": _OF_GPT2,
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM": _OF_GPT2,

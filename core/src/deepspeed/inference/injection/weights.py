@@ -1,7 +1,7 @@
-"""The weights of a fused block: those of the layer's linears, side by side in one buffer that the parameters view.
+"""The weights of a fused block: one buffer holds the weights of several linears, and the parameters are views of it.
 
-So no weight is held twice, and the model's state dict keeps its names and values. The experts of a layer are two
-grouped products, as `moe.experts` makes them, in the place of a loop over experts; their weights stay the module's own.
+So no weight exists twice, and the model's state dict keeps its names and values. The experts of a layer are computed by
+two grouped products (see `moe.experts`) instead of a loop over experts; their weights stay in the module.
 
 Shape legend: I input features, O output features, N tokens, K experts of a token, E experts, H features, F inner
 features, of this rank.
@@ -27,14 +27,14 @@ from deepspeed.tensor_parallel.ranks import sum_over
 
 
 class FusedLinear:
-    """One product for linears of the same input: y = x [w_1; w_2; ...]^T + [b_1; b_2; ...].
+    """One product for linears with the same input: y = x [w_1; w_2; ...]^T + [b_1; b_2; ...].
 
     Args:
-        linears: `torch.nn.Linear`, transformers' `Conv1D` ([I, O] weights), or divided column-parallel layers; weights
-            are packed in all of them or in none.
+        linears: `torch.nn.Linear`, transformers' `Conv1D` ([I, O] weights), or divided column-parallel layers; either
+            all weights are packed or none.
 
     Raises:
-        ConfigError: a linear is of another kind, or its output is gathered; the message names its class.
+        ConfigError: a linear is of an unsupported kind, or its output is gathered; the message says which.
     """
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
@@ -46,7 +46,7 @@ class FusedLinear:
         self.fuse()
 
     def fuse(self) -> None:
-        """Move the parameters into one buffer, [O, I], unless they are one already. The parameters then view it."""
+        """Move the parameters into one buffer, [O, I], unless there is only one; the parameters become views of it."""
         self.packed = _fused_packed(self.linears)
         if self.packed is not None:
             self.bias = self._fused_bias()
@@ -68,7 +68,7 @@ class FusedLinear:
         self._addresses = self._found_addresses()
 
     def _found_addresses(self) -> list[int]:
-        """Return the address of each linear's weight and bias in turn; 0 for one that is None."""
+        """Return the addresses of weight and bias of each linear in turn; 0 for None."""
         return [
             0 if each is None else each.data_ptr() for linear in self.linears for each in (linear.weight, linear.bias)
         ]
@@ -98,16 +98,16 @@ class FusedLinear:
         return linear(x, self.weight, self.bias)
 
     def _follow(self) -> None:
-        if self._found_addresses() != self._addresses:  # one was moved, cast or given other memory since
+        if self._found_addresses() != self._addresses:  # a parameter was moved, cast or got other memory
             self.fuse()
 
     def as_linear(self, wide: Callable[[Tensor | None], Tensor | None]) -> Linear:
-        """Weight and bias as they are now, the bias as `wide` gives it."""
+        """Return the current weight, and the current bias after `wide`."""
         self._follow()
         return Linear(self.weight if self.packed is None else self.packed, wide(self.bias))
 
     def step(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """This product for inputs like `x`, over the weights as they are now: without the checks of each call."""
+        """Return a function for inputs like `x` and the current weights, which skips the checks of each call."""
         self._follow()
         if self.packed is not None:
             return packed_step(x, self.packed, self.bias)
@@ -116,7 +116,7 @@ class FusedLinear:
         return self if kernel is None else lambda rows: kernel(rows, weight, bias)
 
     def release(self) -> None:
-        """Give every parameter memory of its own, contiguous, with equal values."""
+        """Give every parameter its own contiguous memory, with the same values."""
         with torch.no_grad():
             for each in self.linears:
                 for parameter in (each.bias,) if self.packed is not None else (each.weight, each.bias):
@@ -125,7 +125,7 @@ class FusedLinear:
 
 
 def packed_step(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """`packed_linear` for inputs like `x`, without the checks of each call."""
+    """Return `packed_linear` for inputs like `x`, without the checks of each call."""
     kernel = packed_kernel(x, packed, bias)
     if kernel is None:
         return lambda rows: packed_linear(rows, packed, bias)
@@ -134,12 +134,12 @@ def packed_step(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callabl
 
 
 class OutputLayer:
-    """The last linear of a model, from features to the vocabulary: call it as the linear's `forward`.
+    """Replaces the `forward` of a model's last linear, from features to the vocabulary.
 
-    With a gradient the linear's own forward runs.
+    If a gradient is needed, the linear's own forward runs.
 
     Raises:
-        ConfigError: as `FusedLinear`.
+        ConfigError: see `FusedLinear`.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -154,12 +154,12 @@ class OutputLayer:
         return self.fused(x)
 
     def release(self) -> None:
-        """Give the linear its own forward back."""
+        """Restore the linear's own forward."""
         del self.linear.forward
 
 
 class FusedRowLinear(FusedLinear):
-    """This rank's part of a row-parallel layer; a call sums over the ranks, and adds the bias then.
+    """This rank's part of a row-parallel layer; a call sums over the ranks, and then adds the bias.
 
     Args:
         linear: the divided layer.
@@ -178,12 +178,12 @@ class FusedRowLinear(FusedLinear):
         return total if bias is None else total + bias
 
     def as_linear(self, wide: Callable[[Tensor | None], Tensor | None]) -> Linear:
-        """The part of this rank; of the bias, all on the first one."""
+        """Return this rank's part of the weight; the first rank has the whole bias, the others None."""
         return super().as_linear(wide)._replace(bias=wide(self._added.bias) if self._ranks.rank == 0 else None)
 
 
 def output_linear(linear: nn.Module) -> FusedLinear:
-    """A linear that ends a half of a layer."""
+    """Return the fused form of the last linear in a half of a layer."""
     return FusedRowLinear(linear) if isinstance(linear, RowParallelLinear) else FusedLinear([linear])
 
 
@@ -193,7 +193,7 @@ def _packed(linear: Any) -> PackedWeight | None:
 
 
 def _fused_packed(linears: Sequence[Any]) -> PackedWeight | None:
-    """One packed weight of all rows, which those of the linears view; None: they are not packed."""
+    """Return one packed weight with all rows; the linears' weights become views of it. None if they are not packed."""
     packed = [_packed(each) for each in linears]
     found = [each for each in packed if each is not None]
     if not found:
@@ -207,7 +207,7 @@ def _fused_packed(linears: Sequence[Any]) -> PackedWeight | None:
     fused = stack_packed(found)
     start = 0
     for each, length in zip(linears, rows, strict=True):
-        each.packed_weights["weight"] = fused.narrow(0, start, length)  # whole rows, which lie side by side: a view
+        each.packed_weights["weight"] = fused.narrow(0, start, length)  # whole consecutive rows: a view
         if isinstance(each, ColumnParallelLinear):
             each.weight.data = each.packed_weights["weight"].data
         start += length
@@ -242,15 +242,15 @@ _CLASSES = ("MixtralExperts",)
 
 
 class FusedExperts:
-    """Call it as the module that has the router and the experts.
+    """Computes router and experts; it is called like the module that has them.
 
     Args:
-        module: its `gate` gives (logits, weights, indices), [N, K]; its `experts` have `gate_up_proj`, [E, 2 F, H], and
+        module: `gate` returns (logits, weights, indices), [N, K]; `experts` has `gate_up_proj`, [E, 2 F, H], and
             `down_proj`, [E, H, F], plain or packed.
-        activation: of the gate.
+        activation: activation of the gate.
 
     Raises:
-        ConfigError: the experts are of another kind, or have hooks that are not those of their division.
+        ConfigError: the experts are of an unsupported kind, or have hooks other than those of their division.
     """
 
     def __init__(self, module: Any, activation: Callable[[Tensor], Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Continuous batching: sequences of any length share every forward, over one cache of keys and values in blocks.
+"""Continuous batching: sequences of any length share every forward, and a paged key-value cache.
 
-Start reading at `engine_v2.py` (one forward: `put`), then `paged_cache.py`; `scheduler.py` decides what each forward
-computes. The blocks of layers are those of `inference/injection`.
+Start reading at `engine_v2.py` (one forward: `put`), then `paged_cache.py`; `scheduler.py` plans each forward.
+The fused blocks come from `inference/injection`.
 """
 
 from deepspeed._forward import forward

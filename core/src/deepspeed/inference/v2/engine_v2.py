@@ -1,11 +1,11 @@
-"""`InferenceEngineV2`: forwards over the new tokens of any sequences, which keep their keys and values in one cache.
+"""`InferenceEngineV2` computes the new tokens of any sequences in one forward, with one key-value cache for all.
 
     engine = build_hf_engine(folder, {"state_manager": {"memory_config": {"mode": "allocate", "size": 512}}})
     logits = engine.put([7, 8], [prompt, other_prompt])         # [2, vocabulary], of the last token of each
     logits = engine.put([7, 8], [next_token, other_token])
     engine.flush(7)
 
-A call that fails leaves the sequences as they were. Ranks that share a model make the same calls.
+A failed call does not change the sequences. Ranks that share a model must make the same calls.
 """
 
 import logging
@@ -57,12 +57,12 @@ class InferenceEngineV2:
     """The engine computes the new tokens of many sequences at once; schedulers (`scheduler.py`) or users call it.
 
     Args:
-        policy: a causal language model of transformers, which `init_inference` is called with, or the engine that it
-            returned, with `replace_with_kernel_inject`. The name is DeepSpeed's.
+        policy: a causal language model of transformers, or the engine that `init_inference` returned for it with
+            `replace_with_kernel_inject`. The argument has DeepSpeed's name.
         engine_config: `RaggedInferenceEngineConfig`, dict, or path of a JSON file.
 
     Raises:
-        ConfigError: a key, or a model that cannot be batched so; names what was found.
+        ConfigError: a key is invalid, or the model does not support continuous batching.
     """
 
     def __init__(self, policy: nn.Module, engine_config: Any = None) -> None:
@@ -97,7 +97,7 @@ class InferenceEngineV2:
             device=device,
         )
         self._sequences: dict[int, CachedSequence] = {}
-        # of four dimensions, so that models take it for a whole one and make none
+        # 4-dimensional, so that models accept it as a complete mask and do not create one
         self._mask = None if self._has_alibi else torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=device)
 
     def _num_blocks(self, shapes: Sequence[LayerShape]) -> int:
@@ -119,7 +119,7 @@ class InferenceEngineV2:
             )
         return found
 
-    # ----- what the engine has ---------------------------------------------------------------------------------------
+    # ----- attributes ------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -128,64 +128,64 @@ class InferenceEngineV2:
 
     @property
     def config(self) -> RaggedInferenceEngineConfig:
-        """The configuration that the engine was given, with defaults for the keys that were not."""
+        """The engine's configuration, with defaults for missing keys."""
         return self._config
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest sequence: of the configuration, or as many as the model has positions."""
+        """The maximum length of a sequence, in tokens: from the configuration, but at most the model's positions."""
         return self._max_context
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows: 0 to one fewer."""
+        """The size of the model's vocabulary."""
         return self._vocabulary
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """The number of tokens per block."""
         return self._cache.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache."""
+        """The number of blocks in the cache."""
         return self._cache.num_blocks
 
     @property
     def free_blocks(self) -> Tensor:
-        """[n_kv_cache_groups] on the host: blocks that no sequence has."""
+        """The number of free blocks, as a tensor [n_kv_cache_groups] on the host."""
         return torch.tensor([self._cache.num_free])
 
     @property
     def n_kv_cache_groups(self) -> int:
-        """1: all layers share the numbers of blocks."""
+        """Always 1, because all layers use the same block numbers."""
         return 1
 
     @property
     def tracked_uids(self) -> tuple[int, ...]:
-        """The uids that the sequences in the cache have, in the order in which the sequences came."""
+        """The uids of the sequences in the cache, in the order of their first `put`."""
         return tuple(self._sequences)
 
     def num_tokens(self, uid: int) -> int:
-        """Tokens of a sequence that are in the cache; 0: it is not tracked."""
+        """Return the number of a sequence's tokens in the cache; 0 if the sequence is not tracked."""
         return self._tracked(whole_number("num_tokens: uid", uid, least=None)).num_tokens
 
     # ----- one forward -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
-        """Compute new tokens of sequences, behind those they have. A uid that is not tracked begins a sequence.
+        """Append new tokens to sequences, and compute them in one forward. An untracked uid starts a sequence.
 
         Args:
-            batch_uids: each once.
-            batch_tokens: of each sequence its new tokens, [tokens].
-            do_checks: False omits the check of values; limits are checked always.
+            batch_uids: uids of the sequences, each once.
+            batch_tokens: the new tokens of each sequence, [tokens].
+            do_checks: False skips the check of token values; limits are always checked.
 
         Returns:
-            [sequences, vocabulary], in the order of `batch_uids`: logits after the last token of each.
+            [sequences, vocabulary], in the order of `batch_uids`: the logits after each sequence's last token.
 
         Raises:
-            ConfigError: uids that are no integers, or tokens that are not of the vocabulary.
+            ConfigError: a uid is no integer, or a token is not in the vocabulary.
             SchedulingError: a limit of the engine is exceeded.
         """
         uids = [whole_number("put: uid", uid, least=None) for uid in batch_uids]
@@ -254,10 +254,10 @@ class InferenceEngineV2:
     # ----- limits ----------------------------------------------------------------------------------------------------
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether `put` would compute so many new tokens of these sequences now.
+        """Return whether `put` could compute these numbers of new tokens for these sequences now.
 
         Raises:
-            ConfigError: uids or lengths that are no integers.
+            ConfigError: a uid or length is no integer.
         """
         known = [whole_number("can_schedule: uid", uid, least=None) for uid in uids]
         counts = [
@@ -301,9 +301,9 @@ class InferenceEngineV2:
         return SchedulingResult.Success, ""
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """Return how many of so many new tokens the sequence can take with so many more blocks, and the blocks needed.
+        """Return how many new tokens the sequence can take within both limits, and the number of blocks needed.
 
-        Return (0, 0) if it can take none, also for a uid that is not tracked where no further sequence can be.
+        Return (0, 0) if it can take none, also for an untracked uid if the engine can track no further sequence.
         """
         uid = whole_number("query: uid", uid, least=None)
         if uid not in self._sequences and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
@@ -314,15 +314,15 @@ class InferenceEngineV2:
         return tokens, cache.missing(sequence, tokens)
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Tokens that the sequence can take without a block more; 0 where it is not tracked."""
+        """Return how many tokens the sequence can take without another block; 0 if it is not tracked."""
         sequence = self._tracked(whole_number("get_remaining_block_capacity: uid", uid, least=None))
         return len(sequence.blocks) * self._cache.block_size - sequence.num_tokens
 
     def flush(self, uid: int) -> None:
-        """Forget a sequence; its blocks are free.
+        """Remove a sequence, and free its blocks.
 
         Raises:
-            ConfigError: it is not tracked, which it is from its first `put` to its `flush`.
+            ConfigError: the sequence is not tracked. It is tracked from its first `put` to its `flush`.
         """
         sequence = self._sequences.pop(whole_number("flush: uid", uid, least=None), None)
         if sequence is None:
@@ -334,34 +334,34 @@ class InferenceEngineV2:
         self._cache.shrink(sequence, 0)
 
     def _tracked(self, uid: int) -> CachedSequence:
-        """The sequence, or an empty one, which nobody else has."""
+        """Return the sequence, or a new empty one if it is not tracked."""
         found = self._sequences.get(uid)
         return CachedSequence() if found is None else found
 
     # ----- the model on disk -----------------------------------------------------------------------------------------
 
     def serialize(self, save_path: str | os.PathLike[str]) -> None:
-        """Write the model as plain transformers into a folder, which `build_engine_from_ds_checkpoint` and
-        `from_pretrained` read. A collective of the ranks that share it.
+        """Write a plain transformers model into a folder for `build_engine_from_ds_checkpoint` and `from_pretrained`.
+        A collective of the ranks that share the model.
 
         Raises:
-            ConfigError: as `InferenceEngine.export`.
+            ConfigError: see `InferenceEngine.export`.
         """
         self._engine.export(save_path)
 
 
 def build_hf_engine(path: str, engine_config: Any = None, debug_level: int = logging.INFO) -> InferenceEngineV2:
-    """An engine for a model of transformers in a folder, or of a name that `from_pretrained` knows.
+    """Create an engine for a transformers model in a folder, or with a name that `from_pretrained` knows.
 
-    From a folder each rank reads its own part of the weights.
+    From a folder, each rank reads only its part of the weights.
 
     Args:
-        engine_config: as of `InferenceEngineV2`.
-        debug_level: accepted without effect; `DS_LOG_LEVEL` sets what is logged.
+        engine_config: see `InferenceEngineV2`.
+        debug_level: accepted without effect; `DS_LOG_LEVEL` sets the log level.
 
     Raises:
-        ConfigError: as `InferenceEngineV2`; also where transformers is not installed.
-        CheckpointError: a file or a weight is missing, damaged or of another model; names it.
+        ConfigError: see `InferenceEngineV2`; also if transformers is not installed.
+        CheckpointError: a file or a weight is missing, damaged or of another model; the message names it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -382,10 +382,10 @@ def build_hf_engine(path: str, engine_config: Any = None, debug_level: int = log
 def build_engine_from_ds_checkpoint(
     path: str, engine_config: Any = None, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine for a folder that `serialize` wrote. Arguments are those of `build_hf_engine`.
+    """Create an engine for a folder that `serialize` wrote. For the arguments see `build_hf_engine`.
 
     Raises:
-        ConfigError: the folder has no config.json; also as `build_hf_engine`.
+        ConfigError: the folder has no config.json; see also `build_hf_engine`.
     """
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(
@@ -407,7 +407,7 @@ def _settings(given: Any) -> RaggedInferenceEngineConfig:
 
 
 def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> InferenceEngine:
-    """Return the engine of `model` with fused blocks, on this rank's device; an engine is returned as it is."""
+    """Return an `InferenceEngine` with fused blocks for `model`, or `model` itself if it is one already."""
     tp_size = _tp_size(config)
     mode = config.quantization.quantization_mode
     if isinstance(model, InferenceEngine):
@@ -427,7 +427,7 @@ def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> Inferenc
 
 
 def _initialized(model: nn.Module, config: RaggedInferenceEngineConfig, **keys: Any) -> InferenceEngine:
-    """Call `init_inference` with kernel injection and what `config` asks for; `keys` are further arguments."""
+    """Call `init_inference` with kernel injection and the settings of `config`; `keys` are further arguments."""
     _check_model(model)
     check_supported(config)
     mode = config.quantization.quantization_mode
@@ -470,7 +470,7 @@ def _fused_blocks(model: Any) -> list[FusedBlock]:
     """Return the fused blocks of all layers, in order.
 
     Raises:
-        ConfigError: a layer has none, or computes attention that a cache in blocks cannot.
+        ConfigError: a layer has no fused block, or its attention does not work with a paged cache.
     """
     _check_model(model)
     name = type(model).__name__

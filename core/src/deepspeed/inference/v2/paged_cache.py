@@ -1,7 +1,7 @@
-"""`PagedCache`: keys and values of many sequences in blocks (arXiv 2309.06180). `RaggedBatch`: a plan of one forward.
+"""`PagedCache` holds keys and values of many sequences in blocks (arXiv 2309.06180). `RaggedBatch` plans one forward.
 
-A forward computes the new tokens of all its sequences as one sequence of T tokens; only attention knows where one
-ends. Its kernel takes sequences that have equally many new tokens, so the plan puts those side by side.
+A forward computes the new tokens of all its sequences as one sequence of T tokens; only attention separates the
+sequences. Its kernel needs sequences with equal numbers of new tokens, so the plan groups them.
 
 Shape legend: T new tokens of the forward, H query heads, G key-value heads, D head size.
 """
@@ -31,7 +31,7 @@ class SchedulingResult(Enum):
 
 
 class SchedulingError(StateError):
-    """A forward is over a limit of the engine, whose sequences are as they were. `result` says which."""
+    """A forward exceeds a limit of the engine, which `result` names. The engine's sequences did not change."""
 
     result: SchedulingResult
 
@@ -42,29 +42,29 @@ class SchedulingError(StateError):
 
 @dataclass
 class CachedSequence:
-    """A sequence whose tokens lie in the cache.
+    """A sequence in the cache.
 
-    num_tokens: of those that were computed.
-    blocks: that it has, in the order of its tokens.
+    num_tokens: number of computed tokens.
+    blocks: its blocks, in the order of its tokens.
     """
 
     num_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
 
     def slots(self, num_new: int, block_size: int) -> list[int]:
-        """Return where the next `num_new` tokens lie, in tokens from the beginning of the cache."""
+        """Return the slots of the next `num_new` tokens, as token indices into the cache."""
         positions = range(self.num_tokens, self.num_tokens + num_new)
         return [self.blocks[each // block_size] * block_size + each % block_size for each in positions]
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Sequences side by side in a forward that have equally many new tokens.
+    """Consecutive sequences of a forward with the same number of new tokens.
 
-    first: of the forward's tokens.
-    num_new: of each sequence.
-    lengths: [sequences], with the new ones; on the host, where the op checks them, if the device is the host.
-    table: [sequences, blocks of the longest].
+    first: index of the group's first token in the forward.
+    num_new: number of new tokens per sequence.
+    lengths: [sequences], lengths with the new tokens; the op checks them if the device is the host.
+    table: block numbers, [sequences, blocks of the longest].
     """
 
     first: int
@@ -74,11 +74,11 @@ class AttentionGroup:
 
 
 class RaggedBatch:
-    """A ragged batch holds the tokens that one forward computes, side by side, and where their keys and values go.
+    """A ragged batch holds the tokens of one forward, concatenated, and the slots of their keys and values.
 
     tokens, positions: [1, T].
-    slots: [T], where the keys and values are written.
-    last: [sequences], the index of the last token of each sequence, in the order in which they were given.
+    slots: [T], the cache slots for keys and values.
+    last: [sequences], the index of each sequence's last token, in the given order of sequences.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RaggedBatch:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's shape gives its key-value heads on this rank, and their size."""
+    """A layer's number of key-value heads on this rank, and their size."""
 
     heads: int
     head_dim: int
@@ -120,11 +120,11 @@ class LayerShape:
 
 
 class PagedCache:
-    """The cache that models are given. Fused blocks call `attend`; `begin` comes before each forward.
+    """The cache that the engine passes to models. Fused blocks call `attend`; `begin` comes before each forward.
 
     Args:
-        layers: by their index in the model.
-        num_blocks: of every layer. A sequence's block has the same number in all of them.
+        layers: shapes of the layers, in the model's order.
+        num_blocks: number of blocks of every layer. A sequence's block has the same number in all layers.
     """
 
     def __init__(
@@ -144,22 +144,22 @@ class PagedCache:
             )
             for layer in layers
         ]
-        self._free = list(range(num_blocks - 1, -1, -1))  # the last one is given next, so that few are ever written
+        self._free = list(range(num_blocks - 1, -1, -1))  # used as a stack, so that few blocks are ever written
         self._batch: RaggedBatch | None = None
 
     # ----- blocks ----------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence has."""
+        """The number of free blocks."""
         return len(self._free)
 
     def missing(self, sequence: CachedSequence, num_new: int) -> int:
-        """Blocks that the sequence needs besides its own, for so many tokens more."""
+        """Return how many more blocks the sequence needs for `num_new` further tokens."""
         return max(0, -(-(sequence.num_tokens + num_new) // self.block_size) - len(sequence.blocks))
 
     def extend(self, sequence: CachedSequence, num_new: int) -> None:
-        """Give the sequence the blocks that it needs; the caller has seen that there are as many."""
+        """Give the sequence the blocks that it needs; the caller has checked that enough are free."""
         needed = self.missing(sequence, num_new)
         assert needed <= len(self._free), "blocks are counted before they are given"
         sequence.blocks += [self._free.pop() for _ in range(needed)]
@@ -172,7 +172,7 @@ class PagedCache:
     # ----- one forward -----------------------------------------------------------------------------------------------
 
     def begin(self, batch: RaggedBatch | None) -> None:
-        """The forward that follows computes `batch`; None: there is none."""
+        """Set the batch of the next forward; None after a forward."""
         self._batch = batch
 
     def attend(
@@ -187,7 +187,7 @@ class PagedCache:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Write the new keys and values, and attend over all that each sequence has: [1, T, H D].
+        """Write the new keys and values, and attend over all tokens of each sequence. Returns [1, T, H D].
 
         Args:
             query: [1, H, T, D]. key, value: [1, G, T, D].
@@ -206,28 +206,28 @@ class PagedCache:
             parts.append(out.transpose(1, 2).reshape(count * group.num_new, -1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
-    # ----- what models ask of a cache --------------------------------------------------------------------------------
+    # ----- transformers' interface of a cache ------------------------------------------------------------------------
 
     is_compileable = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 1, so that a bias by position that a model makes has at least two positions, and with them its slope.
-        Masks and positions of the model's own making are not used."""
+        """Return 1, so that a position bias that the model creates has at least two positions, which give its slope.
+        Masks and positions that the model creates are not used."""
         return 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 1, as `get_seq_length` does."""
+        """Return 1, like `get_seq_length`."""
         return 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the sizes of a mask that models make and no fused block uses."""
+        """Return the sizes of a mask that models create, but fused blocks ignore."""
         return query_length + 1, 0
 
     def update(self, *_: object, **__: object) -> None:
-        """A layer's own forward would write here, which knows of one sequence only.
+        """Refuse the call: only a layer's own forward, which supports a single sequence, calls this method.
 
         Raises:
-            StateError: a layer does not compute by its fused block.
+            StateError: always; a layer does not use its fused block.
         """
         raise StateError(
             "put: a layer of the model does not compute by its fused block any more: since the engine was built the "
@@ -237,14 +237,14 @@ class PagedCache:
 
 
 def check_distinct(uids: Items[int]) -> None:
-    """Refuse a call that names a sequence twice."""
+    """Raise ConfigError if a uid occurs twice."""
     if len(set(uids)) < len(uids):
         again = next(uid for index, uid in enumerate(uids) if uid in uids[:index])
         raise ConfigError(f"put: found uid {again} twice; give all new tokens of a sequence together")
 
 
 def as_pairs(uids: Items[int], others: Items[Any]) -> list[tuple[int, Any]]:
-    """Each uid with what the call gives for it."""
+    """Pair each uid with its value; raise ConfigError if the numbers differ, or there are none."""
     if len(uids) != len(others) or not uids:
         raise ConfigError(
             f"InferenceEngineV2: found {counted(len(uids), 'uid')} and {counted(len(others), 'list')} of tokens or "

@@ -1,17 +1,17 @@
-"""`Scheduler`: many requests over one `InferenceEngineV2`, by split-fuse (DeepSpeed-FastGen, arXiv 2401.08671).
+"""`Scheduler` runs many requests on one `InferenceEngineV2`, by split-fuse (DeepSpeed-FastGen, arXiv 2401.08671).
 
-Every step computes about as many tokens: one of each sequence that generates, and for the rest of the budget parts of
-prompts, long ones cut, short ones together. So a long prompt does not hold up the others, and the forward has enough
-rows to be worth reading the weights.
+Every step computes about the same number of tokens: one per generating sequence, and parts of prompts for the rest of
+the budget. Long prompts are split, and short prompts share a step. So a long prompt does not delay the others, and each
+forward has enough rows to justify reading the weights.
 
-[Note: out of blocks] Sequences are admitted without blocks for what they will generate, so that blocks can run out.
-Then the newest request gives its own back, and is computed again later, behind its prompt and the tokens that it had:
-the tokens that it goes on with are the same. A request that would not fit into the whole cache is refused, and the
-oldest one never gives its blocks back, so each step comes nearer to the end.
+[Note: out of blocks] Sequences are admitted without blocks for the tokens they will generate, so blocks can run out.
+Then the newest request releases its blocks. Later its prompt and its generated tokens are computed again, and it
+continues with the same tokens. A request that would not fit into the whole cache is refused, and the oldest request
+never releases its blocks, so every step makes progress.
 
-[Note: a request that fails] A forward is of all its requests, the choice of a token of one: where that fails, only this
-request ends. Its blocks are free at once, and the others have advanced. Its error is raised by the call after the one
-that gave their tokens, so that none of them is lost.
+[Note: a request that fails] A forward serves all its requests, but each token is chosen for a single request. If the
+choice fails, only this request ends: its blocks are freed at once, and the other requests have advanced. The error is
+raised by the call after the one that returned their tokens, so that no token is lost.
 """
 
 import math
@@ -32,13 +32,13 @@ Finish = Literal["", "stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """`Sampling` says how the next token is chosen from its logits. A request has random numbers of its own, so that
-    its tokens do not depend on which other requests there are.
+    """`Sampling` says how the next token is chosen from the logits. Each request has its own random generator, so that
+    its tokens do not depend on other requests.
 
-    temperature: divides the logits; 0: the greatest is taken.
-    top_k: only so many of the greatest; 0: all.
-    top_p: only the greatest, until they have this probability together (arXiv 1904.09751).
-    seed: of the random numbers, -2**63 to 2**64 - 1 as torch takes it.
+    temperature: divides the logits; 0: choose the greatest logit.
+    top_k: number of greatest logits to choose from; 0: all.
+    top_p: choose from the most likely tokens whose total probability reaches this value (arXiv 1904.09751).
+    seed: seed of the generator, -2**63 to 2**64 - 1 as in torch.
     """
 
     temperature: float = 0.0
@@ -53,7 +53,7 @@ class Sampling:
             numbers |= {name: whole_number(name, getattr(self, name), least=None) for name in ("top_k", "seed")}
         except ConfigError as error:
             raise self._refusal(found) from error
-        for name, number in numbers.items():  # of another library before
+        for name, number in numbers.items():  # numbers of other libraries become Python's
             object.__setattr__(self, name, number)
         is_sampling = 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1
         if not (is_sampling and -(2**63) <= self.seed < 2**64):
@@ -67,14 +67,14 @@ class Sampling:
         )
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[vocabulary] -> fp32, 0 for what is not among the greatest; the logits are finite or -inf, not all of them.
+        """Map logits, [vocabulary], to fp32 probabilities, 0 for excluded tokens. Logits: finite or -inf, not all -inf.
 
         >>> Sampling(temperature=1.0, top_k=2).probabilities(torch.tensor([0.0, 1.0, 0.0, 1.0]))
         tensor([0.0000, 0.5000, 0.0000, 0.5000])
         """
         below = logits.float()
         below = below - below.max()
-        # divided by a tiny temperature the greatest would be nan (0 / 0), and not subtracted before inf
+        # with a tiny temperature, 0 / 0 would be nan for the greatest, and without the subtraction it would be inf
         scaled = (below / self.temperature).masked_fill(below == 0, 0.0)
         if 0 < self.top_k < len(scaled):
             least = scaled.topk(self.top_k).values[-1]
@@ -82,7 +82,7 @@ class Sampling:
         found = scaled.softmax(-1)
         if self.top_p < 1:
             ordered, indices = found.sort(descending=True)
-            is_beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the first that reaches it stays
+            is_beyond = ordered.cumsum(-1) - ordered >= self.top_p  # keep the first token that reaches top_p
             found = found.index_fill(0, indices[is_beyond], 0.0)
             found = found / found.sum()
         return found
@@ -90,7 +90,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token of a request. finish: "" if more will come, "stop" after a stop token, "length" after the last."""
+    """A token of a request. finish: "" if more tokens follow, "stop" at a stop token, "length" at max_new_tokens."""
 
     uid: int
     token: int
@@ -98,9 +98,9 @@ class NewToken:
 
 
 class RequestError(DeepSpeedError, RuntimeError):
-    """The next token of a request cannot be chosen, and the request has ended; `uid` says which.
+    """The next token of request `uid` could not be chosen, and the request has ended.
 
-    See [Note: a request that fails]. `__cause__` is what failed.
+    See [Note: a request that fails]. `__cause__` is the original error.
     """
 
     uid: int
@@ -112,7 +112,7 @@ class RequestError(DeepSpeedError, RuntimeError):
 
 @dataclass(eq=False)
 class Request:
-    """A request generates tokens after its prompt; `pending` holds the tokens that are still to be computed."""
+    """A request generates tokens after its prompt; `pending` holds the tokens that are not computed yet."""
 
     uid: int
     prompt: tuple[int, ...]
@@ -125,27 +125,27 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        """Whether the last generated token alone is pending, as all tokens before it were computed."""
+        """Whether only the last generated token is pending."""
         return len(self.pending) == 1 and bool(self.generated)
 
     def restart(self) -> None:
-        """Make all tokens pending, so that they are computed again and the next one is chosen after them."""
+        """Make all tokens pending, so that they are computed again before the next token."""
         self.pending = [*self.prompt, *self.generated]
 
     def finish_after(self, token: int) -> Finish:
-        """Return how the request ends with `token`, which was just generated: "" if it goes on."""
+        """Return how the request ends with the new token `token`; "" if it continues."""
         if token in self.stop_tokens:
             return "stop"
         return "length" if len(self.generated) == self.max_new_tokens else ""
 
 
 class Scheduler:
-    """Call `submit` at any time between steps, and `step` as long as `has_work`.
+    """Schedules requests. Call `submit` at any time between steps, and `step` as long as `has_work`.
 
     Args:
-        engine: whose sequences are the scheduler's alone.
-        token_budget: of a step; None: state_manager.max_ragged_batch_size.
-        max_sequences: that have tokens in the cache at once; None: as many as a forward of the engine takes.
+        engine: the engine; only the scheduler may use its sequences.
+        token_budget: tokens per step; None: state_manager.max_ragged_batch_size.
+        max_sequences: maximum number of sequences in the cache at once; None: the limit of the engine's forward.
 
     Raises:
         ConfigError: a limit is above the engine's.
@@ -161,22 +161,22 @@ class Scheduler:
         self.max_sequences = _within("max_sequences", max_sequences, most)
         self._uids = count(max(engine.tracked_uids, default=-1) + 1)
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # the oldest first
-        self._failed: deque[RequestError] = deque()  # that were not raised yet
+        self._running: list[Request] = []  # oldest first
+        self._failed: deque[RequestError] = deque()  # errors that are not raised yet
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished, or one has failed and `step` did not raise that yet."""
+        """Whether a request is not finished, or has failed and `step` has not raised the error yet."""
         return bool(self._waiting or self._running or self._failed)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no tokens in the cache."""
+        """The number of requests without tokens in the cache."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that have."""
+        """The number of requests with tokens in the cache."""
         return len(self._running)
 
     # ----- requests --------------------------------------------------------------------------------------------------
@@ -189,16 +189,16 @@ class Scheduler:
         stop_tokens: Iterable[int] | int = (),
         sampling: Sampling | None = None,
     ) -> int:
-        """Add a request. Returns its uid, which its tokens have.
+        """Add a request, and return the uid of its tokens.
 
         Args:
-            prompt: integers, or a tensor of them.
-            max_new_tokens: fewer are generated if a stop token is.
-            stop_tokens: as `prompt`, or one integer; a request ends with the first of them, which is given back too.
+            prompt: integers, or a tensor of integers.
+            max_new_tokens: the maximum number; a stop token ends the request earlier.
+            stop_tokens: like `prompt`, or one integer; a request ends at the first of them, which is returned too.
 
         Raises:
-            ConfigError: tokens that are no integers or that the model does not know, or more than a sequence or the
-                cache can have.
+            ConfigError: a token is no integer or not in the vocabulary, or there are more tokens than a sequence or
+                the cache can hold.
         """
         tokens = tuple(_integers("submit: prompt", prompt))
         count = whole_number("submit: max_new_tokens", max_new_tokens, least=None)
@@ -230,7 +230,7 @@ class Scheduler:
             )
 
     def cancel(self, uid: int) -> bool:
-        """Forget a request, or that it failed; whether it was there, since it may have finished meanwhile."""
+        """Remove a request, or its pending error. Return whether it existed; it may have finished already."""
         for request in self._running:
             if request.uid == uid:
                 self._forget(request)
@@ -243,11 +243,11 @@ class Scheduler:
     # ----- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[NewToken]:
-        """One forward: a new token of each sequence that generates or whose prompt ended in it.
+        """Run one forward, and return a new token of each request whose pending tokens were all computed.
 
         Raises:
-            RequestError: a request has failed, once for each; see [Note: a request that fails]. Go on with `step`.
-            StateError: nothing can be computed, since somebody else has the engine's blocks.
+            RequestError: a request has failed; raised once each, see [Note: a request that fails]. Call `step` again.
+            StateError: nothing can be computed, because other sequences occupy the engine's blocks.
         """
         if self._failed:
             raise self._failed.popleft()
@@ -272,13 +272,13 @@ class Scheduler:
         return found
 
     def _plan(self) -> list[tuple[Request, int]]:
-        """(request, tokens) of the next step: first those that generate, then prompts, the oldest first."""
+        """Return (request, number of tokens) of the next step: generating requests, then prompts, oldest first."""
         plan: list[tuple[Request, int]] = []
         left, blocks = self.token_budget, int(self.engine.free_blocks)
         order = [each for each in self._running if each.generates]
         order += [each for each in self._running if not each.generates]
         for request in order:
-            if left == 0 or request not in self._running:  # it gave its blocks back just now
+            if left == 0 or request not in self._running:  # it has just released its blocks
                 continue
             wanted = min(left, len(request.pending))
             number, needed = self.engine.query(request.uid, wanted, blocks)
@@ -292,7 +292,7 @@ class Scheduler:
         while self._waiting and left and len(self._running) < self.max_sequences:
             request = self._waiting[0]
             _, whole = self.engine.query(request.uid, len(request.pending), self.engine.num_blocks)
-            if self._running and whole + len(self._running) > blocks:  # each will need one before long
+            if self._running and whole + len(self._running) > blocks:  # keep a block for each running request
                 break
             number, needed = self.engine.query(request.uid, min(left, len(request.pending)), blocks)
             if not number:
@@ -307,7 +307,7 @@ class Scheduler:
         return self.engine.query(request.uid, number, self.engine.num_blocks)[1]
 
     def _newest_but(self, request: Request, plan: Sequence[tuple[Request, int]]) -> Request | None:
-        """The newest request that is newer than this one and not planned; see [Note: out of blocks]."""
+        """Return the newest unplanned request if it is newer than `request`, else None; see [Note: out of blocks]."""
         planned = {each.uid for each, _ in plan}
         newest = max((each for each in self._running if each.uid not in planned), key=lambda each: each.uid)
         return newest if newest.uid > request.uid else None
@@ -319,11 +319,11 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         self._running.remove(request)
-        if self.engine.num_tokens(request.uid):  # none: its first forward failed
+        if self.engine.num_tokens(request.uid):  # 0 if its first forward failed
             self.engine.flush(request.uid)
 
     def _advance(self, logits: Tensor, done: Sequence[tuple[int, Request]]) -> list[NewToken]:
-        """Choose the next token of requests, each from its row of the logits."""
+        """Choose the next token of each request in `done`, from its row of the logits."""
         best, greatest = logits.argmax(-1).tolist(), logits.amax(-1).tolist()
         found = []
         for row, request in done:
@@ -346,10 +346,10 @@ class Scheduler:
     # ----- loops -----------------------------------------------------------------------------------------------------
 
     def stream(self) -> Iterator[NewToken]:
-        """Tokens of all requests as they come, until none is left; more may be submitted meanwhile.
+        """Yield the tokens of all requests until none is left; more requests may be submitted meanwhile.
 
         Raises:
-            RequestError: as `step`; call it again for the other requests.
+            RequestError: see `step`; call `stream` again for the other requests.
         """
         while self.has_work:
             yield from self.step()
@@ -364,14 +364,14 @@ def generate(
     sampling: Sampling | None = None,
     token_budget: int | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt.
+    """Return the new tokens of each prompt.
 
     Args:
-        max_new_tokens: of each prompt, or of all.
-        stop_tokens, sampling: as `Scheduler.submit`. With a temperature prompt i has the seed `sampling.seed` + i.
+        max_new_tokens: one number for each prompt, or for all.
+        stop_tokens, sampling: see `Scheduler.submit`. Prompt i uses the seed `sampling.seed` + i.
 
     Raises:
-        ConfigError: as `Scheduler` and its `submit`.
+        ConfigError: see `Scheduler` and its `submit`.
         RequestError: the first prompt that failed; the others end with it.
     """
     scheduler, given = Scheduler(engine, token_budget), list(prompts)
@@ -394,13 +394,13 @@ def generate(
     except RequestError as error:
         raise RequestError(error.uid, error.reason, f"generate: prompts[{uids.index(error.uid)}]") from error
     finally:
-        for uid in uids:  # the engine is the caller's, and goes on
+        for uid in uids:  # free the blocks, because the caller keeps the engine
             scheduler.cancel(uid)
     return [found[uid] for uid in uids]
 
 
 def _chosen(request: Request, logits: Tensor, best: int, greatest: float) -> int:
-    """best, greatest: where the greatest logit is, and which."""
+    """Choose a token. best, greatest: index and value of the greatest logit."""
     if not math.isfinite(greatest):
         raise ArithmeticError(
             f"the greatest logit of its next token is {greatest}, so that none can be chosen; look for weights that "
@@ -413,14 +413,14 @@ def _chosen(request: Request, logits: Tensor, best: int, greatest: float) -> int
 
 
 def _listed(given: Any) -> list[Any] | None:
-    """Return the list of what an iterable, tensor or array holds; None if `given` is one value, as a text is."""
+    """Return the items of an iterable, tensor or array as a list; None if `given` is a single value or a string."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
 
 
 def _integers(asked: str, given: Any, *, of_one: bool = False) -> list[int]:
-    """of_one: whether a value that is not in an iterable is taken, too."""
+    """Return a list of integers. of_one: whether a single value is accepted too."""
     values = _listed(given)
     if values is None and not of_one:
         raise ConfigError(f"{asked}: asked for {given!r}, allowed are integers in a list or a tensor")
@@ -428,7 +428,7 @@ def _integers(asked: str, given: Any, *, of_one: bool = False) -> list[int]:
 
 
 def _number(name: str, value: Any) -> float:
-    """A number of any library, for example a tensor of none or one dimension that holds one."""
+    """Convert a number of any library, such as a tensor with one element, to float."""
     if not isinstance(value, SupportsFloat) or isinstance(value, bool):
         raise ConfigError(f"{name}: found {value!r}, which is no number")
     try:
