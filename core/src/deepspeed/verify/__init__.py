@@ -1,5 +1,5 @@
-"""A verdict on a script: does it train as plain torch would? The command is `ds_verify` (`cli/verify.py`).
+"""Verify that a script trains like plain torch. The command is `ds_verify` (`cli/verify.py`).
 
-`script.py` runs it with other engines, `recording.py` records a run as it is, `plain.py` makes the same steps by plain
-torch and `other.py` by another configuration, `verdict.py` judges differences.
+`script.py` runs the script with other engines, `recording.py` records its run, `plain.py` repeats the steps with plain
+torch, `other.py` repeats them with another configuration, and `verdict.py` judges the differences.
 """

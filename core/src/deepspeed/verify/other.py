@@ -1,15 +1,15 @@
-"""`OtherEngine`: the engine by another configuration, which follows a recorded run and compares each step.
+"""`OtherEngine` uses another configuration, follows a recorded run, and compares each step.
 
-`ds_verify --against other.json` makes its second run with it. As plain torch does (`plain.py`), it begins each step
-with the weights, the loss scale and the random states that the recorded run had there, and makes
+`ds_verify --against other.json` uses it for the second run. Like `plain.py`, it begins each step with the weights, the
+loss scale and the random states of the recorded run, and computes
 
-    the forward    by the module, with the weights of the last step
-    the gradient   by its own backward, sums and averages; whole, before it is clipped
-    the norm       by itself, of the recorded gradient
-    the update     by its own optimizer, of the recorded gradient, clipped by that norm
+    the forward    with the module and the recorded weights
+    the gradient   with its own backward, sums and averages; whole, before clipping
+    the norm       of the recorded gradient
+    the update     with its own optimizer, from the recorded gradient, clipped by that norm
 
-A step that the recorded run skipped is skipped here, so that the states of both optimizers belong to the same steps.
-What differs is judged by `verdict.py`, by the arithmetic of both.
+A step that the recorded run skipped is skipped here too, so that the states of both optimizers belong to the same
+steps. `verdict.py` judges the differences by the arithmetic of both runs.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,10 @@ from deepspeed.zero.param_unit import shape_of, unit_of
 
 
 class SummandLengths:
-    """Adds up the lengths of what backwards add to the gradients of parameters, for the bounds of their sums."""
+    """Adds up the L2 norms of the gradient contributions of all backwards, for the error bounds of gradient sums."""
 
     def __init__(self, groups: dict[str, ProcessGroup], params: dict[str, Parameter]) -> None:
-        self._groups = groups  # over which each gradient is averaged
+        self._groups = groups  # name -> process group of the gradient average
         self._lengths: dict[str, Tensor] = {}
         for name, param in params.items():
             param.register_hook(self._adding(name))
@@ -58,7 +58,7 @@ class SummandLengths:
         return add
 
     def take(self, device: torch.device) -> dict[str, float]:
-        """Return the lengths, added up over ranks, and begin again. A collective."""
+        """Return the lengths, summed over ranks, and reset them. A collective."""
         taken: dict[str, float] = {}
         for group in dict.fromkeys(self._groups.values()):
             names = [name for name, its in self._groups.items() if its is group]
@@ -71,10 +71,10 @@ class SummandLengths:
 
 
 class OtherEngine(RecordedEngine):
-    """`OtherEngine` trains as another configuration says, from the weights of a recorded run.
+    """`OtherEngine` trains with another configuration, from the weights of a recorded run.
 
     Args:
-        name: of the file with its configuration.
+        name: name of the configuration's file.
     """
 
     def __init__(self, module: Module, *, runs: Runs, name: str, **parts: Any) -> None:
@@ -82,7 +82,7 @@ class OtherEngine(RecordedEngine):
         super().__init__(module, runs=runs, **parts)
 
     def _begin(self) -> None:
-        """Take the weights of the start. A collective."""
+        """Load the recorded initial weights, and prepare the comparison. A collective."""
         recorded, own = self.record.arithmetic, self._arithmetic(each.dtype for each in self._weights().values())
         self._refuse_other_steps(recorded, own)
         self._recorded_arithmetic, self._own_arithmetic = recorded, own
@@ -92,7 +92,7 @@ class OtherEngine(RecordedEngine):
             {name: self.group_of(param) for name, param in self.trained.items()}, self.trained
         )
         self._before: dict[str, Tensor] = {}  # the weights before the update
-        self._are_finite = True  # the gradients of the step, here
+        self._are_finite = True  # whether this run's gradients of the step are finite
         self._own_verdict = self.precision.verdict
         self.precision.verdict = self._verdict  # type: ignore[method-assign]
         self._take_untrained()
@@ -100,10 +100,10 @@ class OtherEngine(RecordedEngine):
         self._begin_step()
 
     def _refuse_other_steps(self, recorded: Arithmetic, own: Arithmetic) -> None:
-        """Refuse a configuration whose steps are not those of the script's.
+        """Refuse a configuration whose steps do not correspond to the script's steps.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: the batch size differs, or only this configuration scales the loss.
         """
         if own.num_samples != recorded.num_samples:
             raise ConfigError(
@@ -118,7 +118,7 @@ class OtherEngine(RecordedEngine):
             )
 
     def _take_untrained(self) -> None:
-        """Take the frozen parameters and the buffers of the start. A collective."""
+        """Load the recorded initial frozen parameters and buffers. A collective."""
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if (value := self.recorded(WEIGHT, name, step=0)) is not None:
@@ -133,7 +133,7 @@ class OtherEngine(RecordedEngine):
                     param.copy_(value)
 
     def _take_weights(self, step: int) -> None:
-        """Take the weights that the recorded run had after a step. A collective."""
+        """Load the weights of the recorded run after a step. A collective."""
         for name, param in self.trained.items():
             weight = self.recorded(WEIGHT, name, step=step)
             if weight is None and step == 0:
@@ -153,10 +153,10 @@ class OtherEngine(RecordedEngine):
         self.set_random_states(number)
 
     def _before_update(self, step: int) -> None:
-        """Compare what led to the gradients, and them, and go on with the recorded ones. A collective.
+        """Compare forwards, losses and gradients, and continue with the recorded gradients. A collective.
 
         Raises:
-            Finished: the recorded run had no such step.
+            Finished: the recorded run does not have this step.
         """
         super()._before_update(step)
         facts, comparison = self._followed, self._comparison
@@ -174,13 +174,13 @@ class OtherEngine(RecordedEngine):
             for name, param in self.trained.items():
                 if (gradient := self.recorded(GRADIENT, name)) is not None:
                     safe_set_full_grad(param, gradient * factor)
-            self.sharding.gradients.reduce()  # their norm
+            self.sharding.gradients.reduce()  # computes the norm
 
     def _compare_micros(self, facts: dict[str, Any]) -> None:
         """Compare the micro-batches of the step: their number, their forwards, and their losses."""
         comparison, recorded, own = self._comparison, self._recorded_arithmetic, self._own_arithmetic
         same = self._facts["micros"] * recorded.num_micros == facts["micros"] * own.num_micros
-        if not same:  # one of both did not add up what its configuration says
+        if not same:  # a run's number of micro-batches differs from its configuration
             comparison.compare_count(self._facts["micros"] * recorded.num_micros // own.num_micros, facts["micros"])
             return
         comparison.compare_forwards(self._forwards.facts, facts["forwards"])
@@ -211,12 +211,12 @@ class OtherEngine(RecordedEngine):
                 self._comparison.compare_gradient(name, wanted, found, length=length, norm=norm)
 
     def _verdict(self, scaled_norm: float | Tensor) -> Verdict:
-        """Judge as the recorded run did whether the step is made."""
+        """Return the verdict, with the recorded run's decision on whether to apply the step."""
         verdict = self._own_verdict(scaled_norm)
         return verdict if self._followed is None else replace(verdict, applies=self._followed["applied"])
 
     def _leave_step(self, facts: dict[str, Any]) -> None:
-        """Compare what the step has made, and go on from the recorded weights. A collective."""
+        """Compare the results of the step, and load the recorded weights. A collective."""
         followed, comparison = self._followed, self._comparison
         assert followed is not None
         comparison.compare_buffers(facts["buffers"], followed["buffers"])

@@ -1,14 +1,14 @@
-"""`PlainEngine`: plain torch behind the engine's interface, which follows a recorded run and compares each step.
+"""`PlainEngine` is plain torch behind the engine's interface. It follows a recorded run, and compares each step.
 
-It begins each step with the weights that the recorded run had there, so that rounding never adds up over steps, and
+It begins each step with the weights of the recorded run, so that rounding errors do not accumulate over steps. It
 computes
 
-    the forward    by the module alone; each module's weights are to be those of the last step
-    the gradient   by autograd, a sum over micro-batches and ranks in fp64, divided by their number
+    the forward    with the module alone; each module's weights must be those after the last step
+    the gradient   with autograd: a sum over micro-batches and ranks in fp64, divided by their number
     the norm       of the recorded gradient, in fp64
-    the update     by torch's optimizer, of the recorded gradient, clipped by that norm
+    the update     with torch's optimizer, from the recorded gradient, clipped by that norm
 
-Nothing of ZeRO, of the engine's reduction, precision or kernels takes part. What differs is judged by `verdict.py`.
+It uses neither ZeRO nor the engine's reduction and kernels. `verdict.py` judges the differences.
 """
 
 import weakref
@@ -47,7 +47,7 @@ from deepspeed.zero.fragments import (
 
 
 def of_plain(name: str, param: Parameter, *arguments: Any) -> Any:
-    """Answer one of the `safe_...` calls for a parameter of plain torch; for others the call itself answers."""
+    """Handle a `safe_...` call for a parameter of a `PlainEngine`; for other parameters, make the call itself."""
     for engine in _engines:
         for its, trained in engine.trained.items():
             if trained is param:
@@ -74,7 +74,7 @@ class SummedGradient:
         self._length = 0.0  # the lengths of the summands, added up
 
     def take(self, factor: float) -> None:
-        """Add what backwards have left in `param.grad`, after all hooks of the script, multiplied by `factor`."""
+        """Add `param.grad`, after all hooks of the script, times `factor`, and clear it."""
         if self._param.grad is None:
             return
         summand = self._param.grad.detach().to_dense().to(torch.float64) * factor
@@ -83,10 +83,10 @@ class SummedGradient:
         self._param.grad = None
 
     def average(self, divisor: float, *, keeps: bool = False) -> tuple[Tensor | None, float]:
-        """Return the sum over ranks, divided, and what its summands' lengths add up to, divided; forget both unless
-        it `keeps` them.
+        """Return the sum over ranks and the total length of its summands, both divided by `divisor`. Reset both unless
+        `keeps`.
 
-        None: no rank has a gradient. A collective.
+        The sum is None if no rank has a gradient. A collective.
         """
         facts = torch.tensor([self._length, float(self._sum is not None)], dtype=torch.float64)
         facts = facts.to(self._param.device)
@@ -101,15 +101,15 @@ class SummedGradient:
         return whole / divisor, length / divisor
 
     def forget(self) -> None:
-        """Begin again without summands."""
+        """Discard all summands."""
         self._sum, self._length = None, 0.0
 
 
 class PlainEngine(VerifiedEngine):
-    """`PlainEngine` trains by plain torch from the weights of a recorded run. Each rank has the whole model."""
+    """`PlainEngine` trains with plain torch from the weights of a recorded run. Each rank has the whole model."""
 
     def take_over(self) -> None:
-        """Begin: give the module and the optimizer back to torch, and take the weights of the start."""
+        """Detach module and optimizer from the engine, and load the recorded initial weights."""
         if not self.is_watched:
             return
         groups = {name: self.group_of(param) for name, param in self.trained.items()}
@@ -131,11 +131,11 @@ class PlainEngine(VerifiedEngine):
         self._comparison = Comparison(self.record, Bounds(self._arithmetic, num_elements))
         self._forwards = WatchedForwards(self.module)
         self._losses: list[float] = []
-        self._before: dict[str, Tensor] = {}  # masters before the update
-        self._shown: dict[str, Tensor] = {}  # averages that the script may change until the step
-        self._replaced: dict[str, Tensor | None] = {}  # and those that it has changed
-        self._num_micros = 0  # of this step
-        self._counts_micros = True  # the script does not say itself when a step ends
+        self._before: dict[str, Tensor] = {}  # master weights before the update
+        self._shown: dict[str, Tensor] = {}  # averaged gradients that the script may change until the step
+        self._replaced: dict[str, Tensor | None] = {}  # averaged gradients that the script has changed
+        self._num_micros = 0  # micro-batches of this step so far
+        self._counts_micros = True  # False if the script itself decides when a step ends
         with torch.no_grad():
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
                 if (value := self.recorded(WEIGHT, name, step=0)) is not None:
@@ -150,12 +150,12 @@ class PlainEngine(VerifiedEngine):
         _engines.add(self)
 
     def safe_call(self, call: str, name: str, *arguments: Any) -> Any:
-        """Do what one of the `safe_get_full_...` and `safe_set_full_...` does, with one parameter. A collective.
+        """Carry out a call of `safe_get_full_...` or `safe_set_full_...` for one parameter. A collective.
 
         Args:
-            call: its name.
-            name: of the parameter.
-            arguments: those after the parameter.
+            call: name of the function.
+            name: name of the parameter.
+            arguments: arguments after the parameter.
         """
         master, param = self._masters[name], self.trained[name]
         assert self.basic_optimizer is not None
@@ -186,7 +186,7 @@ class PlainEngine(VerifiedEngine):
 
     @property
     def _num_summands(self) -> float:
-        """The divisor of a sum over ranks: their number, or 1 where the configuration asks for sums."""
+        """The divisor of a sum over ranks: the number of ranks, or 1 if the configuration requests sums."""
         return 1.0 if self.config.get("gradient_allreduce_op", "mean") == "sum" else float(comm.get_world_size())
 
     def _begin_step(self) -> None:
@@ -196,7 +196,7 @@ class PlainEngine(VerifiedEngine):
             vars(self.optimizer).update(loss_scale=scale, cur_scale=scale)
 
     def _take_weights(self, step: int) -> None:
-        """Take the weights that the recorded run had after a step as master weights, and into the module."""
+        """Load the weights of the recorded run after a step into the master weights and the module."""
         with torch.no_grad():
             for name, param in self.trained.items():
                 if (weight := self.recorded(WEIGHT, name, step=step)) is not None:
@@ -205,7 +205,7 @@ class PlainEngine(VerifiedEngine):
                         param.copy_(weight)
 
     def _show_gradients(self) -> None:
-        """Leave the averages where the script may read and change them. A collective."""
+        """Put the averaged gradients into `param.grad`, where the script may read and change them. A collective."""
         for name, summed in self._gradients.items():
             average, _ = summed.average(self._num_summands, keeps=True)
             param = self.trained[name]
@@ -214,7 +214,7 @@ class PlainEngine(VerifiedEngine):
                 self._shown[name] = param.grad.clone()
 
     def _take_shown(self) -> None:
-        """Take what the script has made of the averages."""
+        """Take back the averaged gradients, and note those that the script has changed."""
         for name, shown in self._shown.items():
             gradient, self.trained[name].grad = self.trained[name].grad, None
             if gradient is None or not torch.equal(gradient, shown):
@@ -222,7 +222,7 @@ class PlainEngine(VerifiedEngine):
         self._shown.clear()
 
     def _take_gradients(self, *, is_divided: bool = False) -> None:
-        """Take those of a backward that is over. If the script itself began it, its loss was not divided."""
+        """Take the gradients of a finished backward. If the script called `backward`, its loss was not divided."""
         self._take_shown()
         for summed in self._gradients.values():
             summed.take(1.0 if is_divided else 1.0 / self.schedule.num_steps)
@@ -296,7 +296,7 @@ class PlainEngine(VerifiedEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Do nothing: gradients are summed over ranks in the step alone."""
+        """Do nothing: gradients are summed over ranks only in the step."""
         yield
 
     def offload_states(self, *arguments: Any, **named: Any) -> None:
@@ -306,7 +306,7 @@ class PlainEngine(VerifiedEngine):
         """Do nothing."""
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Compare at the end of a step, and go on from the recorded weights."""
+        """Compare at the end of a step, and load the recorded weights."""
         if not self.is_watched:
             super().step(lr_kwargs)
             return
@@ -318,7 +318,7 @@ class PlainEngine(VerifiedEngine):
         self.schedule.advance()
 
     def _optimizer_step(self, *_: Any, **__: Any) -> None:
-        """One step, whatever the schedule says: `engine.optimizer.step()`."""
+        """Make a step independent of the schedule, for `engine.optimizer.step()`."""
         self._counts_micros = False
         self._take_gradients()
         self._compare_step(None)
@@ -351,7 +351,7 @@ class PlainEngine(VerifiedEngine):
         self._go_on(facts)
 
     def _compare_gradients(self, facts: dict[str, Any]) -> tuple[float, bool]:
-        """Return the norm of the recorded gradient, and whether the gradients here are finite."""
+        """Compare the gradients; return the norm of the recorded one, and whether this run's gradients are finite."""
         divisor = facts["loss_scale"] * self._num_summands
         pairs, square, is_finite = [], 0.0, True
         for name, summed in self._gradients.items():
@@ -376,9 +376,9 @@ class PlainEngine(VerifiedEngine):
         return norm, float(squares[1]) == comm.get_world_size()
 
     def _update(self, norm: float, loss_scale: float, lr_kwargs: dict[str, Any] | None) -> None:
-        """Update the master weights by the recorded gradient."""
+        """Update the master weights with the recorded gradient."""
         clip = self._arithmetic.clip
-        factor = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0  # of nan it is nan, as in torch
+        factor = min(clip / (norm + 1e-6), 1.0) if clip > 0 else 1.0  # nan for a nan norm, as in torch
         self._before = {name: master.detach().clone() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             gradient = self.recorded(GRADIENT, name)
@@ -412,5 +412,5 @@ class PlainEngine(VerifiedEngine):
 
 
 def _master_of(param: Parameter) -> Parameter:
-    """The weight that the optimizer updates: of one in 16 bits another in fp32 beside it, else the parameter itself."""
+    """Return the weight that the optimizer updates: an fp32 copy of a 16-bit parameter, or the parameter itself."""
     return Parameter(param.detach().float()) if param.dtype in (torch.bfloat16, torch.float16) else param

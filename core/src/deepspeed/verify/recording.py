@@ -1,13 +1,13 @@
-"""`RecordedEngine` trains as the script's configuration says, and leaves in a `Record` what a second run compares with.
+"""`RecordedEngine` trains with the script's configuration, and writes a `Record` for the comparison with a second run.
 
-    run.json                     how many steps there are, and by what arithmetic they were made
-    setting.json                 the accelerator, the configuration without its secrets, what both runs run
-    step0/rank0.safetensors      the weights at the start
-    step3/rank0.json             of one rank and step: loss scale, norm, learning rates, and each forward
-    step3/rank0.safetensors      gradients as the optimizer gets them, weights after the update, random states
+    run.json                     the arithmetic of the run
+    setting.json                 the accelerator, the configuration without secrets, hooks and optimizer of the script
+    step0/rank0.safetensors      the initial weights
+    step3/rank0.json             for one rank and step: loss scale, norm, learning rates, and each forward
+    step3/rank0.safetensors      gradients before clipping, weights after the update, random states
 
-Rank 0 leaves what all ranks share, each other rank the weights and gradients of experts that it is the first to hold.
-The engine is asked by its public interface alone, so that the record is what a user could see.
+Rank 0 writes what all ranks share. Each other rank writes the weights and gradients of experts whose first holder it
+is. The record uses only the engine's public interface, so it holds what a user could see.
 """
 
 import hashlib
@@ -44,43 +44,43 @@ from deepspeed.parallel.model_part import expert_group_of, expert_sizes, parts_h
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.zero.param_unit import shape_of
 
-#: whose hooks are no script's
+#: packages whose hooks do not belong to the script
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "lightning", "peft", "trl")
 GRADIENT, WEIGHT, RANDOM, DEVICE_RANDOM = "gradient/", "weight/", "random/", "device_random/"
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`Arithmetic` says how a run computes, for the bounds of `verdict.py`. Types have torch's names."""
+    """`Arithmetic` says how a run computes, for the bounds of `verdict.py`. Dtypes have torch's names."""
 
     num_ranks: int
-    num_micros: int  # micro-batches of a step and rank
-    model: str  # the type that weights have in the forward
-    sums: str  # the narrowest type in which gradients are added or sent
-    masters: str  # the type of the weights that the optimizer updates
+    num_micros: int  # micro-batches per step and rank
+    model: str  # dtype of the weights in the forward
+    sums: str  # the narrowest dtype in which gradients are added or sent
+    masters: str  # dtype of the weights that the optimizer updates
     clip: float  # 0: gradients are not clipped
-    other_kernels: bool  # whether the forward runs by other kernels than plain torch's: compiled, for example
+    other_kernels: bool  # whether the forward uses other kernels than plain torch, such as compiled ones
     shows_gradients: bool = False  # whether scripts find the averages in `param.grad` before the step
-    computes: str = ""  # the type of the forward's products; "": that of the weights
-    num_samples: int = 0  # of a step, over all ranks
+    computes: str = ""  # dtype of the forward's products; "": the dtype of the weights
+    num_samples: int = 0  # per step, over all ranks
     scales_loss: bool = False
-    checks_overflow: bool = False  # whether a step is skipped whose gradients are not finite
+    checks_overflow: bool = False  # whether a step with gradients that are not finite is skipped
 
 
 class Record:
-    """A folder with one run of one engine. A rank writes its own files; all are read.
+    """A folder with the record of one engine's run. A rank writes its own files, and reads those of all ranks.
 
     Args:
-        folder: on storage that all ranks reach.
-        rank: this one.
+        folder: folder on storage that all ranks can access.
+        rank: rank of this process.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        self._files: dict[tuple[int, int], tuple[Any, frozenset[str]]] = {}  # by step and rank, those of one step
+        self._files: dict[tuple[int, int], tuple[Any, frozenset[str]]] = {}  # (step, rank), only for one step
 
     def write(self, step: int, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Leave what one rank has to say of a step. A reader finds all of it, or nothing."""
+        """Write this rank's data of a step. A reader finds either all of it or nothing."""
         folder = self.folder / f"step{step}"
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
@@ -96,12 +96,12 @@ class Record:
         write_json(folder / f"rank{self.rank}.json", facts)
 
     def facts(self, step: int) -> dict[str, Any] | None:
-        """Return what this rank said of a step; None where the run had no such step."""
+        """Return this rank's facts about a step; None if the run does not have this step."""
         path = self.folder / f"step{step}" / f"rank{self.rank}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def tensor(self, step: int, name: str, rank: int) -> Tensor | None:
-        """Return one tensor that a rank left of a step, in host memory; None if it left none of that name."""
+        """Return a tensor that a rank recorded for a step, in host memory; None if there is none of this name."""
         if (step, rank) not in self._files:
             path = self.folder / f"step{step}" / f"rank{rank}.safetensors"
             file = safe_open(path, framework="pt") if path.exists() else None
@@ -115,7 +115,7 @@ class Record:
         """The arithmetic of the recorded run.
 
         Raises:
-            ConfigError: the run had no such engine.
+            ConfigError: the recorded run does not have this engine.
         """
         path = self.folder / "run.json"
         if not path.exists():
@@ -126,14 +126,14 @@ class Record:
         return Arithmetic(**json.loads(path.read_text()))
 
     def begin(self, arithmetic: Arithmetic) -> None:
-        """Say by what arithmetic the run computes; rank 0 does."""
+        """Write the arithmetic of the run. Called on rank 0."""
         write_json(self.folder / "run.json", asdict(arithmetic))
 
 
 def digest(value: Any) -> list[Any]:
-    """Describe a tensor in a few numbers: its shape, and of floating values a sum, in which each place has another
-    weight from 1 to 2, and the sum of squares, in fp64; of others, and of what is no tensor, a hash, and of whole
-    numbers their sum and that of their squares besides."""
+    """Describe a value in a few numbers. A floating tensor gives its shape, a sum with weights that rise from 1 to 2 by
+    position, and the sum of squares, in fp64. An integer or boolean tensor gives shape, hash, sum and sum of squares; a
+    complex tensor gives shape and hash; any other value gives a hash or a class name."""
     if not isinstance(value, Tensor):
         return ["", hashlib.sha256(repr(value).encode()).hexdigest()[:16] if _is_plain(value) else type(value).__name__]
     if not value.is_floating_point():
@@ -153,10 +153,10 @@ def _is_plain(value: Any) -> bool:
 
 
 class WatchedForwards:
-    """Describes each forward of a module: its inputs, and the weights that its modules computed with.
+    """Describes each forward of a module: its inputs, and the weights that its modules used.
 
-    A hook on each module looks at its own parameters after the hooks that were there before, so that those of a sharded
-    model are gathered. One that is still empty then is left out.
+    A hook on each module reads the module's own parameters after all earlier hooks, so that the parameters of a sharded
+    model are gathered. A parameter that is still empty is skipped.
     """
 
     def __init__(self, module: Module) -> None:
@@ -169,7 +169,7 @@ class WatchedForwards:
 
     @contextmanager
     def watched(self, inputs: Any, kwargs: Any) -> Iterator[None]:
-        """Describe what runs inside as one forward."""
+        """Describe the block as one forward."""
         self.facts.append({"inputs": [digest(leaf) for leaf in tree_leaves((inputs, kwargs))], "weights": {}})
         self._is_on = True
         try:
@@ -188,8 +188,8 @@ class WatchedForwards:
 
 
 def hooks_of(module: Module) -> list[str]:
-    """Name what a script has registered hooks on, in the order of the model: parameters, and modules with which of
-    their passes. Hooks of torch, of the engine and of libraries that models are made with, are none of these."""
+    """Return the names of parameters and modules (with "forward of" or "backward of") on which the script registered
+    hooks, in model order. Hooks of torch, of the engine and of the libraries in `_LIBRARIES` do not count."""
     found = []
     for name, param in module.named_parameters():
         if any(map(_is_of_script, (param._backward_hooks, param._post_accumulate_grad_hooks))):  # type: ignore[attr-defined]
@@ -215,17 +215,17 @@ def _origin(hook: Callable[..., Any]) -> str:
 
 
 class Finished(SystemExit):
-    """The steps that were asked for are made: the process ends, with code 0."""
+    """All requested steps are done: the process exits with code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class VerifiedEngine(DeepSpeedEngine):
-    """`VerifiedEngine` is what both runs of `ds_verify` share: the steps they end after, and that nothing is saved.
+    """`VerifiedEngine` is the base of the engines in both runs of `ds_verify`. It ends early, and saves nothing.
 
     Args:
-        runs: gives each engine that trains its record.
+        runs: provides a record for each engine that trains.
     """
 
     def __init__(self, module: Module, *, runs: "Runs", **parts: Any) -> None:
@@ -238,7 +238,7 @@ class VerifiedEngine(DeepSpeedEngine):
             trained = {id(param) for param in self.sharding.units.params}
             named = dict(self.module.named_parameters())
             self.trained = {name: param for name, param in named.items() if id(param) in trained}
-            #: by name, the rank that leaves a parameter: the first to hold it
+            #: name of a parameter -> the rank that records it: its first holder
             self.holders = {name: self._first_holder(param) for name, param in named.items()}
 
     def _first_holder(self, param: Parameter) -> int:
@@ -247,17 +247,17 @@ class VerifiedEngine(DeepSpeedEngine):
         return torch.distributed.get_process_group_ranks(self.group_of(param))[0]
 
     def holds(self, name: str) -> bool:
-        """Whether this rank leaves a parameter, or a buffer, and compares it."""
+        """Return whether this rank records and compares a parameter or buffer."""
         return self.holders.get(name, 0) == comm.get_rank()
 
     def recorded(self, kind: str, name: str, *, step: int | None = None) -> Tensor | None:
-        """Return a tensor that the recorded run left, of the current step if no other is given; None: it left none."""
+        """Return a recorded tensor of a step (default: the current one); None if there is none."""
         step = self._steps + 1 if step is None else step
         value = self.record.tensor(step, kind + name, self.holders.get(name, 0))
         return None if value is None else value.to(self.device)
 
     def set_random_states(self, number: int) -> None:
-        """Set the generators as they were when a forward of the step began in the recorded run."""
+        """Set the random states that a forward of the step had at its start in the recorded run."""
         rank, step = self.record.rank, self._steps + 1
         if (state := self.record.tensor(step, f"{RANDOM}{number}", rank)) is not None:
             torch.set_rng_state(state)
@@ -265,7 +265,7 @@ class VerifiedEngine(DeepSpeedEngine):
             get_accelerator().set_rng_state(state)
 
     def group_of(self, param: Parameter) -> ProcessGroup:
-        """The ranks over which a gradient is averaged."""
+        """Return the process group over which a parameter's gradient is averaged."""
         group = expert_group_of(param)
         return self.mesh.gradient_group(1 if group is None else expert_sizes(self.module)[group])
 
@@ -276,17 +276,17 @@ class VerifiedEngine(DeepSpeedEngine):
     def _count_step(self) -> None:
         self._steps += 1
         if self._steps >= self._runs.num_steps:
-            comm.barrier()  # none goes before its peers have what they wait for from it
+            comm.barrier()  # no rank exits while its peers still wait for it
             self._runs.are_over = True
             raise Finished
 
     def _leave_if_over(self) -> None:
-        """End again, where the script has caught the end."""
+        """Raise `Finished` again if the script has caught it."""
         if self._runs.are_over:
             raise Finished
 
     def save_checkpoint(self, save_dir: str, *arguments: Any, **named: Any) -> bool:
-        """Save nothing: a run of a few steps would become the latest checkpoint of the user's own."""
+        """Save nothing: otherwise a run of a few steps would become the user's latest checkpoint."""
         warn_once(f"ds_verify: save_checkpoint saves nothing in {save_dir}")
         return True
 
@@ -300,7 +300,7 @@ class VerifiedEngine(DeepSpeedEngine):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, *arguments: Any, **named: Any
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load nothing where there is nothing, as of a script that goes on from its last checkpoint if it has one.
+        """Return (None, None) if there is no checkpoint: scripts may try to resume from their last one.
 
         Raises:
             ConfigError: there is a checkpoint; the other run would need the same states.
@@ -322,8 +322,8 @@ class Runs:
     """The records of one run of a script, which may have several engines.
 
     Args:
-        folder: where they are.
-        num_steps: after so many of one engine the script ends.
+        folder: folder of the records.
+        num_steps: the script ends after an engine has made this number of steps.
     """
 
     def __init__(self, folder: str | Path, num_steps: int) -> None:
@@ -337,21 +337,21 @@ class Runs:
         return Record(self.folder / f"engine{self._count - 1}", comm.get_rank())
 
     def noting_failures(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Let each failure of `start` be known to the other run, in which nothing may refuse the same call."""
+        """Wrap `start` to record its failures for the other run, in which the same call might succeed."""
 
         def noted(**arguments: Any) -> Any:
             self._calls, count = self._calls + 1, self._count
             try:
                 return start(**arguments)
             except ConfigError as error:
-                self._count = count  # its record is of no engine
+                self._count = count  # reuse the record's number, because there is no engine for it
                 write_json(self._failure, str(error))
                 raise
 
         return noted
 
     def failing_as_noted(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Let `start` fail where it failed when the other run called it."""
+        """Wrap `start` to fail in each call that failed in the other run."""
 
         def failing(**arguments: Any) -> Any:
             self._calls += 1
@@ -367,10 +367,10 @@ class Runs:
         return self.folder / f"failed{self._calls}-rank{rank}.json"
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse a run whose record the disk has no room for.
+        """Raise ConfigError if the disk has no room for the record.
 
         Args:
-            num_bytes: of all weights in fp32: what the start needs, and each step twice.
+            num_bytes: bytes of all weights in fp32. The start needs this number, and each step twice this number.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         needed, free = num_bytes * (2 * self.num_steps + 1), shutil.disk_usage(self.folder).free
@@ -382,7 +382,7 @@ class Runs:
 
 
 class RecordedEngine(VerifiedEngine):
-    """`RecordedEngine` trains as the configuration says and records each step."""
+    """`RecordedEngine` trains with the script's configuration, and records each step."""
 
     def __init__(self, module: Module, *, runs: Runs, **parts: Any) -> None:
         super().__init__(module, runs=runs, **parts)
@@ -390,9 +390,9 @@ class RecordedEngine(VerifiedEngine):
             return
         self._refuse()
         self._losses: list[float] = []
-        self._loss = 0.0  # of the step, as its gradient is taken
-        self._facts: dict[str, Any] = {}  # of the step
-        self._num_micros = -1  # at the end of the last step
+        self._loss = 0.0  # loss of the step, accumulated like its gradient
+        self._facts: dict[str, Any] = {}  # facts of the step
+        self._num_micros = -1  # number of the last micro-batch in the previous step
         self._random: dict[str, Tensor] = {}
         self._forwards = WatchedForwards(self.module)
         self._setting: dict[str, Any] = {"hooks": []}
@@ -403,22 +403,22 @@ class RecordedEngine(VerifiedEngine):
         self._observers.after_step.append(self._after_step)
 
     def note_setting(self, setting: dict[str, Any]) -> None:
-        """Leave by what the engine trains, and what of the script both runs run: its "hooks", which later steps add to.
+        """Record the engine's setting, and the script's parts in both runs. Later steps add to its "hooks".
 
-        Rank 0 leaves it.
+        Only rank 0 writes it.
         """
         if comm.get_rank() == 0:
             self._setting = setting
             write_json(self.record.folder / "setting.json", setting)
 
     def _note_new_hooks(self) -> None:
-        """Note hooks that the script has registered after `initialize`."""
+        """Record hooks that the script registered after `initialize`."""
         noted = self._setting["hooks"]
         if new := [name for name in hooks_of(self.module) if name not in noted]:
             self.note_setting({**self._setting, "hooks": [*noted, *new]})
 
     def _begin(self) -> None:
-        """Leave the weights of the start. A collective."""
+        """Record the initial weights. A collective."""
         weights = self._weights()
         self._runs.check_room(4 * sum(shape_of(param).numel() for param in self.trained.values()))
         if comm.get_rank() == 0:
@@ -426,7 +426,7 @@ class RecordedEngine(VerifiedEngine):
         self.record.write(0, {}, {**self._untrained(), **weights})
 
     def _refuse(self) -> None:
-        """Refuse what no second run can be compared with."""
+        """Raise ConfigError for settings that do not allow a comparison with a second run."""
         divided = [axis for axis in self.mesh.layout.axes if axis not in ("dp", "dp_shard", "dp_replicate")]
         found = [f"{self.mesh.size(axis)} ranks along {axis}" for axis in divided if self.mesh.size(axis) > 1]
         parts = [name for name, part in parts_held(self.module).items() if not part.is_whole]
@@ -464,7 +464,7 @@ class RecordedEngine(VerifiedEngine):
         )
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights that the optimizer updates, those that this rank leaves. A collective."""
+        """Return this rank's part of the weights that the optimizer updates. A collective."""
         found: dict[str, Tensor] = {}
         for name, param in self.trained.items():
             weight = safe_get_full_fp32_param(param)
@@ -473,7 +473,7 @@ class RecordedEngine(VerifiedEngine):
         return found
 
     def _untrained(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers. A collective."""
+        """Return this rank's part of the frozen parameters and buffers. A collective."""
         state = export.owned(export.gathered(self.module, keeps=True, exclude_frozen=False) or {}, self.module)
         names = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())} - set(self.trained)
         return {WEIGHT + name: state[name] for name in names if name in state and self.holds(name)}
@@ -486,7 +486,7 @@ class RecordedEngine(VerifiedEngine):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Look after the random numbers of the current forward."""
+        """Record the random states of the current forward, and whether it draws random numbers."""
         if torch.is_grad_enabled():
             self._see_random_states(len(self._forwards.facts) - 1)
         before, facts = torch.get_rng_state(), self._forwards.facts[-1]
@@ -495,12 +495,12 @@ class RecordedEngine(VerifiedEngine):
 
     @contextmanager
     def _in_order(self, of_forward: Callable[[int], AbstractContextManager[None]], step: int) -> Iterator[None]:
-        """Enclose a forward that has random numbers of its own (`deterministic`): they are those that are recorded."""
+        """Wrap a forward with its own random states (`deterministic`), so that these states are recorded."""
         with of_forward(step), self._drawing():
             yield
 
     def _see_random_states(self, number: int) -> None:
-        """Keep the states of generators with which a forward of the step begins."""
+        """Record the random states at the start of a forward of the step."""
         self._random[f"{RANDOM}{number}"] = torch.get_rng_state()
         if not get_accelerator().is_synchronized_device():
             self._random[f"{DEVICE_RANDOM}{number}"] = get_accelerator().get_rng_state()
@@ -519,7 +519,7 @@ class RecordedEngine(VerifiedEngine):
         return super().backward(loss, retain_graph, scale_wrt_gas, **named)
 
     def _before_update(self, step: int) -> None:
-        """Take the gradients, reduced, before they are clipped. A collective."""
+        """Take the reduced gradients before they are clipped. A collective."""
         self._leave_if_over()
         self._facts = {"loss_scale": self.loss_scale(), "lr": [float(lr) for lr in self.get_lr()]}
         self._facts |= {"loss": self._loss, "micros": self.schedule.micro_steps - self._num_micros}
@@ -530,10 +530,10 @@ class RecordedEngine(VerifiedEngine):
                 self._tensors[GRADIENT + name] = gradient.cpu()
 
     def _after_step(self, stats: StepStats) -> None:
-        """Take the weights and leave the step. A collective.
+        """Record the step, with the weights after it. A collective.
 
         Raises:
-            Finished: it was the last one.
+            Finished: the step was the last one.
         """
         said = {"losses": self._losses, "forwards": self._forwards.facts, "buffers": self.buffer_digests()}
         said |= {"applied": stats.applied, "norm": self.get_global_grad_norm()}
@@ -545,11 +545,11 @@ class RecordedEngine(VerifiedEngine):
         self._count_step()
 
     def _leave_step(self, facts: dict[str, Any]) -> None:
-        """Leave what was seen of a step, and the weights after it. A collective."""
+        """Write the facts and tensors of a step, and the weights after it. A collective."""
         self.record.write(self._steps + 1, facts, {**self._tensors, **self._weights()})
 
 
 def losses_of(loss: Any) -> list[float]:
-    """The values of what a backward begins at, where these are numbers."""
+    """Return the values of the single-element tensors at which a backward starts."""
     tensors = [loss] if isinstance(loss, Tensor) else list(loss)
     return [float(tensor.detach()) for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]

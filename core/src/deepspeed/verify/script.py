@@ -1,11 +1,11 @@
-"""The script of a user runs here with other engines: `ds_verify` starts this on each rank.
+"""Run a user's script with other engines. `ds_verify` starts this module on each rank.
 
     python -m deepspeed.verify.script ROLE FOLDER STEPS FORM SCRIPT [arguments]
 
-It runs as `python SCRIPT` would, or `python -m SCRIPT` where FORM is "module". Inside, `deepspeed.initialize` gives an
-engine that records (`recorded`), or one of the second run (`compared`): plain torch, or the same engine by another
-configuration. Each rank begins with fixed seeds of its own, so that a script that sets none draws the same numbers in
-both runs.
+The script runs like `python SCRIPT`, or like `python -m SCRIPT` if FORM is "module". Inside, `deepspeed.initialize`
+returns an engine that records (`recorded`), or an engine of the second run (`compared`): plain torch, or the same
+engine with another configuration. Each rank starts with its own fixed seeds, so that a script without seeds draws the
+same numbers in both runs.
 """
 
 import inspect
@@ -41,7 +41,7 @@ from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 
-#: sections that plain torch has nothing of, and those that write what only the recorded run is to write
+#: keys that have no meaning for plain torch, and keys whose output only the recorded run should write
 _TAKEN_AWAY = {
     *("zero_optimization", "communication_data_type", "seq_parallel_communication_data_type", "sparse_gradients"),
     *("prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "aio", "compile"),
@@ -50,14 +50,14 @@ _TAKEN_AWAY = {
 }
 _KNOWN_OPTIMIZERS = ("torch", "deepspeed")
 _ADAMS = ("adam", "adamw")
-_DEFAULTS_OF_ADAM = {"weight_decay": 0.0}  # the configuration's, where torch's AdamW has another
+_DEFAULTS_OF_ADAM = {"weight_decay": 0.0}  # the configuration's default, which differs from torch's AdamW
 _KEYS_OF_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
 
 
 def plain_config(source: Any) -> dict[str, Any]:
-    """Return a configuration without what plain torch does not have: ZeRO, offload, and types of communication.
+    """Return a configuration without keys that plain torch does not support: ZeRO, offload, communication dtypes.
 
-    Precision, batch sizes, the optimizer and the schedule stay; Adam is torch's.
+    Precision, batch sizes, the optimizer and the schedule stay; Adam becomes torch's Adam.
     """
     written = DeepSpeedConfig(source, batch_required=False).raw
     config = {name: value for name, value in written.items() if name not in _TAKEN_AWAY}
@@ -73,15 +73,15 @@ def plain_config(source: Any) -> dict[str, Any]:
     return config
 
 
-# ---- what scripts get ---------------------------------------------------------------------------------------------
+# ---- replacements for scripts -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def initialized_by(start: Callable[..., Any], **others: Mapping[str, Any]) -> Iterator[None]:
-    """Let scripts that run inside get their engines from `start`, which takes the arguments of `initialize` by name.
+    """Replace `deepspeed.initialize` inside the block with `start`, which gets all arguments by name.
 
     Args:
-        others: by module of `deepspeed`, names that are something else inside.
+        others: name of a module in `deepspeed` -> replacements inside the block, by name.
     """
     signature = inspect.signature(initialize)
 
@@ -104,16 +104,16 @@ def initialized_by(start: Callable[..., Any], **others: Mapping[str, Any]) -> It
 
 
 def recorded(folder: str | Path, num_steps: int) -> Any:
-    """A context: engines of scripts inside are recorded, and the script ends after `num_steps` steps."""
+    """Return a context in which engines of scripts are recorded. The script ends after `num_steps` steps."""
     runs = Runs(folder, num_steps)
     start = partial(initialize_as, partial(RecordedEngine, runs=runs))
     return initialized_by(runs.noting_failures(partial(_recorded, start)))
 
 
 def compared(folder: str | Path, num_steps: int) -> Any:
-    """A context: engines of scripts inside compare their steps with those recorded in `folder`.
+    """Return a context in which engines of scripts compare their steps with the record in `folder`.
 
-    They are plain torch, or have the configuration that `OtherConfig.write` has left there.
+    The engines use plain torch, or the configuration that `OtherConfig.write` has written there.
     """
     runs, other = Runs(folder, num_steps), read_other(Path(folder))
     if other is None:
@@ -128,7 +128,7 @@ def compared(folder: str | Path, num_steps: int) -> Any:
 
 
 def _recorded(start: Callable[..., Any], **arguments: Any) -> Any:
-    """Leave beside the record of an engine that trains by what accelerator and configuration it does."""
+    """Start an engine, and write its accelerator, configuration, hooks and optimizer beside its record."""
     brings = _brought(arguments["model"], arguments["optimizer"])  # before the engine adds hooks of its own
     made = _verified(start, **arguments)
     engine: RecordedEngine = made[0]
@@ -139,7 +139,7 @@ def _recorded(start: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _brought(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Say what of the script both runs run, so that a fault in it is in both: hooks, its own optimizer."""
+    """Return the script's own parts that run in both runs, whose errors a comparison misses: hooks and optimizer."""
     hooked = hooks_of(model) if isinstance(model, torch.nn.Module) else []
     kind = type(optimizer)
     is_own = isinstance(optimizer, torch.optim.Optimizer) and kind.__module__.split(".")[0] not in _KNOWN_OPTIMIZERS
@@ -147,7 +147,7 @@ def _brought(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _verified(start: Callable[..., Any], **arguments: Any) -> Any:
-    """Refuse engines that are of another kind than those that record and compare."""
+    """Start an engine; raise ConfigError if it is of a kind that is not compared."""
     made = start(**arguments)
     if not isinstance(made[0], VerifiedEngine):
         raise ConfigError(
@@ -158,27 +158,27 @@ def _verified(start: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def initialize_plain(runs: Runs, **arguments: Any) -> tuple[Any, Optimizer | None, Any, Any]:
-    """Do what `initialize` does, with a `PlainEngine`.
+    """Replace `initialize` by one that returns a `PlainEngine`.
 
     Args:
-        runs: of the run that it follows.
-        arguments: all of `initialize`, by name.
+        runs: the recorded run to follow.
+        arguments: all arguments of `initialize`, by name.
     """
     source = config_source(arguments["args"], arguments["config"], arguments["config_params"])
     engine, _, loader, scheduler = _initialized(partial(PlainEngine, runs=runs), plain_config(source), arguments)
-    engine._answers = read_answers(DeepSpeedConfig(source, batch_required=False))  # as the script asked for
+    engine._answers = read_answers(DeepSpeedConfig(source, batch_required=False))  # of the script's configuration
     cast(PlainEngine, engine).take_over()
     _show_whole(engine, source)
     return engine, engine.optimizer, loader, scheduler
 
 
 def initialize_other(runs: Runs, other: OtherConfig, **arguments: Any) -> tuple[Any, Optimizer | None, Any, Any]:
-    """Do what `initialize` does, with an `OtherEngine`. An engine that only evaluates keeps the script's configuration.
+    """Replace `initialize` by one that returns an `OtherEngine`. Engines without optimizer keep their configuration.
 
     Args:
-        runs: of the run that it follows.
-        other: its configuration.
-        arguments: all of `initialize`, by name.
+        runs: the recorded run to follow.
+        other: the configuration to use.
+        arguments: all arguments of `initialize`, by name.
     """
     source = config_source(arguments["args"], arguments["config"], arguments["config_params"])
     written = DeepSpeedConfig(source, batch_required=False).raw
@@ -192,10 +192,10 @@ def initialize_other(runs: Runs, other: OtherConfig, **arguments: Any) -> tuple[
 
 
 def _show_whole(engine: Any, source: Any) -> None:
-    """Let libraries find on whole parameters what they look up at stage 3, where the script asks for that.
+    """If the script requests stage 3, give the whole parameters the attributes that libraries look up at stage 3.
 
-    All parameters are marked as those that stage 3 keeps whole, and `optimizer.parameter_offload` has the hooks of a
-    model of which nothing is sharded.
+    All parameters are marked like parameters that stage 3 keeps whole, and `optimizer.parameter_offload` gets the hooks
+    of a model without sharded parameters.
     """
     is_asked = DeepSpeedConfig(source, batch_required=False).zero_optimization.stage == 3
     if not is_asked or engine.sharding.stage == 3:
@@ -209,7 +209,7 @@ def _show_whole(engine: Any, source: Any) -> None:
 
 
 def _initialized(engine: Callable[..., Any], config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Initialize by another configuration than the one that the script gives, wherever it gives it."""
+    """Initialize with `config` instead of the script's configuration, which may be in any of three arguments."""
     args = arguments["args"]
     hidden = {name: None for name in ("deepspeed_config", "deepscale_config") if getattr(args, name, None) is not None}
     with _changed(args, hidden):
@@ -229,7 +229,7 @@ def _changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def filled(config: Mapping[str, Any], of_script: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the values of the script where it says "auto"; without those that the script has not."""
+    """Return `config` with the script's values in place of "auto"; drop the keys for which the script has no value."""
     result: dict[str, Any] = {}
     for name, value in config.items():
         its = of_script.get(name)
@@ -243,7 +243,7 @@ def filled(config: Mapping[str, Any], of_script: Mapping[str, Any]) -> dict[str,
 
 
 def _leaving_whole(context: type[Init]) -> type[Init]:
-    """Return a `zero.Init` that leaves parameters whole, also where the script says `enabled=True`."""
+    """Return a `zero.Init` that leaves parameters whole, even with `enabled=True`."""
 
     class WholeInit(context):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -253,7 +253,7 @@ def _leaving_whole(context: type[Init]) -> type[Init]:
 
 
 def _configured(context: type[Init], other: OtherConfig) -> type[Init]:
-    """Return a `zero.Init` that shards as another configuration says: at stage 3 alone."""
+    """Return a `zero.Init` that uses another configuration: it shards only if that has stage 3."""
     signature = inspect.signature(context)
 
     class OtherInit(context):  # type: ignore[valid-type, misc]
@@ -278,9 +278,9 @@ _ROLES = {"record": recorded, "compare": compared}
 
 
 def main() -> None:
-    """Run the script; its end, and its errors, are this process's."""
+    """Run the script; its exit and its errors pass through."""
     words = sys.argv[1:]
-    of_launcher = [words.pop(0)] if words[0].startswith("--local_rank") else []  # it is the script's
+    of_launcher = [words.pop(0)] if words[0].startswith("--local_rank") else []  # the flag is for the script
     role, folder, num_steps, form, script, *arguments = words
     sys.argv = [script, *of_launcher, *arguments]
     seed = int(os.environ.get("RANK", "0"))

@@ -1,33 +1,33 @@
-"""The differences between a recorded run and another are judged by bounds that the arithmetic of both explains.
+"""Judge the differences between a recorded run and a second run by bounds on the rounding errors of both.
 
-`u` is the unit roundoff of a type: half the distance from 1 to the next number. A sum of n numbers in any order is off
-by at most (n - 1) u times the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-section 4.2); here the summands are the gradients of micro-batches and ranks, and magnitudes are their lengths. Both
-runs compute the same operations on the same values, so that beside the sums only roundings inside of kernels differ:
+`u` is the unit roundoff of a dtype: half the distance from 1 to the next number. The error of a sum of n numbers, in
+any order, is at most (n - 1) u times the sum of their magnitudes (Higham, Accuracy and Stability of Numerical
+Algorithms, 2nd ed., section 4.2). Here the summands are the gradients of micro-batches and ranks, and the magnitudes
+are their lengths (L2 norms). Both runs compute the same operations on the same values, so that besides the sums only
+roundings inside kernels differ:
 
-    slack   2^-18 in fp32, 2^-12 in bf16, 2^-14 in fp16: of 64 roundings to 16 bits one may fall the other way; 16 u
-            where the recorded run has other kernels (torch.autocast, torch.compile)
+    slack   2^-18 in fp32, 2^-12 in bf16, 2^-14 in fp16: one of 64 roundings to 16 bits may go the other way; 16 u if
+            the recorded run uses other kernels (torch.autocast, torch.compile)
 
     loss        slack |loss|
-    buffer      16 slack, of its sums
-    gradient    (slack + (n + 4) u_sums) of the lengths of its summands, and 4 slack of the average element's share
-                of the whole norm: a gradient that is zero but for rounding has no digits to compare
-    norm        2^-14 of it
-    weight      2 u_masters |w|, and 2^-12 of the length of its update; and each element 4 u_masters of it, 2^-6 of its
-                update and 2^-10 of the root mean square of all updates, whichever differs more
+    buffer      16 slack, relative to its sums
+    gradient    (slack + (n + 4) u_sums) times the lengths of its summands, plus 4 slack times the average element's
+                share of the whole norm: a gradient that is zero except for rounding has no digits to compare
+    norm        2^-14 of the norm
+    weight      2 u_masters |w| + 2^-12 times the length of its update; and for each element 4 u_masters of the element,
+                2^-6 of its update and 2^-10 of the root mean square of all updates; the larger violation counts
 
-Plain torch adds in fp64. Of a second run by another configuration the roundings of its sums are added to those above,
-masters are the coarser ones of both, and where the two compute in other types, or divide a step into other
-micro-batches, they do not compute the same operations on the same values, each of which rounds:
+Plain torch adds in fp64. For a second run with another configuration, the roundings of its sums are added to the above,
+and u_masters is the larger one of both. If the runs differ in dtypes, or in the micro-batches of a step, they do not
+compute the same operations on the same values. Then
 
-    slack   at least 16 u of the coarser type, as of other kernels
-    weight that a module computed with, and inputs: 2 u (1 + u) of the coarser type, of their sums
-    weight  8 u_sums of the second run more, of the update and of the mean, where it keeps gradients in another type,
-            to which it rounds the recorded ones
+    slack   is at least 16 u of the coarser dtype, as for other kernels
+    weights in the forward, and inputs, may differ by 2 u (1 + u) of the coarser dtype, relative to their sums
+    weights after the update get 8 u_sums more, times update and mean, if the second run rounds recorded gradients
 
-A gradient that only one run has is a difference, also if it is zero: an optimizer decays a weight whose gradient is
-zero, and leaves one without. Numbers that are finite in neither run are the same, and where a bound itself is lost in
-them, only what is finite in one run and not in the other differs.
+A gradient that only one run has is a difference, even if it is zero: an optimizer decays a weight with a zero gradient,
+but does not touch a weight without a gradient. Values that are finite in neither run are equal. If a bound itself is
+not finite, only values that are finite in just one run differ.
 """
 
 import json
@@ -46,19 +46,19 @@ from deepspeed.verify.recording import Arithmetic, Record
 
 PLAIN = "plain torch"
 _OTHER = "against.json"
-#: in the order in which a step computes them: the first that differs is nearest to the cause
+#: in the order in which a step computes them: the first one that differs is closest to the cause
 KINDS = ("input", "forward weight", "loss", "buffer", "learning rate", "gradient", "norm", "skipped step", "weight")
 _SLACK = {"float32": 2.0**-18, "bfloat16": 2.0**-12, "float16": 2.0**-14}
 _OF_OTHER_KERNELS = 16
 _NORM, _UPDATE = 2.0**-14, 2.0**-12
 _OF_ELEMENT, _OF_MEAN = 2.0**-6, 2.0**-10
-_SAME = 1e-9  # relative; of sums in fp64 over the same values
+_SAME = 1e-9  # relative tolerance for fp64 sums over the same values
 _SHOWN = 3  # names in a note
-_ALIKE = 1e-3  # relative; of inputs, which may be computed from what rounds
+_ALIKE = 1e-3  # relative tolerance for inputs, which may depend on rounded values
 
 
 def roundoff(dtype: str) -> float:
-    """The unit roundoff of a type, by its name in torch."""
+    """Return the unit roundoff of a dtype, given by its name in torch."""
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
@@ -67,17 +67,17 @@ class Finding:
     """One comparison. It holds if the difference is within the bound."""
 
     step: int  # from 1
-    kind: str  # of `KINDS`
-    name: str  # of a parameter, or which loss or forward
+    kind: str  # one of `KINDS`
+    name: str  # name of a parameter, or of a loss or forward
     difference: float
     bound: float
-    size: float  # of what plain torch has, in the unit of the difference
+    size: float  # size of the second run's value, in the unit of the difference
     rank: int
     note: str = ""
 
     @property
     def holds(self) -> bool:
-        return self.difference <= self.bound  # of nan it is false
+        return self.difference <= self.bound  # False for nan
 
     @property
     def share(self) -> float:
@@ -88,12 +88,12 @@ class Finding:
 
 
 class Bounds:
-    """`Bounds` says what rounding explains; see the head of this file.
+    """`Bounds` computes the bounds in the docstring of this module.
 
     Args:
-        arithmetic: of the recorded run.
-        num_elements: of each parameter that is trained.
-        other: of the second run; None: it is plain torch.
+        arithmetic: arithmetic of the recorded run.
+        num_elements: name of each trained parameter -> number of elements.
+        other: arithmetic of the second run; None: plain torch.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Bounds:
         self._total = max(sum(num_elements.values()), 1)
         self.slack = max(map(_slack, both))
         self.same, self.alike = _SAME, _ALIKE
-        self._rounded = 0.0  # the unit roundoff of recorded gradients in the second run
+        self._rounded = 0.0  # 8 u_sums of the second run, if it rounds the recorded gradients
         #: whether both runs have the same micro-batches
         self.are_paired = len({each.num_micros for each in both}) == 1
         coarser = max(roundoff(each.computes or each.model) for each in both)
@@ -123,11 +123,11 @@ class Bounds:
         return self.slack * max(abs(wanted), 2.0**-10)
 
     def gradient(self, name: str, *, length: float, norm: float) -> float:
-        """Bound the L2 length of the difference of a gradient.
+        """Return the bound for the L2 norm of the difference of a gradient.
 
         Args:
-            length: the lengths of its summands, averaged as they are.
-            norm: of the whole gradient.
+            length: the total length of its summands, averaged like the gradient.
+            norm: norm of the whole gradient.
         """
         of_average = norm * math.sqrt(self._numel[name] / self._total)
         underflow = self._smallest * math.sqrt(self._numel[name])
@@ -137,7 +137,7 @@ class Bounds:
         return (_NORM + 4 * self._sums) * wanted
 
     def element(self, size: Tensor, update: Tensor, mean: float) -> Tensor:
-        """Bound the difference of each element of a weight, given its magnitude and that of its update.
+        """Return the bounds for the differences of a weight's elements, from the magnitudes of weight and update.
 
         Args:
             mean: the root mean square of all updates.
@@ -157,10 +157,10 @@ def _slack(arithmetic: Arithmetic) -> float:
 
 
 class Comparison:
-    """Compares the steps of a second run with those recorded, and leaves `Finding`s beside the record, by rank.
+    """Compares the steps of a second run with the record, and writes each rank's `Finding`s beside the record.
 
     Args:
-        second: what the second run is, in words.
+        second: description of the second run, for messages.
     """
 
     def __init__(self, record: Record, bounds: Bounds, second: str = PLAIN) -> None:
@@ -173,20 +173,20 @@ class Comparison:
         self._step, self._rows = step, []
 
     def end(self) -> None:
-        """Leave the rows of the step."""
+        """Write the findings of the step."""
         folder = self._record.folder / f"step{self._step}"
         write_json(folder / f"rows{self._record.rank}.json", [asdict(row) for row in self._rows])
 
     def _add(self, kind: str, name: str, difference: float, bound: float, size: float, note: str = "") -> None:
-        bound = bound if math.isfinite(bound) else sys.float_info.max  # of what is lost nothing can be judged
+        bound = bound if math.isfinite(bound) else sys.float_info.max  # an infinite bound allows everything
         self._rows.append(Finding(self._step, kind, name, difference, bound, size, self._record.rank, note))
 
     def has_no_equal(self, why: str) -> None:
-        """Say that the two runs are not of the same data, or did not do the same."""
+        """Add a finding that the two runs did not use the same data, or did not make the same calls."""
         self._add("input", why, math.inf, 0.0, 0.0)
 
     def compare_forwards(self, wanted: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
-        """Compare what went into each forward, and the weights that its modules computed with."""
+        """Compare the inputs of each forward, and the weights that its modules used."""
         if not self._bounds.are_paired:
             self._compare_totals(wanted, found)
             wanted, found = wanted[:1], found[:1]
@@ -208,7 +208,7 @@ class Comparison:
                     self._add("forward weight", name, difference, self._bounds.same, 1.0, f"forward {number + 1}")
 
     def _compare_totals(self, wanted: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
-        """Compare what went into all forwards of a step, which is divided into them in another way."""
+        """Compare the total inputs of a step, if the runs divide it into different micro-batches."""
         if any(each.get("draws") for each in (*wanted, *found)):
             self.has_no_equal(
                 "a forward draws random numbers, which are others for other micro-batches: verify without dropout, or "
@@ -225,7 +225,7 @@ class Comparison:
             )
 
     def compare_count(self, wanted: int, found: int) -> None:
-        """Compare how many micro-batches the step has with what the configuration says."""
+        """Compare the step's number of micro-batches with the configuration."""
         self._add("loss", "micro-batches", float(abs(wanted - found)), 0.0, float(wanted), f"{found} of {wanted}")
 
     def compare_losses(self, wanted: Sequence[float], found: Sequence[float]) -> None:
@@ -259,19 +259,19 @@ class Comparison:
     def compare_gradient(
         self, name: str, wanted: Tensor | None, found: Tensor | None, *, length: float, norm: float
     ) -> None:
-        """Compare one gradient; None: there is none. See `Bounds.gradient`."""
+        """Compare one gradient; None: the run has none. See `Bounds.gradient`."""
         if wanted is None and found is None:
             return
         size = 0.0 if wanted is None else float(wanted.norm())
         if wanted is None or found is None:
-            # also of zeros: an optimizer leaves a weight without gradient alone, and decays one whose gradient is zero
+            # even for zeros: an optimizer skips a weight without a gradient, but decays one with a zero gradient
             difference, note = math.inf, "no gradient there" if found is None else f"no gradient in {self._second}"
         else:
             difference, note = _distance(found, wanted), ""
         self._add("gradient", name, difference, self._bounds.gradient(name, length=length, norm=norm), size, note)
 
     def compare_norm(self, wanted: float, found: float | None) -> None:
-        """Compare the norm that was reported with that of the recorded gradient."""
+        """Compare the reported norm with the norm of the recorded gradient."""
         if found is None:
             return
         is_lost = not (math.isfinite(wanted) or math.isfinite(found))
@@ -279,7 +279,7 @@ class Comparison:
         self._add("norm", "whole gradient", difference, self._bounds.norm(wanted), wanted)
 
     def compare_skipped(self, *, was_skipped: bool, is_finite: bool) -> None:
-        """A step is skipped where the gradients here are not finite either, and nowhere else."""
+        """Check that the recorded step was skipped if and only if this run's gradients are not finite."""
         note = (
             "" if was_skipped != is_finite else f"gradients are {'' if is_finite else 'not '}finite in {self._second}"
         )
@@ -306,7 +306,7 @@ class Comparison:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The L2 length of the difference; elements that are finite in neither are the same."""
+    """Return the L2 norm of the difference; elements that are finite in neither tensor are equal."""
     are_lost = ~(a.isfinite() | b.isfinite())
     return float((a - b).masked_fill(are_lost, 0.0).norm())
 
@@ -318,8 +318,8 @@ def _is_alike(a: Sequence[Any], b: Sequence[Any], tolerance: float) -> bool:
 
 
 def _totals(forwards: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return how many elements, and which sum of squares, each input of all forwards has; of one that is no tensor of
-    numbers the sum is 0, and the number 1."""
+    """Return the number of elements and the sum of squares of each input, totaled over all forwards; (1, 0.0) for an
+    input that is no numeric tensor."""
     totals: dict[int, tuple[int, float]] = {}
     for forward in forwards:
         for place, (shape, *facts) in enumerate(forward["inputs"]):
@@ -331,7 +331,7 @@ def _totals(forwards: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
 
 
 def _relative(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Return how far two digests of floating tensors are apart, as a share of what they describe."""
+    """Return the relative difference of two digests of floating tensors."""
     if list(a[1:]) == list(b[1:]) or not any(map(math.isfinite, (*a[1:], *b[1:]))):
         return 0.0
     numel = math.prod(a[0])
@@ -344,9 +344,9 @@ class RunVerdict:
     """All comparisons of one script."""
 
     rows: Sequence[Finding]
-    losses: Mapping[int, tuple[float, float]]  # by step: recorded, and its norm
-    notes: Sequence[str] = ()  # what is no difference, and worth a look
-    second: str = PLAIN  # what the script was compared with, in words
+    losses: Mapping[int, tuple[float, float]]  # step -> recorded loss and gradient norm
+    notes: Sequence[str] = ()  # remarks that are no differences
+    second: str = PLAIN  # description of the second run
 
     @property
     def num_steps(self) -> int:
@@ -359,10 +359,10 @@ class RunVerdict:
 
     @property
     def faults(self) -> list[Finding]:
-        """Comparisons that do not hold, the nearest to the cause first.
+        """The comparisons that do not hold, closest to the cause first.
 
-        Within a step gradients come in the order of a backward, from the last parameter on: an error goes on from there
-        to those before it. Rows of several ranks come in the order in which each has them.
+        Within a step, gradients are in the order of a backward, last parameter first, because errors propagate in this
+        order. Rows of several ranks keep each rank's order.
         """
         faults = [row for row in self.rows if not row.holds]
         place: dict[tuple[str, str, str], int] = {}
@@ -377,14 +377,14 @@ class RunVerdict:
 
     @property
     def first(self) -> Finding | None:
-        """The fault that is nearest to the cause; None: all is as in plain torch."""
+        """The fault closest to the cause; None if all comparisons hold."""
         return next(iter(self.faults), None)
 
     def of_kind(self, kind: str, step: int) -> list[Finding]:
         return [row for row in self.rows if row.kind == kind and row.step == step]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `ds_verify --json` writes."""
+        """Return the record that `ds_verify --json` writes."""
         first = self.first
         verdict = "not comparable" if not self.is_comparable else "differs" if first is not None else "equal"
         return {
@@ -403,9 +403,9 @@ class RunVerdict:
 
 
 def read_verdict(folder: Path) -> RunVerdict:
-    """Read the rows that all ranks left beside the records of a run, those of every engine.
+    """Read the findings of all ranks and engines beside the records of a run.
 
-    A step that was recorded and has no rows makes both runs not comparable: the second one has ended before it.
+    If a recorded step has no findings, the runs are not comparable: the second run ended before this step.
     """
     second = second_of(folder)
     rows: list[Finding] = []
@@ -433,40 +433,40 @@ def read_verdict(folder: Path) -> RunVerdict:
 
 @dataclass(frozen=True, slots=True)
 class OtherConfig:
-    """`OtherConfig` is what `ds_verify --against` names: the configuration of the second run.
+    """`OtherConfig` is the configuration of the second run, which `ds_verify --against` names.
 
-    Values that are "auto" there are those of the script.
+    For "auto" the script's values are used.
     """
 
-    name: str  # of its file, for messages
+    name: str  # name of the file, for messages
     config: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Leave it for the ranks of the second run; the command does, before it starts them."""
+        """Write the configuration for the ranks of the second run. The command calls this before it starts them."""
         write_json(folder / _OTHER, asdict(self))
 
 
 def read_other(folder: Path) -> OtherConfig | None:
-    """Return the configuration of the second run; None where it is plain torch."""
+    """Return the configuration of the second run; None for plain torch."""
     path = folder / _OTHER
     return OtherConfig(**json.loads(path.read_text())) if path.exists() else None
 
 
 def second_of(folder: Path) -> str:
-    """Say what the second run of a folder is: plain torch, or a file with another configuration."""
+    """Return the description of a folder's second run: plain torch, or the name of its configuration."""
     other = read_other(folder)
     return PLAIN if other is None else other.name
 
 
 def _of_engine(row: Finding, engine: str) -> Finding:
-    """Say of which engine a row is, where it is not of the first."""
+    """Add the engine's name to the note of a finding, unless it is the first engine."""
     return row if engine == "engine0" else replace(row, note=f"{engine} {row.note}".strip())
 
 
 def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) -> list[str]:
-    """Say which comparisons say nothing."""
+    """Return notes about comparisons that prove nothing."""
     notes = []
-    updated = {row.step for row in rows if row.kind == "gradient"}  # without those that were skipped
+    updated = {row.step for row in rows if row.kind == "gradient"}  # excludes skipped steps
     weights = [row for row in rows if row.kind == "weight" and row.step in updated]
     hidden = [row for row in weights if row.size <= row.bound]
     if len(hidden) * 2 > len(weights):
@@ -480,8 +480,8 @@ def _lost(rows: Sequence[Finding], losses: Mapping[int, tuple[float, float]]) ->
 
 
 def _notes(folder: Path) -> list[str]:
-    """Say what a verdict does not cover: parts of the script that run in both runs; all ranks with the same inputs in
-    every step, which learn no more than one of them would."""
+    """Return notes about what a verdict does not cover: parts of the script that run in both runs, and ranks that have
+    equal inputs in every step."""
     notes = []
     for engine in sorted(folder.glob("engine*")):
         setting = engine / "setting.json"
