@@ -1,6 +1,6 @@
-"""Memory and traffic of training on paper: `plan`, behind `ds_plan`.
+"""Estimate memory and traffic of training by formulas: `plan`, which `ds_plan` calls.
 
-`shape.py` (the model, and what a rank has of it), `tape.py` and `blocks.py` (activations), `memory.py`
+`shape.py` (the model, and a rank's share of it), `tape.py` and `blocks.py` (activations), `memory.py`
 (units, states, buffers, the peak), `search.py` (bytes sent, all meshes).
 """
 

@@ -1,9 +1,9 @@
-"""The operations of transformers' models, as tapes: embedding, one layer, and the end with the loss.
+"""The operations of transformers' models as tapes: embedding, one layer, and the head with the loss.
 
-Each function writes down what the model's code in transformers 5 does under eager torch with an attention kernel that
-keeps no scores (sdpa, flash). So it holds for these models; a fused norm or MLP keeps less. The linear part is that of
-Korthikanti et al. (arXiv 2205.05198, section 4), the rest is what torch really saves: `docs/explanation/
-memory-and-traffic.md` has the sums, and a test compares them with `saved_tensors_hooks`.
+Each function records the operations of the model's code in transformers 5 under eager torch, with an attention kernel
+that saves no scores (sdpa, flash). A fused norm or MLP saves less. The linear part follows Korthikanti et al. (arXiv
+2205.05198, section 4); the rest is what torch actually saves: `docs/explanation/memory-and-traffic.md` has the sums,
+and a test compares them with `saved_tensors_hooks`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter as this rank holds it. `is_expert`: shared by the ranks that hold the same experts."""
+    """This rank's part of a parameter. `is_expert`: only ranks with the same experts share it."""
 
     name: str
     numel: int
@@ -25,14 +25,14 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """Parameters in the order of the module, and the tape."""
+    """The parameters of a block, in module order, and the profile of its tape."""
 
     params: tuple[Param, ...]
     profile: Profile
 
 
 class _Writer:
-    """Writes operations with parameters."""
+    """Records operations with parameters on a tape."""
 
     def __init__(self, shape: ModelShape, share: Share, itemsize: int) -> None:
         self.shape, self.share = shape, share
@@ -45,14 +45,14 @@ class _Writer:
         return self.tape.parameter(name, numel * self.itemsize)
 
     def linear(self, name: str, x: Value, inputs: int, outputs: int, *, bias: bool = False) -> Value:
-        """[..., inputs] -> [..., outputs]; saves x."""
+        """Record a linear layer, [..., inputs] -> [..., outputs], which saves x."""
         names = [self.param(f"{name}.weight", inputs * outputs)]
         if bias:
             names.append(self.param(f"{name}.bias", outputs))
         return self.tape.operation(x.numel // inputs * outputs, [x], saved=[x], parameters=names)
 
     def norm(self, name: str, x: Value, width: int) -> Value:
-        """RMSNorm as transformers writes it, in fp32; or torch's LayerNorm."""
+        """Record transformers' RMSNorm, which computes in fp32, or torch's LayerNorm."""
         tape, rows = self.tape, x.numel // width
         weight = self.param(f"{name}.weight", width)
         if self.shape.norm == "layer":
@@ -87,11 +87,11 @@ class _Writer:
         return tape.operation(x.numel, [half, one_more], saved=[half, one_more])
 
     def sum(self, x: Value, y: Value) -> Value:
-        """A residual sum."""
+        """Record a residual sum."""
         return self.tape.operation(x.numel, [x, y], passes=True)
 
     def dropout(self, x: Value) -> Value:
-        """Apply dropout with a mask of a byte per element, as torch has it on devices."""
+        """Record dropout, whose mask takes a byte per element, like torch's on devices."""
         if not self.shape.dropout:
             return x
         y = self.tape.operation(x.numel, [x], saved_extra=x.numel)
@@ -107,14 +107,14 @@ class _Writer:
         return y
 
     def sent(self, x: Value) -> Value:
-        """An all-to-all of `sp` ranks: from parts of the sequence to parts of the heads, or back."""
+        """Record an all-to-all of `sp` ranks: from parts of the sequence to parts of the heads, or back."""
         y = self.tape.operation(x.numel, [x], temporary=2 * x.num_bytes, forward_temporary=2 * x.num_bytes)
         self.tape.drop(x)
         return y
 
 
 def layer(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
-    """One transformer layer. `itemsize`: of activations, weights and their gradients, in bytes."""
+    """Return one transformer layer. `itemsize`: bytes per element of activations, weights and their gradients."""
     writer = _Writer(shape, share, itemsize)
     tape, width = writer.tape, shape.hidden_size
     x = tape.input(share.tokens * width)
@@ -132,7 +132,7 @@ def layer(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
 
 
 def embedding(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
-    """Embeddings of tokens, and of positions where they are learned."""
+    """Return the embeddings of tokens, and of positions and token types if the model has them."""
     writer = _Writer(shape, share, itemsize)
     tape, numel = writer.tape, share.tokens * shape.hidden_size
     sources = [("embed_tokens", share.vocab)]
@@ -153,7 +153,7 @@ def embedding(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
 
 
 def head(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
-    """The last norm, the logits and the loss, as transformers takes it: in fp32, of logits that are whole."""
+    """Return the last norm, the logits and the loss, which transformers computes in fp32 from whole logits."""
     writer = _Writer(shape, share, itemsize)
     tape, width, vocab = writer.tape, shape.hidden_size, shape.vocab_size
     x = tape.input(share.tokens * width)
@@ -167,7 +167,7 @@ def head(shape: ModelShape, share: Share, itemsize: int) -> PlannedBlock:
         logits = tape.operation(share.tokens * share.vocab, [hidden], saved=[hidden], parameters=[weight, *bias])
     else:
         logits = writer.linear("lm_head", hidden, width, share.vocab, bias=shape.head_bias)
-    if share.vocab < vocab:  # gathered; padded and gathered parts are there for a while
+    if share.vocab < vocab:  # the gather temporarily needs the padded and the gathered parts
         part, whole = logits.num_bytes, share.tokens * vocab * itemsize
         gathered = tape.operation(share.tokens * vocab, [logits], forward_temporary=part + whole)
         tape.drop(logits)
@@ -214,7 +214,7 @@ def _attention(writer: _Writer, x: Value) -> Value:
     )
     if share.sp > 1:
         context = writer.sent(context)
-    elif shape.rotary_share < 1:  # queries are joined from two parts, and the kernel's output has their layout
+    elif shape.rotary_share < 1:  # queries are concatenated from two parts, and the kernel's output gets their layout
         context = tape.operation(context.numel, [context])
     return writer.dropout(writer.linear("self_attn.o_proj", context, queries, width, bias=shape.out_bias))
 
@@ -238,7 +238,7 @@ def _dense(writer: _Writer, name: str, x: Value, inner: int) -> Value:
 
 
 def _experts(writer: _Writer, x: Value) -> Value:
-    """Router, rows sorted by expert, grouped products (`moe/dispatch.py`); every rank gets as many rows as it sends."""
+    """Record router, sort by expert and grouped products (`moe/dispatch.py`), for ranks that receive what they send."""
     shape, share, tape, width = writer.shape, writer.share, writer.tape, writer.shape.hidden_size
     rows, inner = share.tokens * shape.experts_per_token, share.inner
     scores = writer.linear("mlp.gate", x, width, shape.experts)
@@ -258,7 +258,7 @@ def _experts(writer: _Writer, x: Value) -> Value:
     down_name = writer.param("mlp.experts.down_proj", share.experts * inner * width, is_expert=True)
     both = tape.operation(2 * rows * inner, [sorted_rows], saved=[sorted_rows], parameters=[up_name])
     gate = tape.operation(rows * inner, [both], in_place=True, passes=True)
-    up = tape.operation(rows * inner, [both], in_place=True)  # its backward joins both gradients
+    up = tape.operation(rows * inner, [both], in_place=True)  # its backward concatenates both gradients
     activated = tape.operation(rows * inner, [gate], saved=[gate])
     product = tape.operation(rows * inner, [activated, up], saved=[activated, up])
     out = tape.operation(rows * width, [product], saved=[product], parameters=[down_name])

@@ -1,10 +1,10 @@
-"""Peak memory of a rank: what is there all the time, and a walk through one step.
+"""Estimate the peak memory of a rank: persistent memory, and a walk through one step.
 
-The walk has the moments of a step at which memory is at its highest: the end of the forward, each arrival of a
-gradient in the backward, and the update. At each moment the parts add up to what is live then; the moment with the
-largest sum is the estimate. The rules are those of `zero/` (which buffer is there when), the activations those of
-`blocks.py`. Which parameters are reduced and gathered together (`units_of`) follows the rules of `zero/units.py`, and
-in stage 3 of `zero/module_units.py`, applied to names instead of modules.
+The walk visits the moments of a step with the highest memory: the end of the forward, each arrival of a gradient in the
+backward, and the update. At each moment the parts sum up to the live memory; the moment with the largest sum is the
+estimate. The lifetimes of buffers follow `zero/`, and the activations `blocks.py`. `units_of` groups the parameters
+that are reduced and gathered together by the rules of `zero/units.py`, and at stage 3 of `zero/module_units.py`,
+applied to names instead of modules.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from deepspeed.zero.units import DEVICE_WIDENED_NUMEL, MIN_BUCKET_NUMEL, WIDENED
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """Parameters, by their places among those of the rank, in the order of the module.
+    """A unit of parameters, given by their indices in the rank's list, in module order.
 
-    numel: N, padding included; shard: S, what a rank owns; ranks: that share it.
-    is_gathered: its weights are sharded too.
+    numel: N, with padding; shard: S, the elements that a rank owns; ranks: number of ranks that share the unit.
+    is_gathered: whether the weights are sharded too.
     """
 
     params: tuple[int, ...]
@@ -43,11 +43,11 @@ class PlannedUnit:
 def units_of(
     params: Sequence[Param], training: Training, replicas: int, expert_replicas: int, library: Library
 ) -> list[PlannedUnit]:
-    """The units of a rank, in the order in which a backward fills them.
+    """Return the units of a rank, in the order in which a backward fills them.
 
     Args:
-        params: of the rank, in the order of the module; names are paths.
-        replicas: ranks over which gradients are averaged; expert_replicas: those of experts.
+        params: parameters of the rank, in module order; names are paths.
+        replicas: number of ranks that average a gradient; expert_replicas: the same for experts.
     """
     small = list(range(len(params)))
     units: list[PlannedUnit] = []
@@ -79,7 +79,7 @@ def _unit(places: Sequence[int], params: Sequence[Param], ranks: int, *, is_gath
 
 
 def _persistent(params: Sequence[Param], training: Training) -> set[int]:
-    """Places of the parameters that stage 3 keeps whole."""
+    """Return the indices of the parameters that stage 3 keeps whole."""
     room = training.zero_model_persistence
     whole = set()
     for at in sorted(range(len(params)), key=lambda each: params[each].numel):
@@ -91,7 +91,7 @@ def _persistent(params: Sequence[Param], training: Training) -> set[int]:
 
 
 def _by_module(paths: dict[int, str], params: Sequence[Param], max_numel: int) -> list[list[int]]:
-    """The runs that `zero.module_units.divide` gives. A list of modules has a number as the next part of a path."""
+    """Return the groups of `zero.module_units.divide`. In a list of modules, the next part of each path is a number."""
     found: list[list[int]] = []
 
     def visit(places: list[int], depth: int) -> None:
@@ -122,13 +122,13 @@ _FP32 = 4
 class Memory:
     """Bytes of one rank at the moment of its peak; the parts add up to `total`.
 
-    weights: the model's own, or its shard of them. master_weights: fp32 copies.
-    optimizer: states. gradients: accumulated ones, and those on their way into a bucket.
-    gathered: whole weights of stage 3. activations: kept for the backward, and working memory.
+    weights: the model's weights, or this rank's shard. master_weights: fp32 copies.
+    optimizer: optimizer states. gradients: accumulated gradients, and gradients that wait for a bucket.
+    gathered: whole weights at stage 3. activations: saved for the backward, and working memory.
     logits: activations of the output layer and the loss.
-    buffers: of buckets and of collectives.
-    host: bytes in host memory, besides (offloaded states).
-    moment: "forward", "backward" or "update". stage: of the pipeline, the one that needs most.
+    buffers: buffers of buckets and of collectives.
+    host: additional bytes in host memory (offloaded states).
+    moment: "forward", "backward" or "update". stage: index of the pipeline stage.
     """
 
     weights: int = 0
@@ -145,7 +145,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """The sum of all parts: bytes of device memory."""
         return sum(getattr(self, name) for name in PARTS)
 
 
@@ -155,27 +155,27 @@ PARTS = ("weights", "master_weights", "optimizer", "gradients", "gathered", "act
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """The part of the model that the ranks of one pipeline stage hold, with the tapes of a micro-batch."""
+    """One pipeline stage's part of the model, with the tapes of a micro-batch."""
 
     params: tuple[Param, ...]
-    #: (block, place of its first parameter in `params`, names), in the order of the forward
+    #: (block, index of its first parameter in `params`), in the order of the forward
     parts: tuple[tuple[PlannedBlock, int], ...]
     has_head: bool
     boundary: int  # bytes of the activations between stages
-    constant: int  # bytes that a forward keeps once: the rotation table
+    constant: int  # bytes that exist once per forward: the rotary table
 
 
 def estimate_memory(
     shape: ModelShape, mesh: Mesh, training: Training, library: Library = DEVICE, *, stage: int | None = None
 ) -> Memory:
-    """The peak of the ranks of one pipeline stage; without `stage`, of those that need most."""
+    """Return the peak of a rank of one pipeline stage; without `stage`, of the stage that needs most."""
     stages = range(mesh.pp) if stage is None else [stage]
     found = (_of_stage(shape, mesh, training, library, each) for each in stages)
     return max(found, key=lambda memory: memory.total)
 
 
 def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) -> RankModel:
-    """Return the part of the model that pipeline stage `stage` holds."""
+    """Return the part of the model in pipeline stage `stage`."""
     share = share_of(shape, mesh, training.micro_batch, training.sequence)
     size = training.weight_bytes
     first, middle, last = _blocks(shape, share, size)
@@ -194,7 +194,7 @@ def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) ->
     rotated = int(shape.head_dim * shape.rotary_share) if shape.rotary else 0
     rotation = 2 * share.length * rotated * size
     num_layers = sum(block is middle for block, _ in parts)
-    constant = rotation if mesh.pp == 1 else rotation * num_layers  # layers of a pipeline make their own
+    constant = rotation if mesh.pp == 1 else rotation * num_layers  # each layer of a pipeline creates its own
     return RankModel(tuple(params), tuple(parts), cuts[stage + 1] == shape.layers + 2, boundary, constant)
 
 
@@ -204,7 +204,7 @@ def _blocks(shape: ModelShape, share: Share, size: int) -> tuple[PlannedBlock, P
 
 
 def stage_cuts(layers: int, weights: Sequence[int], stages: int) -> list[int]:
-    """Return where embedding, layers and head are cut: by their parameters, as PipelineModule cuts them."""
+    """Return the stages' boundaries in (embedding, layers, head), balanced by parameters like in PipelineModule."""
     if stages == 1:
         return [0, layers + 2]
     return _cuts(layers, tuple(weights), stages)
@@ -217,7 +217,7 @@ def _cuts(layers: int, weights: tuple[int, ...], stages: int) -> list[int]:
 
 
 def in_flight(training: Training, mesh: Mesh, stage: int) -> int:
-    """Micro-batches whose activations a stage keeps: 1F1B p - stage (arXiv 2104.04473), zero bubble p."""
+    """Return how many micro-batches' activations a stage keeps: 1F1B p - stage (arXiv 2104.04473), zero bubble p."""
     if mesh.pp == 1:
         return 1
     depth = mesh.pp if training.schedule == "zero_bubble" else mesh.pp - stage
@@ -229,13 +229,13 @@ def in_flight(training: Training, mesh: Mesh, stage: int) -> int:
 def estimate_measured(
     params: Sequence[Param], activations: int, mesh: Mesh, training: Training, library: Library = DEVICE
 ) -> Memory:
-    """The peak for a model of which the parameters are known and the activations were measured, instead of its shape.
+    """Return the peak for a model with known parameters and measured activations, instead of a known shape.
 
-    It is a lower bound: working memory of operations is not in it.
+    The peak is a lower bound, because it omits the working memory of operations.
 
     Args:
-        params: that a rank trains, in the order of the module.
-        activations: bytes that the forward of a micro-batch keeps for the backward.
+        params: parameters that a rank trains, in module order.
+        activations: bytes that the forward of a micro-batch saves for the backward.
     """
     count = max(len(params), 1)
     points = tuple(
@@ -259,7 +259,7 @@ def _peak(model: RankModel, mesh: Mesh, training: Training, library: Library, st
 
 
 class _Base:
-    """`_Base` counts the bytes that are there between steps and in the update."""
+    """`_Base` counts the persistent bytes, and the bytes in the update."""
 
     def __init__(self, model: RankModel, units: Sequence[PlannedUnit], training: Training, library: Library) -> None:
         stage, size = training.stage, training.weight_bytes
@@ -274,7 +274,7 @@ class _Base:
             masters = _FP32 * owned
         states = training.state_bytes * owned
         self.host = 0
-        #: bytes of gradients that live from step to step
+        #: bytes of gradients that persist between steps
         self.lasting = 0
         self.pooled = [unit for unit in units if is_pooled(unit, training)]
         alone = [unit for unit in units if not is_pooled(unit, training)]
@@ -297,7 +297,7 @@ class _Base:
         self.padded = padded
 
     def at(self, moment: str, **parts: int) -> Memory:
-        """A moment: these parts besides."""
+        """Return the memory at a moment: the persistent parts plus `parts`."""
         return Memory(
             weights=self.weights,
             master_weights=self.masters,
@@ -309,7 +309,7 @@ class _Base:
         )
 
     def update(self) -> Memory:
-        """The step: reduced gradients, and fp32 copies of a part of them."""
+        """Return the memory in the update, with reduced gradients, and fp32 copies of a part of them."""
         training = self.training
         shards = 0 if training.updates_on_host else sum(unit.shard for unit in self.pooled)
         largest = max((unit.shard for unit in self.units), default=0)
@@ -319,7 +319,7 @@ class _Base:
         return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide)
 
     def gathered(self) -> int:
-        """Bytes of whole weights that stage 3 keeps in a pass."""
+        """Return the bytes of whole weights that stage 3 keeps in a forward or backward."""
         training, size = self.training, self.training.weight_bytes
         numels = sorted((unit.numel for unit in self.units if unit.is_gathered), reverse=True)
         if not numels or all(unit.ranks == 1 for unit in self.units):
@@ -328,7 +328,7 @@ class _Base:
         ahead = min(training.zero_prefetch, sum(numels[:2]))
         if total <= training.zero_max_reuse:
             kept = total
-        else:  # what is used again within so many elements: the last layers, in forward and backward
+        else:  # parameters that are used again within this distance: the last layers, in forward and backward
             kept = training.zero_max_reuse // 2 + numels[0] + ahead
         return size * max(min(total, kept, training.zero_max_live), min(total, numels[0]))
 
@@ -341,7 +341,7 @@ def _passes(
     num_in_flight: int,
     base: _Base,
 ) -> Iterator[Memory]:
-    """The moments of forward and backward of the last micro-batch, in which most is there."""
+    """Yield the moments of forward and backward of the last micro-batch, which has the highest memory."""
     keeps = [_kept(block, training, is_layer=_is_layer(model, at)) for at, (block, _) in enumerate(model.parts)]
     extra = model.constant + (0 if model.has_head else model.boundary)
     others = (num_in_flight - 1) * (sum(keeps) + extra)
@@ -377,7 +377,7 @@ def _passes(
             for name in point.parameters:
                 if name in places:
                     walk.arrive(places[name])
-                else:  # of a tied embedding: waits for the other end
+                else:  # the gradient of a tied embedding waits for the other use
                     waiting_tied = model.params[0].numel * training.weight_bytes
             yield moment("backward", block, point.live + input_bytes + waiting_tied)
     walk.end()
@@ -386,7 +386,7 @@ def _passes(
 
 
 def is_pooled(unit: PlannedUnit, training: Training) -> bool:
-    """Whether its bucket borrows a buffer, and its reduced gradients are a shard."""
+    """Return whether the unit's bucket borrows a buffer, and its reduced gradients are sharded."""
     return training.stage >= 2 and unit.ranks > 1
 
 
@@ -395,13 +395,13 @@ def _is_layer(model: RankModel, at: int) -> bool:
 
 
 def _kept(block: PlannedBlock, training: Training, *, is_layer: bool) -> int:
-    """Bytes from forward to backward: of a checkpointed layer its input."""
+    """Return the bytes that a block keeps from forward to backward; a checkpointed layer keeps only its input."""
     return block.profile.output if is_layer and training.checkpoints_activations else block.profile.saved
 
 
 class _Gradients:
-    """Gradients of parameters on their way into buckets, in one backward: `gradients` and `buffers` in bytes, besides
-    what is there all the time."""
+    """Simulates the gradients on their way into buckets, in one backward: `gradients` and `buffers` in bytes, in
+    addition to persistent memory."""
 
     def __init__(
         self,
@@ -429,16 +429,16 @@ class _Gradients:
 
     @property
     def gradients(self) -> int:
-        """Gradients of parameters, and shards of sums."""
+        """Bytes of gradients that wait for buckets, and of reduced shards."""
         return self._size * (sum(self._loose) + sum(self._waiting)) + (self._shards if self._keeps_shards else 0)
 
     @property
     def buffers(self) -> int:
-        """Bucket buffers beyond those that wait for reuse."""
+        """Bytes of bucket buffers beyond the pool of reusable ones."""
         return max(0, sum(self._borrowed.values()) - self._base.pool)
 
     def arrive(self, place: int) -> None:
-        """The gradient of a parameter is there."""
+        """Process the gradient of the parameter with index `place`."""
         at = self._unit_of[place]
         unit, numel = self._units[at], self._params[place].numel
         self._missing[at] -= 1
@@ -455,7 +455,7 @@ class _Gradients:
             self._flush(at)
 
     def end(self) -> None:
-        """The backward is over: all are launched and finished."""
+        """End the backward: flush all remaining gradients."""
         for at in range(len(self._units)):
             if self._waiting[at] or self._loose[at]:
                 self._waiting[at] += self._loose[at]

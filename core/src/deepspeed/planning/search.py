@@ -1,9 +1,9 @@
-"""`plan`: every mesh and stage of ZeRO that a number of ranks allows, those that fit first by the time of a token.
+"""`plan` estimates every mesh and ZeRO stage for a number of ranks, and sorts those that fit by the time per token.
 
-`estimate_traffic` counts the bytes that a rank sends in a step, by what they are for, and estimates its time. A ring
+`estimate_traffic` counts the bytes that a rank sends in a step, by purpose; `step_seconds` estimates their time. A ring
 sends 2 (W - 1) / W of the tensor in an all-reduce, and half of that in a reduce-scatter or an all-gather (Patarasuk and
-Yuan 2009); an all-to-all sends (W - 1) / W. What is sent when: ZeRO arXiv 1910.02054, section 7; tensor parallelism
-1909.08053, section 3; Ulysses 2309.14509, section 3.2; experts `moe/dispatch.py`.
+Yuan 2009); an all-to-all sends (W - 1) / W. Sources of the volumes: ZeRO arXiv 1910.02054, section 7; tensor
+parallelism 1909.08053, section 3; Ulysses 2309.14509, section 3.2; experts `moe/dispatch.py`.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from deepspeed.planning.training import DEVICE, Library, Training
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    reduce: of gradients; gather: of weights (ZeRO). tp: sums of activations, and logits. pp: activations and their
-    gradients, to the next stage and the one before. sp: queries, keys, values, contexts. ep: rows of experts.
+    reduce: gradients; gather: weights (ZeRO). tp: sums of activations, and logits. pp: activations and their gradients,
+    to the next and the previous stage. sp: queries, keys, values, contexts. ep: rows for experts.
     """
 
     reduce: float = 0
@@ -36,15 +36,15 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.reduce + self.gather + self.tp + self.pp + self.sp + self.ep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`Machine` has the speeds that turn bytes and operations into seconds.
+    """`Machine` has the speeds that convert bytes and operations to seconds.
 
-    ranks_per_node: neighbors that share the fast links.
+    ranks_per_node: number of ranks that share the fast links.
     intra, inter: bytes per second that a rank sends within a node, and between nodes.
     flops: operations per second that a rank sustains in matrix products.
     """
@@ -56,7 +56,7 @@ class Machine:
 
 
 def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traffic:
-    """Estimate the traffic of the first rank; in a pipeline, of the stage (first, middle or last) that holds most."""
+    """Estimate the traffic of the first rank; in a pipeline, of the largest stage among first, middle and last."""
     steps, size, replicas = training.accumulation, training.weight_bytes, mesh.replicas
     share = share_of(shape, mesh, training.micro_batch, training.sequence)
     models = [rank_model(shape, mesh, training, stage) for stage in sorted({0, mesh.pp // 2, mesh.pp - 1})]
@@ -70,7 +70,7 @@ def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traff
     layers = sum(".layers." in model.params[first].name for _, first in model.parts)
     again = int(training.checkpoints_activations)
     hidden = share.tokens * shape.hidden_size * size
-    sums = layers * (4 + 2 * again) + 1  # of a layer; and of the embedding, or of the output layer's input
+    sums = layers * (4 + 2 * again) + 1  # per layer, plus one for the embedding or the output layer's input
     logits = share.tokens * shape.vocab_size * size if model.has_head else 0
     heads = first_heads(shape, mesh.tp)
     exchanged = share.tokens * (2 * heads.num_queries + 2 * heads.num_keys) * shape.head_dim * size
@@ -86,21 +86,21 @@ def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traff
 
 
 def gathers_of_stage3(training: Training, numel: int) -> int:
-    """All-gathers of a weight in a step: one where weights stay whole until they change, else two per micro-batch."""
+    """Return the all-gathers per weight and step: 1 if weights stay whole until the update, else 2 per micro-batch."""
     stays = numel <= min(training.zero_max_live, training.zero_max_reuse)
     return 1 if stays else 2 * training.accumulation
 
 
 def idle_share(mesh: Mesh, training: Training) -> float:
-    """The part of a step in which a stage of an ideal 1F1B pipeline waits: (p - 1) / (m + p - 1)."""
+    """Return the idle fraction of an ideal 1F1B pipeline: (p - 1) / (m + p - 1)."""
     return (mesh.pp - 1) / (training.accumulation + mesh.pp - 1)
 
 
 def compute_seconds(shape: ModelShape, mesh: Mesh, training: Training, machine: Machine) -> float:
     """Return the seconds that the matrix products of a step take.
 
-    They take 6 operations per weight and token, and 12 per pair of tokens that attend, layer and feature; a third more
-    with activation checkpointing (arXiv 2104.04473, section 5.1).
+    They take 6 operations per weight and token, and 12 per attending pair of tokens, layer and feature; with activation
+    checkpointing a third more (arXiv 2104.04473, section 5.1).
     """
     tokens = training.micro_batch * training.accumulation * mesh.dp * training.sequence
     inner = shape.intermediate_size * (shape.experts_per_token or 1) + shape.shared_intermediate_size
@@ -113,7 +113,7 @@ def compute_seconds(shape: ModelShape, mesh: Mesh, training: Training, machine: 
 
 
 def step_seconds(shape: ModelShape, mesh: Mesh, training: Training, machine: Machine, traffic: Traffic) -> float:
-    """Compute, idle time and all messages one after the other: what overlaps makes it shorter."""
+    """Return the sum of compute time, idle time and all messages. Overlap, which is not modeled, makes it shorter."""
     spans = {"tp": mesh.tp, "sp": mesh.tp * mesh.sp, "dp": mesh.tp * mesh.sp * mesh.dp, "pp": mesh.ranks}
     spans["ep"] = mesh.tp * mesh.ep
     rate = {axis: machine.intra if span <= machine.ranks_per_node else machine.inter for axis, span in spans.items()}
@@ -130,13 +130,13 @@ def _part(ranks: int) -> float:
 
 
 STAGES = (0, 1, 2, 3)
-#: a part of a sequence below which it is not divided further, unless the user asks for it
+#: minimum tokens per part of a sequence, unless the user fixes sp
 _MIN_LENGTH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One mesh and training. Figures are of the ranks that need most; seconds are estimates."""
+    """One mesh and training. Memory and traffic are those of the rank that needs most; seconds are estimates."""
 
     mesh: Mesh
     training: Training
@@ -147,17 +147,17 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that a step sees, over all ranks."""
+        """The number of tokens per step, over all ranks."""
         training = self.training
         return training.micro_batch * training.accumulation * training.sequence * self.mesh.dp
 
     @property
     def seconds_per_token(self) -> float:
-        """The seconds that a token takes, by which choices are sorted."""
+        """The seconds per token, by which choices are sorted."""
         return self.step_seconds / self.tokens
 
     def config(self) -> dict[str, Any]:
-        """The sections of a DeepSpeed configuration that this choice decides."""
+        """Return the sections of a DeepSpeed configuration that this choice decides."""
         mesh, training = self.mesh, self.training
         axes = {axis: size for axis in ("pp", "sp", "tp") if (size := getattr(mesh, axis)) > 1}
         zero: dict[str, Any] = {"stage": training.stage}
@@ -200,9 +200,9 @@ class Plan:
     """`Plan` lists the choices that `plan` found.
 
     shape, parameters: the model's shape and number of parameters.
-    ranks, limit: what `plan` was asked for; limit in bytes of a rank's device.
-    fitting: choices that fit, the best first. others: the rest, the smallest memory first.
-    advice: what would make it fit, where nothing does: (what, the closest choice with it).
+    ranks, limit: the number of ranks, and the limit in bytes of device memory per rank.
+    fitting: choices that fit, best first. others: the rest, smallest memory first.
+    advice: if nothing fits, pairs of a change and the closest choice with this change.
     """
 
     shape: ModelShape
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def best(self) -> Choice | None:
-        """The first that fits."""
+        """The fastest choice that fits, or None."""
         return self.fitting[0] if self.fitting else None
 
 
@@ -234,18 +234,18 @@ def plan(
     """Estimate every mesh and stage.
 
     Args:
-        model: as `read_shape` takes it.
-        ranks: in all.
-        memory: bytes of a rank's device that training may use.
-        training: the micro-batch, precision and so on; its stage and accumulation are replaced.
-        stages: of ZeRO, to try.
-        axes: sizes that are fixed, of "pp", "dp", "sp", "tp", "ep".
-        global_batch: sequences of a step; default: `ranks` micro-batches.
-        machine: for the seconds.
-        library: for the buffers.
+        model: see `read_shape`.
+        ranks: total number of ranks.
+        memory: bytes of device memory per rank that training may use.
+        training: micro-batch, precision and so on; its stage and accumulation are replaced.
+        stages: ZeRO stages to try.
+        axes: fixed sizes of "pp", "dp", "sp", "tp", "ep".
+        global_batch: sequences per step; default: `ranks` micro-batches.
+        machine: speeds for the estimated seconds.
+        library: properties of the collectives' buffers.
 
     Raises:
-        ConfigError: no mesh fits `ranks`, the axes and the model; it says why.
+        ConfigError: no mesh fits `ranks`, the axes and the model; the message says why.
     """
     shape, training, machine = read_shape(model), training or Training(), machine or Machine()
     fixed = dict(axes or {})
@@ -288,7 +288,7 @@ def plan(
 
 @lru_cache(maxsize=64)
 def count_parameters(shape: ModelShape) -> int:
-    """Elements of all parameters of the model."""
+    """Return the number of elements in all parameters of the model."""
     if shape.parameters is not None:
         return shape.parameters
     return sum(param.numel for param in rank_model(shape, Mesh(), Training(sequence=1), 0).params)
@@ -297,8 +297,8 @@ def count_parameters(shape: ModelShape) -> int:
 def meshes(
     shape: ModelShape, ranks: int, training: Training, fixed: Mapping[str, int], machine: Machine, refused: list[str]
 ) -> Iterator[Mesh]:
-    """Every mesh of `ranks` ranks that can divide the model. What is not fixed stays small where more would only cost:
-    tp within a node, parts of a sequence of 1024 tokens or more. `refused` gets the reasons of the others."""
+    """Yield every mesh of `ranks` ranks that can divide the model. Unless fixed, tp stays within a node, and sp leaves
+    parts of at least 1024 tokens. The reasons against other meshes are appended to `refused`."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     by_axis: dict[str, list[int]] = {}
     for axis in ("pp", "sp", "tp"):
@@ -324,7 +324,7 @@ def meshes(
 
 
 def _useful(stages: Sequence[int], mesh: Mesh) -> Sequence[int]:
-    """Return the stages to compare: the lowest alone where nothing is sharded, since all of them are the same there."""
+    """Return the stages to compare. With one replica all stages are the same, so only the lowest one is returned."""
     return stages if mesh.replicas > 1 else [min(stages)]
 
 
@@ -350,7 +350,7 @@ def _choice(shape: ModelShape, mesh: Mesh, training: Training, machine: Machine,
 def _advice(
     shape: ModelShape, closest: Choice, memory: int, machine: Machine, library: Library
 ) -> Iterator[tuple[str, Choice]]:
-    """The closest choice with one thing changed, and with all of them; those that need less."""
+    """Yield the closest choice with one change, with all useful changes, and with twice the ranks, if it needs less."""
     training = closest.training
     changes: list[tuple[str, dict[str, Any]]] = []
     if not training.checkpoints_activations:

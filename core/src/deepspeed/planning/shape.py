@@ -1,9 +1,9 @@
-"""`ModelShape`: what a plan needs of a model, read from transformers' `config.json` or from a plain description.
+"""`ModelShape` holds the model's sizes for a plan, read from transformers' `config.json` or from a plain description.
 
-Nothing here imports transformers: a file of a hub and a dict are read alike.
+The module does not import transformers: a hub file and a dict are read the same way.
 
-`Mesh` and `Share`: how many ranks lie along each axis, and what of a model and a micro-batch the first rank along each
-of them has. The first ranks hold one head, feature or token more where sizes do not divide; so it has the most.
+`Mesh` holds the number of ranks along each axis. `Share` holds the first rank's share of a model and a micro-batch. If
+sizes do not divide evenly, the first ranks hold one head, feature or token more, so the first rank has the most.
 """
 
 import dataclasses
@@ -26,32 +26,32 @@ class ModelShape:
         layers: transformer layers.
         hidden_size: width between them.
         heads: query heads of a layer.
-        vocab_size: tokens.
+        vocab_size: size of the vocabulary.
         kv_heads: key and value heads; default: `heads`.
         head_dim: width of a head; default: hidden_size / heads.
         intermediate_size: inner width of the MLP, or of one expert; default: 4 x hidden_size.
         tied: whether embedding and output layer are one parameter.
         gated: whether the MLP has a gate: act(gate(x)) * up(x).
-        activation: of the MLP: "silu", "gelu", "gelu_new" or "relu".
+        activation: activation of the MLP: "silu", "gelu", "gelu_new" or "relu".
         norm: "rms" (a weight) or "layer" (weight and bias).
         rotary: whether queries and keys are rotated by their positions.
         rotary_share: part of a head that is rotated.
         positions: rows of a learned position embedding; 0: none.
-        token_types: rows of an embedding of token types, as BERT has; 0: none.
+        token_types: rows of an embedding of token types (BERT); 0: none.
         qkv_bias, out_bias, mlp_bias: whether these layers have biases.
         head_bias: whether the output layer has one.
         fused_qkv: whether query, key and value are one layer.
         qk_norm: whether there is a norm of each query and key head.
-        parallel: attention and MLP read the same residual, each through a norm of its own (GPT-NeoX).
+        parallel: attention and MLP read the same residual, each through its own norm (GPT-NeoX).
         post_norm: norms follow the residual sums (BERT).
         final_norm: whether a norm precedes the output layer.
         head_transform: whether a layer and a norm precede the output layer (BERT).
         dropout: whether embeddings and the outputs of attention and MLP pass a dropout.
-        is_causal_lm: the loss is taken of shifted tokens.
-        experts: of a layer; 0: it is dense.
-        experts_per_token: that each token uses.
+        is_causal_lm: whether the loss uses shifted tokens.
+        experts: number of experts per layer; 0: dense layers.
+        experts_per_token: number of experts that each token uses.
         shared_intermediate_size: inner width of an expert that every token uses; 0: none.
-        parameters: total, of a description that says it; then it replaces the sum of the parts in reports.
+        parameters: total number of parameters, if given; it replaces the computed sum in reports.
         family: transformers' model type, or "plain".
     """
 
@@ -113,16 +113,16 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Features of all query heads."""
+        """The number of features of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Features of all key heads, and of all value heads."""
+        """The number of features of all key heads; the value heads have the same."""
         return self.kv_heads * self.head_dim
 
 
-#: by field of `ModelShape`: how transformers' configs call it, the first that is there counts
+#: field of `ModelShape` -> names in transformers' configs; the first one that exists is used
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -134,7 +134,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 
-#: by model type: what is the same for all models of the family
+#: model type -> fields that are the same for all models of the family
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -151,21 +151,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"head_bias": True, "is_causal_lm": False},
     },
 }
-#: `tie_word_embeddings` where a file does not say it, as transformers has it
+#: transformers' defaults of `tie_word_embeddings`
 _TIED = {"gpt2": True, "opt": True, "bert": True}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
 
 
 def read_shape(source: ModelShape | Mapping[str, Any] | str | Path) -> ModelShape:
-    """The shape of a model.
+    """Return the shape of a model.
 
     Args:
-        source: a file or a dict: transformers' config (it has `model_type`), or a plain description with the fields of
-            `ModelShape`.
+        source: a file or a dict with transformers' config (it has `model_type`), or with a plain description, which has
+            the fields of `ModelShape`.
 
     Raises:
-        ConfigError: for an unknown family or field, or a missing one.
-        OSError: the file cannot be read.
+        ConfigError: the file cannot be read, a family or field is unknown, or a field is missing.
     """
     if isinstance(source, ModelShape):
         return source
@@ -274,7 +273,7 @@ def _opt(found: Mapping[str, Any]) -> dict[str, Any]:
     if not found.get("do_layer_norm_before", True):
         raise ConfigError("opt: found do_layer_norm_before false; plan it as a plain description")
     bias = bool(found.get("enable_bias", True))
-    positions = found.get("max_position_embeddings", 2048) + 2  # two rows that padding uses
+    positions = found.get("max_position_embeddings", 2048) + 2  # OPT's position embedding has an offset of 2
     return {
         **{"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, "positions": positions},
         "dropout": bool(found.get("dropout", 0.1)),
@@ -297,7 +296,7 @@ _OWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks along each axis. Experts are divided over `ep` of the dp x sp ranks."""
+    """The number of ranks along each axis. Experts are divided over `ep` of the dp x sp ranks."""
 
     pp: int = 1
     dp: int = 1
@@ -307,12 +306,12 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The total number of ranks."""
         return self.pp * self.dp * self.sp * self.tp
 
     @property
     def replicas(self) -> int:
-        """Ranks that average a gradient: over these ZeRO shards."""
+        """The number of ranks that average a gradient; ZeRO shards over these ranks."""
         return self.dp * self.sp
 
     def __str__(self) -> str:
@@ -322,14 +321,14 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """`Share` has the sizes that one rank computes with, in elements.
+    """`Share` holds the sizes of one rank's computation, in elements.
 
-    batch, length: sequences of a micro-batch, and tokens of one of them on this rank.
-    query_size, kv_size: features of the query heads, and of the key heads, of this tensor-parallel rank.
+    batch, length: sequences per micro-batch, and tokens per sequence on this rank.
+    query_size, kv_size: features of the query heads, and of the key heads, on this tensor-parallel rank.
     inner, shared_inner: inner width of the MLP or of one expert, and of the shared expert.
-    vocab: tokens whose embedding and logits the rank holds.
-    experts: how many experts the rank holds.
-    sp, tp, ep: ranks along these axes.
+    vocab: number of tokens whose embedding and logits the rank holds.
+    experts: number of experts on the rank.
+    sp, tp, ep: number of ranks along these axes.
     """
 
     batch: int
@@ -346,12 +345,12 @@ class Share:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that a micro-batch has on this rank."""
+        """The number of tokens per micro-batch on this rank."""
         return self.batch * self.length
 
 
 def share_of(shape: ModelShape, mesh: Mesh, batch: int, sequence: int) -> Share:
-    """The share of the first rank.
+    """Return the share of the first rank.
 
     Raises:
         ConfigError: there are fewer heads than tensor-parallel ranks.
@@ -365,7 +364,7 @@ def share_of(shape: ModelShape, mesh: Mesh, batch: int, sequence: int) -> Share:
         kv_size=heads.num_keys * shape.head_dim,
         inner=_first(shape.intermediate_size, mesh.tp) if is_divided else shape.intermediate_size,
         shared_inner=_first(shape.shared_intermediate_size, mesh.tp),
-        vocab=_first(shape.vocab_size, mesh.tp) if mesh.pp == 1 else shape.vocab_size,  # a pipeline's ends stay whole
+        vocab=_first(shape.vocab_size, mesh.tp) if mesh.pp == 1 else shape.vocab_size,  # not divided in a pipeline
         experts=shape.experts // mesh.ep,
         sp=mesh.sp,
         tp=mesh.tp,
@@ -374,12 +373,12 @@ def share_of(shape: ModelShape, mesh: Mesh, batch: int, sequence: int) -> Share:
 
 
 def first_heads(shape: ModelShape, tp: int) -> HeadShare:
-    """The heads of the first tensor-parallel rank."""
+    """Return the heads of the first tensor-parallel rank."""
     return share_heads(shape.heads, shape.kv_heads, tp, f"{shape.family}, tp {tp}")[0]
 
 
 def why_not(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
-    """Return why the model cannot be divided so; None: it can."""
+    """Return why the mesh cannot divide the model; None if it can."""
     if shape.layers < mesh.pp:
         return f"pp {mesh.pp}: {counted(shape.layers, 'layer')}"
     if shape.heads < mesh.tp or shape.intermediate_size < mesh.tp:

@@ -1,12 +1,12 @@
-"""A tape computes on paper what eager torch keeps and allocates around one backward: operations are written down only.
+"""A tape computes how much memory eager torch saves and allocates for one forward and backward, without running them.
 
-A layer is written as the operations of its forward (`blocks.py`). `Tape.profile` then goes back through them as
-autograd does: an operation allocates the gradients of its inputs while its own gradient and what it saved are there,
-then frees both; a second gradient of the same tensor is added into the first where nothing else uses that memory. Views
-are no operations. The unit is a byte.
+A layer is recorded as the operations of its forward (`blocks.py`). `Tape.profile` then walks back through them like
+autograd: an operation allocates the gradients of its inputs while its own gradient and its saved tensors are alive, and
+then frees both. A second gradient of a tensor is added into the first in place, if nothing else uses that memory. Views
+are no operations. All sizes are in bytes.
 
-What is saved follows the derivatives of torch (`tools/autograd/derivatives.yaml`): a product saves both factors, a
-linear layer its input, silu its input, an attention kernel its inputs, its output and one number per row.
+Saved tensors follow torch's derivatives (`tools/autograd/derivatives.yaml`): a product saves both factors, a linear
+layer its input, silu its input, an attention kernel its inputs, its output and one number per row.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class SavedBlock:
-    """A block of memory of a forward: `num_bytes`; `uses` counts the operations that saved it."""
+    """A block of memory in a forward. `uses` counts the operations that saved it."""
 
     num_bytes: int
     uses: int = 0
@@ -23,7 +23,7 @@ class SavedBlock:
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor: how many elements, of which size, and in which memory. `is_input`: it came from outside the tape."""
+    """A tensor: number and size of its elements, and its memory. `is_input`: it comes from outside the tape."""
 
     numel: int
     itemsize: int
@@ -33,7 +33,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that the elements take."""
+        """The number of bytes of all elements."""
         return self.numel * self.itemsize
 
 
@@ -42,7 +42,7 @@ class _Operation:
     output: Value
     inputs: tuple[Value, ...]
     saved: tuple[Value, ...]
-    passes: bool  # gradients of the inputs are that of the output, in its memory
+    passes: bool  # the inputs' gradients are the output's gradient, in the same memory
     temporary: int  # bytes that the backward allocates and frees
     parameters: tuple[str, ...]
     parameter_bytes: int
@@ -50,8 +50,8 @@ class _Operation:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Until the gradients of `parameters` arrive, `peak` bytes are live at most: activations of the tape and working
-    memory, without gradients of parameters that arrived earlier. `live`: bytes right after."""
+    """A point of the backward. Until the gradients of `parameters` arrive, at most `peak` bytes are live: activations
+    and working memory, without parameter gradients that arrived earlier. `live`: bytes right after."""
 
     peak: int
     live: int
@@ -60,11 +60,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One tape.
+    """The memory profile of one tape.
 
-    saved: bytes from forward to backward.
-    forward_peak: bytes at most in the forward, what it saves included.
-    output: bytes of the result.
+    saved: bytes saved from forward to backward.
+    forward_peak: maximum bytes in the forward, with the saved ones.
+    output: bytes of the output.
     points: the backward, in order; the last one may have no parameters.
     """
 
@@ -79,7 +79,7 @@ class Tape:
     """The operations of one forward.
 
     Args:
-        itemsize: of activations.
+        itemsize: bytes per element of activations.
     """
 
     itemsize: int
@@ -90,7 +90,7 @@ class Tape:
     forward_peak: int = 0
 
     def input(self, numel: int, *, needs_gradient: bool = True, itemsize: int | None = None) -> Value:
-        """A tensor from outside. What outside keeps anyway is not counted: only if an operation saves it."""
+        """Return a tensor from outside of the tape. It counts only if an operation saves it."""
         size = self.itemsize if itemsize is None else itemsize
         value = Value(numel, size, SavedBlock(numel * size), needs_gradient, is_input=True)
         self._outside[id(value)] = value.memory
@@ -111,17 +111,17 @@ class Tape:
         parameters: Sequence[str] = (),
         itemsize: int | None = None,
     ) -> Value:
-        """Write an operation down; returns its output.
+        """Record an operation, and return its output.
 
         Args:
-            numel: elements of the output.
-            saved: of its inputs.
-            saved_extra: bytes of small results that it saves besides.
-            passes: the gradient of each input is that of the output.
-            in_place: the output is in the memory of the first input.
-            temporary: bytes that the backward allocates and frees; `forward_temporary`: the forward.
-            parameters: names of those whose gradients the backward makes; `parameter` has said their sizes.
-            itemsize: of the output; default: that of the tape.
+            numel: number of elements of the output.
+            saved: inputs that the operation saves.
+            saved_extra: bytes of small results that it also saves.
+            passes: whether the gradient of each input is the output's gradient.
+            in_place: whether the output uses the memory of the first input.
+            temporary: bytes that the backward allocates and frees; `forward_temporary`: the same for the forward.
+            parameters: names of parameters whose gradients the backward computes; `parameter` must come before.
+            itemsize: bytes per element of the output; default: the tape's.
         """
         size = self.itemsize if itemsize is None else itemsize
         memory = inputs[0].memory if in_place else SavedBlock(numel * size)
@@ -141,22 +141,22 @@ class Tape:
         return output
 
     def parameter(self, name: str, num_bytes: int) -> str:
-        """Say how large the gradient of a parameter is."""
+        """Register a parameter with the size of its gradient, and return its name."""
         self._parameter_bytes[name] = num_bytes
         return name
 
     def drop(self, *values: Value) -> None:
-        """The forward has no more use for these: what no operation saved is freed."""
+        """Free values that the forward no longer needs, unless an operation saved them."""
         for value in values:
             if not value.memory.uses and not value.is_input:
                 self._live -= value.memory.num_bytes
 
     def profile(self, output: Value, *, gradient_bytes: int | None = None) -> Profile:
-        """Go back through the operations.
+        """Walk back through the operations, and return the profile.
 
         Args:
-            output: of the tape.
-            gradient_bytes: of the gradient that comes from outside; default: as large as the output.
+            output: output of the tape.
+            gradient_bytes: bytes of the incoming gradient; default: the size of the output.
         """
         blocks = {id(value.memory): value.memory for each in self._operations for value in each.saved}
         saved = live = sum(block.num_bytes for block in blocks.values())
@@ -197,7 +197,7 @@ class Tape:
                     live -= first.release() + own.release()
                     gradients[id(value)] = total
             if each.parameters:
-                live -= each.parameter_bytes  # from here on it counts as one that has arrived
+                live -= each.parameter_bytes  # from here on these gradients count as arrived
                 points.append(Point(peak, live, each.parameters))
                 peak = live
         points.append(Point(peak, live, ()))
@@ -211,6 +211,6 @@ class _Gradient:
     references: int = 1
 
     def release(self) -> int:
-        """One reference less; returns the bytes that this frees."""
+        """Drop one reference, and return the bytes that this frees."""
         self.references -= 1
         return 0 if self.references else self.num_bytes

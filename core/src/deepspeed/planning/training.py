@@ -1,4 +1,4 @@
-"""`Training`: what a plan is made for, besides the model and the mesh; and `Library`, what collectives need."""
+"""`Training` holds the settings of a plan besides model and mesh; `Library` holds the properties of collectives."""
 
 import dataclasses
 import sys
@@ -11,7 +11,7 @@ from deepspeed.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-#: fp32 states that an optimizer keeps for each element
+#: number of fp32 states that an optimizer keeps per element
 OPTIMIZER_STATES = {
     **dict.fromkeys(("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam", "onebitlamb", "zerooneadam"), 2),
     **dict.fromkeys(("lion", "fusedlion", "adagrad", "momentum", "muon"), 1),
@@ -21,11 +21,11 @@ OPTIMIZER_STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """`Library` says what the collectives of a process group prefer and keep, as `Capabilities` of a real one does.
+    """`Library` describes the collectives of a process group, like `Capabilities` of a real group.
 
-    bucket_bytes: the bucket of a reduce-scatter or an all-gather; all_reduce_bytes: the bucket of an all-reduce.
-    stages: whether a reduce-scatter needs a second buffer of its size (gloo), up to `kept_bytes` of which are kept.
-    waits_on_device: whether a bucket's end is waited for on the device, so that the number in flight is bounded.
+    bucket_bytes: bucket size of a reduce-scatter or an all-gather; all_reduce_bytes: bucket size of an all-reduce.
+    stages: whether a reduce-scatter needs a second buffer of its size (gloo); up to `kept_bytes` of it are kept.
+    waits_on_device: whether the device waits for the end of a bucket, so that the number in flight is bounded.
     """
 
     bucket_bytes: int = 64 << 20
@@ -35,12 +35,12 @@ class Library:
     waits_on_device: bool = True
 
 
-#: the library of a device, as `comm/torch_group.py` describes it
+#: the library of a device; see `comm/torch_group.py`
 DEVICE = Library()
 
 
 def gloo(ranks: int) -> Library:
-    """gloo in host memory among so many ranks (`comm/torch_group.py`)."""
+    """Return the properties of gloo in host memory for a number of ranks (`comm/torch_group.py`)."""
     size = (8 << 20) if ranks <= 8 else (32 << 20)
     return Library(
         bucket_bytes=size,
@@ -52,17 +52,17 @@ def gloo(ranks: int) -> Library:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A step. Sizes of `zero_*` are numbers of elements; they are the keys of `zero_optimization`.
+    """The settings of a step. `zero_*` are keys of `zero_optimization`, as numbers of elements.
 
-    micro_batch: sequences of a data-parallel rank in one forward; accumulation: forwards of a step.
-    sequence: tokens of a sequence.
-    stage: of ZeRO; None: each is tried.
-    optimizer: a name of `OPTIMIZER_STATES`.
-    has_kernel: whether the optimizer reads low-precision gradients as they are.
-    checkpoints_activations: each layer keeps its input only, and is computed again in the backward.
-    offloads_optimizer, offloads_parameters: to host memory, at the stages that shard them; see `updates_on_host`.
-    gradient_bytes: bytes of an accumulated gradient; 0: as many as a weight has.
-    schedule: of the pipeline.
+    micro_batch: sequences per data-parallel rank and forward; accumulation: forwards per step.
+    sequence: tokens per sequence.
+    stage: ZeRO stage.
+    optimizer: a name in `OPTIMIZER_STATES`.
+    has_kernel: whether the optimizer reads low-precision gradients directly.
+    checkpoints_activations: whether each layer keeps only its input, and is computed again in the backward.
+    offloads_optimizer, offloads_parameters: offload to host memory at stages that shard them (`updates_on_host`).
+    gradient_bytes: bytes per accumulated gradient element; 0: like the weights.
+    schedule: schedule of the pipeline.
     """
 
     micro_batch: int = 1
@@ -93,27 +93,27 @@ class Training:
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether states of the optimizer are in host memory, where they are updated."""
+        """Whether optimizer states are in host memory, and are updated there."""
         return self.offloads_optimizer and self.stage > 0
 
     @property
     def weight_bytes(self) -> int:
-        """The number of bytes that a weight takes, and that an activation takes."""
+        """Bytes per element of weights and activations."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def accumulated_bytes(self) -> int:
-        """The number of bytes that an accumulated gradient takes."""
+        """Bytes per element of accumulated gradients."""
         return self.gradient_bytes or self.weight_bytes
 
     @property
     def state_bytes(self) -> int:
-        """The number of bytes that the optimizer's states of a weight take."""
+        """Bytes of optimizer states per weight element."""
         return 4 * OPTIMIZER_STATES[self.optimizer.lower()]
 
     @property
     def master_bytes(self) -> int:
-        """The number of bytes that an fp32 master weight takes; 0 where the weight itself is fp32."""
+        """Bytes per element of fp32 master weights; 0 if the weights themselves are fp32."""
         return 0 if self.precision == "fp32" else 4
 
 
@@ -121,11 +121,11 @@ def read_training(config: Mapping[str, Any] | str, **given: Any) -> tuple[Traini
     """Return the training that a DeepSpeed configuration describes, and the choices that it fixes.
 
     Args:
-        config: as `deepspeed.initialize` takes it; batch sizes may be missing.
-        given: fields of `Training` that it does not say, or that replace what it says.
+        config: a configuration for `deepspeed.initialize`; batch sizes may be missing.
+        given: fields of `Training` that add to the configuration or override it.
 
     Returns:
-        the training, and the axes of the mesh and other choices that it fixes: any of "pp", "dp", "sp", "tp", "ep",
+        The training, and the fixed axes of the mesh and other fixed choices: any of "pp", "dp", "sp", "tp", "ep",
         "stage", "global_batch".
     """
     parsed = DeepSpeedConfig(dict(config) if isinstance(config, Mapping) else config, batch_required=False)
