@@ -1,9 +1,9 @@
-"""Linear layers for fine-tuning: frozen weights, stored in 8 or 6 bits, with LoRA adapters, by DeepSpeed's names.
+"""Linear layers for fine-tuning, under DeepSpeed's names: frozen weights in 8 or 6 bits, with LoRA adapters.
 
     layer = OptimizedLinear(4096, 4096, lora_config=LoRAConfig(lora_r=16), quantization_config=QuantizationConfig())
 
 Read `optimized_linear.py` first, then `quantization.py` (the stored weight) and `context_manager.py` (a whole model).
-May import `ops`, `config` and `accelerator`.
+The package may import `ops`, `config` and `accelerator`.
 """
 
 from deepspeed._absent import complete

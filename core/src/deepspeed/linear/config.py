@@ -1,4 +1,4 @@
-"""`LoRAConfig` and `QuantizationConfig`: what `OptimizedLinear` is made by."""
+"""`LoRAConfig` and `QuantizationConfig`: the options of `OptimizedLinear`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ class LoRAConfig:
     """Adapters of rank `lora_r` (LoRA, arXiv 2106.09685) beside frozen weights.
 
     Args:
-        lora_r: the adapters' rank.
-        lora_alpha: their product is scaled by lora_alpha / lora_r.
-        base_weight_sharding: 1; ZeRO stage 3 shards frozen weights as all others.
-        offload, offload_ratio: off; `offload_param` of stage 3 keeps frozen weights in host memory.
-        delay_lora_init: `init_lora` makes the adapters, once the weights are loaded.
-        target_mods: ends of the names of layers that get an adapter within `deepspeed.linear.Init`.
+        lora_r: rank of the adapters.
+        lora_alpha: the output of an adapter is scaled by lora_alpha / lora_r.
+        base_weight_sharding: must be 1; ZeRO stage 3 shards frozen weights like all others.
+        offload, offload_ratio: must be off; `offload_param` of stage 3 keeps frozen weights in host memory.
+        delay_lora_init: whether `init_lora` creates the adapters later, after the weights are loaded.
+        target_mods: suffixes of the names of layers that get an adapter within `deepspeed.linear.Init`.
 
     Raises:
-        ConfigError: a value is not possible; names it and the way.
+        ConfigError: a value is not supported; the message names the value and the alternative.
     """
 
     lora_r: int = 64
@@ -62,17 +62,17 @@ class LoRAConfig:
 
 @dataclass
 class QuantizationConfig:
-    """Floating-point numbers of few bits, with a scale for each group; see `ops/quantizer/floats.py`.
+    """Storage as low-precision floating-point numbers, with a scale per group; see `ops/quantizer/floats.py`.
 
     Args:
-        q_bits: 8 (e4m3) or 6 (e3m2); `FP_Quantize`, to which it is given too, has 12 as well.
-        mantissa_bits: of 8 bits, for `FP_Quantize.quantize`; layers have 3.
-        group_size: elements that share a scale. In a layer a group lies within a row: it is the largest divisor of the
-            inputs that is not more.
-        q_dtype: the type of the stored bytes.
+        q_bits: 8 (e4m3) or 6 (e3m2); `FP_Quantize` also accepts 12.
+        mantissa_bits: mantissa bits of 8-bit numbers, for `FP_Quantize.quantize`; layers always use 3.
+        group_size: number of elements that share a scale. In a layer a group lies within a row, so the largest divisor
+            of the inputs up to this number is used.
+        q_dtype: dtype of the stored bytes.
 
     Raises:
-        ConfigError: a value is of a wrong type, or a group has no elements.
+        ConfigError: a value has a wrong type, or a group has no elements.
     """
 
     q_bits: int = 8
@@ -96,12 +96,12 @@ def _is_count(value: Any) -> bool:
 
 
 def stored_as(config: QuantizationConfig, in_features: int) -> GroupWiseQuantConfig:
-    """Return the quantization settings by which a layer with `in_features` inputs stores its weight.
+    """Return the quantization settings with which a layer with `in_features` inputs stores its weight.
 
     Raises:
-        ConfigError: if layers have no such format, or no group fits.
+        ConfigError: layers do not support the format, or no group size fits.
     """
-    of_six = config.q_bits == 6  # whose mantissa is given
+    of_six = config.q_bits == 6  # mantissa_bits does not apply to 6 bits
     if config.q_bits not in FLOATING or (config.mantissa_bits != FLOATING[config.q_bits].mantissa_bits and not of_six):
         raise ConfigError(
             f"QuantizationConfig: found q_bits {config.q_bits} and mantissa_bits {config.mantissa_bits}, but layers "

@@ -1,4 +1,4 @@
-"""`Init`, in which new linear layers are frozen, stored in few bits, and get adapters, and `init_lora`."""
+"""`Init` creates linear layers with frozen, quantized weights; `init_lora` adds adapters to them."""
 
 import contextlib
 import dataclasses
@@ -17,17 +17,17 @@ from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, freeze
 
 @absent_members("linear.context_manager:Init")
 class Init(contextlib.AbstractContextManager["Init"]):
-    """Context in which each new `torch.nn.Linear` is a `LoRAOptimizedLinear` without an adapter yet.
+    """A context in which each new `torch.nn.Linear` is a `LoRAOptimizedLinear` without an adapter.
 
-    Weights that `from_pretrained` or `load_state_dict` reads are stored as `quant_config` says; after that call
-    `init_lora(model)`. Classes derived from `torch.nn.Linear` stay as they are.
+    Weights that `from_pretrained` or `load_state_dict` loads are stored according to `quant_config`. After the load,
+    call `init_lora(model)`. Classes derived from `torch.nn.Linear` are not changed.
 
     Args:
         lora_config: default: `LoRAConfig()`.
-        quant_config: None: weights keep their type.
+        quant_config: None: weights keep their dtype.
 
     Raises:
-        StateError: on entering, where this object is entered already.
+        StateError: this object is entered a second time.
 
     >>> import torch
     >>> with Init(LoRAConfig(lora_r=2, target_mods=["0"]), QuantizationConfig(group_size=16)):
@@ -66,10 +66,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 def init_lora(model: nn.Module) -> None:
-    """Make the adapters of the layers that `target_mods` names; the others have none. Weights are loaded before.
+    """Create the adapters of the layers that `target_mods` names. Call this after the weights are loaded.
 
     Raises:
-        ConfigError: there are such layers, but `target_mods` names none of them, so that nothing would be trained.
+        ConfigError: `target_mods` matches none of the model's `LoRAOptimizedLinear`s, so that nothing would train.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, LoRAOptimizedLinear)}
     if layers and not any(_is_target(name, layer) for name, layer in layers.items()):
@@ -81,7 +81,7 @@ def init_lora(model: nn.Module) -> None:
             f"LoRAConfig.target_mods: found {ends}, but no layer's name ends so; the ends are {', '.join(names[:20])}"
         )
     for name, module in layers.items():
-        for param in module.parameters(recurse=False):  # those that a checkpoint brought may be new ones
+        for param in module.parameters(recurse=False):  # a load may have replaced parameters
             param.requires_grad_(False)
         if _is_target(name, module):
             module.init_lora()

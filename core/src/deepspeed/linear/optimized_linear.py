@@ -1,6 +1,6 @@
-"""`OptimizedLinear`: a linear layer that is plain, stored in few bits, frozen with an adapter beside it, or both.
+"""`OptimizedLinear`: a linear layer that is plain, quantized, frozen with an adapter, or quantized with an adapter.
 
-LoRA (arXiv 2106.09685): y = x W^T + b + (lora_alpha / lora_r) (x A^T) B^T, of which A and B train.
+LoRA (arXiv 2106.09685): y = x W^T + b + (lora_alpha / lora_r) (x A^T) B^T, where only A and B train.
 """
 
 import math
@@ -19,15 +19,15 @@ from deepspeed.ops.quantizer.stored_form import StoredForm
 
 
 class OptimizedLinear(nn.Module):
-    """The arguments of `OptimizedLinear` decide the class of the layer that it returns: `LoRAOptimizedLinear` with a
-    `lora_config`, `QuantizedLinear` with a `quantization_config` alone, else `linear_cls`.
+    """A factory: the arguments decide the class of the returned layer: `LoRAOptimizedLinear` with a `lora_config`,
+    `QuantizedLinear` with only a `quantization_config`, else `linear_cls`.
 
     Args:
         input_dim, output_dim: numbers of features.
         bias: whether the layer has a bias.
         lora_config: the options of the adapter.
-        quantization_config: how the weight is stored.
-        device: where the weights are made.
+        quantization_config: the format of the stored weight.
+        device: the device of the weights.
         dtype: the dtype of the weights.
         linear_cls: the class of a plain layer.
     """
@@ -52,17 +52,17 @@ class OptimizedLinear(nn.Module):
 
 
 class _Adapter(nn.Linear):
-    """A class of its own, so that `deepspeed.linear.Init` leaves it as it is."""
+    """A linear layer of an adapter. It is a separate class, so that `deepspeed.linear.Init` does not convert it."""
 
 
 @absent_members("linear.optimized_linear:LoRAOptimizedLinear")
 class LoRAOptimizedLinear(nn.Linear):
-    """A frozen linear layer with an adapter beside it; its weight may be stored in few bits.
+    """A frozen linear layer with an adapter; its weight may be quantized.
 
-    Its arguments are those of `OptimizedLinear`; `linear_cls` must be `torch.nn.Linear`.
+    The arguments are those of `OptimizedLinear`; `linear_cls` must be `torch.nn.Linear`.
     """
 
-    # the parts that `freeze` gives
+    # attributes that `freeze` sets
     lora_config: LoRAConfig
     lora_scaling_factor: float
     disabled: bool
@@ -88,9 +88,9 @@ class LoRAOptimizedLinear(nn.Linear):
         freeze(self, lora_config or LoRAConfig(), quantization_config)
 
     def init_lora(self) -> None:
-        """Make the adapter, which adds zero at first; on the weight's device and in its type. Once.
+        """Create the adapter, which adds zero at first, with the weight's device and dtype. Later calls do nothing.
 
-        A is drawn as the weight of `torch.nn.Linear` is, B is 0.
+        A is initialized like the weight of `torch.nn.Linear`, and B with 0.
         """
         if self.disabled or self.lora_weight_1 is not None:
             return
@@ -101,16 +101,16 @@ class LoRAOptimizedLinear(nn.Linear):
         nn.init.zeros_(self.lora_weight_2.weight)
 
     def disable(self) -> None:
-        """Have no adapter: the layer is its frozen weight alone."""
+        """Remove the adapter, so that the layer computes only with its frozen weight."""
         self.disabled = True
         self.lora_weight_1 = self.lora_weight_2 = None
 
     def full_weight(self) -> Tensor:
-        """The frozen weight as numbers, [out, in]."""
+        """Return the frozen weight as numbers, [out, in]."""
         return self.weight.detach()
 
     def linear_without_F_linear(self, input: Tensor, weight: Tensor) -> Tensor:
-        """input W^T."""
+        """Return input W^T."""
         return input @ weight.t()
 
     def forward(self, input_tensor: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ class LoRAOptimizedLinear(nn.Linear):
 
 
 class QuantizedLoRALinear(WidensInBackward, LoRAOptimizedLinear):
-    """A `LoRAOptimizedLinear` whose weight is stored; made by `freeze`."""
+    """A `LoRAOptimizedLinear` with a quantized weight; `freeze` converts layers to it."""
 
     def full_weight(self) -> Tensor:
-        """The frozen weight as numbers, [out, in]."""
+        """Return the frozen weight as numbers, [out, in]."""
         return self.dequantized()
 
     def _adapter_dtype(self) -> torch.dtype:
@@ -140,8 +140,8 @@ class QuantizedLoRALinear(WidensInBackward, LoRAOptimizedLinear):
 
 
 def freeze(layer: nn.Linear, lora: LoRAConfig, quantization: QuantizationConfig | None) -> None:
-    """Make a plain layer one with a frozen weight and an adapter, in place; on the meta device without an adapter yet,
-    and without a weight in few bits until it is loaded."""
+    """Convert a plain layer, in place, to one with a frozen weight and an adapter (with `delay_lora_init`, no adapter
+    yet). On the meta device, the weight is quantized when it is loaded."""
     layer.__class__ = LoRAOptimizedLinear
     assert isinstance(layer, LoRAOptimizedLinear)
     layer.requires_grad_(False)

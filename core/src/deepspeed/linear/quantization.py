@@ -1,4 +1,4 @@
-"""`QuantizedLinear` and `QuantizedParameter`: a linear layer, frozen, whose weight is stored in 8 or 6 bits."""
+"""`QuantizedLinear` and `QuantizedParameter`: a frozen linear layer with a weight in 8 or 6 bits."""
 
 from typing import Any
 
@@ -20,18 +20,18 @@ from deepspeed.ops.quantizer.stored_form import StoredForm
 
 @absent_members("linear.quantization:QuantizedParameter")
 class QuantizedParameter(nn.Parameter):
-    """A weight in 8 or 6 bits: one int8 tensor, as `ops/quantizer/layers.py` has it; `dequantized` gives the numbers.
+    """A weight in 8 or 6 bits, as one int8 tensor (`ops/quantizer/layers.py`). `dequantized` returns the numbers.
 
-    It moves as it is; ZeRO shards and gathers it as any other parameter. It has no gradient.
+    Moves keep the stored bytes, and ZeRO shards and gathers it like any other parameter. It has no gradient.
 
     Args:
         data: the weight, [out, in].
-        requires_grad: False.
+        requires_grad: must be False.
         quantization_config: default: 8 bits.
-        quantizer: None, since the format is that of `quantization_config`.
+        quantizer: must be None, because `quantization_config` sets the format.
 
     Raises:
-        ConfigError: it cannot be stored so.
+        ConfigError: an argument is not supported, or the weight does not fit the format.
 
     >>> weight = QuantizedParameter(torch.tensor([[448.0, -1.1, 0.0, 17.0]]))
     >>> weight.dequantized()
@@ -61,7 +61,7 @@ class QuantizedParameter(nn.Parameter):
 
     @classmethod
     def of(cls, stored_B: Tensor, form: StoredForm, dtype: torch.dtype) -> "QuantizedParameter":
-        """The parameter of bytes that are stored already."""
+        """Create the parameter from stored bytes."""
         made = torch.Tensor._make_subclass(cls, stored_B.detach(), False)  # type: ignore[attr-defined]
         assert isinstance(made, cls)
         made.form, made.numbers_dtype = form, dtype
@@ -73,22 +73,22 @@ class QuantizedParameter(nn.Parameter):
         return made
 
     def dequantized(self) -> Tensor:
-        """The numbers, [out, in], of the type that the weight had."""
+        """Return the numbers, [out, in], in the dtype of the original weight."""
         return self.form.unpack(self.data, self.numbers_dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> "QuantizedParameter":  # type: ignore[override]
-        """The same weight elsewhere; a floating type is that of `dequantized` from then on."""
+        """Return the weight on another device. A dtype does not change the bytes, but sets that of `dequantized`."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         moved = self.data if device is None else self.data.to(device, non_blocking=non_blocking)
         return self.of(moved, self.form, dtype or self.numbers_dtype)
 
     def offload(self, revert: bool = False) -> None:
-        """Keep the bytes in host memory; `revert`: on the accelerator again."""
+        """Move the bytes to host memory, or, with `revert`, back to the accelerator."""
         self.data = self.data.to(get_accelerator().current_device_name() if revert else "cpu")
 
 
 class WidensInBackward(StoredLayer):
-    """A stored layer whose product keeps no wide weight for the backward pass: it is widened once more there."""
+    """A stored layer that dequantizes its weight again in the backward, instead of saving it in the forward."""
 
     def _stored(self, name: str, value: Tensor) -> nn.Parameter:
         stored = super()._stored(name, value)
@@ -99,7 +99,7 @@ class WidensInBackward(StoredLayer):
         return made
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T + bias, of x's dtype."""
+        """Return x W^T + bias, in the dtype of x."""
         bias = self._parameters.get("bias")
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             out: Tensor = _Product.apply(x, self)
@@ -120,13 +120,13 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedLinear(WidensInBackward, layers.QuantizedLinear):
-    """A linear layer whose weight is a `QuantizedParameter`. It takes plain weights from state dicts, and stores them.
+    """A linear layer with a `QuantizedParameter` as weight. It quantizes plain weights from state dicts.
 
     Args:
-        input_dim, output_dim: features.
-        bias: whether it has one, which trains.
+        input_dim, output_dim: numbers of features.
+        bias: whether the layer has a bias, which trains.
         quantization_config: default: 8 bits.
-        dtype: of the weight before it is stored, and of the bias.
+        dtype: dtype of the original weight and of the bias.
     """
 
     def __init__(
