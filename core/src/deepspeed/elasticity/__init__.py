@@ -1,9 +1,9 @@
-"""Elastic training: one global batch that many numbers of ranks can compute, so that a job goes on with those it has.
+"""Elastic training: one global batch size that works for many numbers of ranks, so that a job can change its ranks.
 
     compute_elastic_config(ds_config, deepspeed.__version__, world_size=6)      (9792, [32, 33, ...], 17)
 
-Read `elasticity.py` (the choice of the batch), then `config.py` (the keys and the errors). `config/root.py` asks for
-the batch at `initialize`. May import `errors` and `log`, but for the addresses that are loaded late.
+Read `elasticity.py` (the choice of the batch), then `config.py` (the keys and the errors). `config/root.py` requests
+the batch at `initialize`. Except for names that are loaded late, the package imports only `errors` and `log`.
 """
 
 from deepspeed._absent import complete

@@ -1,4 +1,4 @@
-"""`elasticity` of the configuration as an object of DeepSpeed's names, and the errors of elastic training."""
+"""The section `elasticity` as an object with DeepSpeed's names, and the errors of elastic training."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.errors import ConfigError, shown
 
-# Names of the keys, with their defaults, under the constants that DeepSpeed gives them.
+# DeepSpeed's constants for the names of the keys, and for their defaults.
 ELASTICITY = "elasticity"
 LATEST_ELASTICITY_VERSION = 0.2
 MINIMUM_DEEPSPEED_VERSION = "0.3.8"
@@ -35,26 +35,26 @@ FORMAT = """
 
 
 class ElasticityError(ConfigError):
-    """Base of the errors of elastic training."""
+    """Base class of the errors of elastic training."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The section `elasticity` is wrong, or something beside it contradicts it."""
+    """The section `elasticity` is invalid, or other settings contradict it."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The number of ranks is not among those that the batch size allows."""
+    """The batch size does not allow this number of ranks."""
 
 
 class ElasticityConfig:
-    """The section `elasticity`, checked.
+    """The checked section `elasticity`.
 
     Args:
-        param_dict: the section as a dict. Where it is enabled, `max_train_batch_size` and `micro_batch_sizes` have to
-            be in it.
+        param_dict: the section as a dict. If it is enabled, it must have `max_train_batch_size` and
+            `micro_batch_sizes`.
 
     Raises:
-        ElasticityConfigError: a key is missing, or its value is wrong.
+        ElasticityConfigError: a key is missing, or has an invalid value.
     """
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class ElasticityConfig:
         self._check_model_parallel()
 
     def repr(self) -> dict[str, Any]:
-        """The section as it was given."""
+        """Return a copy of the given section."""
         return dict(self._given)
 
     def __repr__(self) -> str:

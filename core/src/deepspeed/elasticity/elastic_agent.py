@@ -1,7 +1,7 @@
-"""`DSElasticAgent`: torch's elastic agent, whose ranks get an environment of their own.
+"""`DSElasticAgent` is torch's elastic agent with additional environment variables for the ranks.
 
-For programs that start ranks by torch's interface themselves. `deepspeed --elastic_training` uses an agent of its own
-(`launcher/elastic.py`), which ends a rank's whole process group and tells one cause.
+It is for programs that start ranks through torch's interface themselves. `deepspeed --elastic_training` uses another
+agent (`launcher/elastic.py`), which ends a rank's whole process group and reports one cause.
 """
 
 import os
@@ -19,14 +19,14 @@ __all__ = ["DSElasticAgent"]
 
 
 class DSElasticAgent(LocalElasticAgent):
-    """Runs the ranks of this node, and starts them again when one fails, or nodes come or are lost.
+    """Runs the ranks of this node, and restarts them when a rank fails, or a node joins or is lost.
 
     Args:
-        spec: what a rank runs, the rendezvous, and how often it may be started again.
-        env: variables for the ranks, beside those of this process and torch's.
-        start_method: how Python starts the ranks of a function.
+        spec: the ranks' entry point, the rendezvous, and the maximum number of restarts.
+        env: variables for the ranks, in addition to those of this process and of torch.
+        start_method: Python's start method for ranks that run a function.
         exit_barrier_timeout: seconds to wait for other nodes at the end.
-        log_dir: folder of the ranks' output; None: they write to the console only.
+        log_dir: folder of the ranks' output; None: console only.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DSElasticAgent(LocalElasticAgent):
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The variables are set inside, for processes that are started there."""
+    """Set environment variables inside the block, for processes that are started there."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

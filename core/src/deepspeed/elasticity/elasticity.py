@@ -1,10 +1,10 @@
-"""The choice of a global batch that many numbers of ranks can compute, and of the micro-batch for one of them.
+"""Choose a global batch size that works for many numbers of ranks, and the micro-batch for one of them.
 
-A number of ranks is valid for a batch if some micro-batch divides what a rank gets of it. A number with many divisors
-is therefore sought: each micro-batch, and their least common multiple, times the largest highly composite number that
-stays within `max_train_batch_size`; of these the one with most valid numbers of ranks wins. Version 0.2 counts whole
-nodes, each of `num_gpus_per_node / model_parallel_size` data-parallel ranks, and takes a number of ranks that does not
-fit with a batch of its own.
+A number of ranks is valid for a batch if some micro-batch divides the samples of a rank. So the batch needs many
+divisors. The candidates are each micro-batch, and their least common multiple, times the largest highly composite
+number that stays within `max_train_batch_size`. The candidate with the most valid numbers of ranks wins. Version 0.2
+counts whole nodes, each with `num_gpus_per_node / model_parallel_size` data-parallel ranks, and gives an invalid number
+of ranks its own batch size.
 """
 
 import json
@@ -36,16 +36,16 @@ HCN_LIST = [
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
     *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
 ]
-_SHOWN_SIZES = 12  # of a long list in a message
+_SHOWN_SIZES = 12  # maximum number of sizes in a message
 
 
 class ElasticBatch(NamedTuple):
-    """An `ElasticBatch` is the global batch size that was chosen, with the numbers of ranks that can compute it.
+    """An `ElasticBatch` is the chosen global batch size, with the numbers of ranks that can compute it.
 
     Args:
         train: samples per update over all ranks.
-        valid: numbers of data-parallel ranks that can compute it, ascending.
-        micro: samples of one forward pass; None where no number of ranks was given.
+        valid: numbers of data-parallel ranks that can compute the batch, ascending.
+        micro: samples per forward pass; None if no number of ranks was given.
     """
 
     train: int
@@ -54,30 +54,30 @@ class ElasticBatch(NamedTuple):
 
 
 def is_torch_elastic_compatible() -> bool:
-    """Whether torch has its elastic agent; every torch that ds-core takes does."""
+    """Return True: every supported torch has an elastic agent."""
     return True
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the configuration, as a dict, enables `elasticity`."""
+    """Return whether the configuration, as a dict, enables `elasticity`."""
     return bool(ds_config.get(ELASTICITY, {}).get(ENABLED, False))
 
 
 def compute_elastic_config(
     ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """The global batch size, and the numbers of data-parallel ranks that are valid for it.
+    """Return the global batch size, and the numbers of data-parallel ranks that are valid for it.
 
     Args:
         ds_config: the configuration as a dict; its section `elasticity` has to be enabled.
-        target_deepspeed_version: of the DeepSpeed that is to train; 0.3.8 or newer.
-        world_size: ranks that train. Then the micro-batch is a third value. 0: not known; version 0.2, and
-            `return_microbatch`, take WORLD_SIZE of the environment.
-        return_microbatch: the micro-batch is a third value in any case.
+        target_deepspeed_version: version of the DeepSpeed for the training; 0.3.8 or newer.
+        world_size: number of ranks; if given, the micro-batch is a third value. 0: unknown; version 0.2 and
+            `return_microbatch` then use the environment variable WORLD_SIZE.
+        return_microbatch: whether the micro-batch is a third value in any case.
 
     Raises:
-        ElasticityConfigError: the section is wrong, or the number of ranks is needed and not known.
-        ElasticityIncompatibleWorldSize: the batch size cannot be divided over that many ranks.
+        ElasticityConfigError: the section is invalid, or the number of ranks is needed but unknown.
+        ElasticityIncompatibleWorldSize: the batch size cannot be divided over this number of ranks.
     """
     if not isinstance(ds_config, Mapping):
         raise ElasticityConfigError(f"ds_config: found {type(ds_config).__name__}; give the configuration as a dict")
@@ -98,21 +98,21 @@ def compute_elastic_config(
 
 
 def get_compatible_gpus(ds_config: Mapping[str, Any], target_deepspeed_version: str) -> tuple[int, list[int]]:
-    """The earlier name of `compute_elastic_config` without a number of ranks."""
+    """Call `compute_elastic_config` without a number of ranks. This is an older name."""
     found = compute_elastic_config(ds_config, target_deepspeed_version)
     return found[0], found[1]
 
 
 def choose_batch(config: ElasticityConfig, num_ranks: int) -> ElasticBatch:
-    """The batch for a checked section.
+    """Return the batch for a checked section.
 
     Args:
         config: the section.
-        num_ranks: all ranks, those of a model-parallel group included; 0 where it is not known.
+        num_ranks: the number of all ranks, including model-parallel ones; 0 if unknown.
 
     Raises:
-        ElasticityConfigError: no number of ranks from min_gpus to max_gpus can compute a batch of that size.
-        ElasticityIncompatibleWorldSize: the batch cannot be computed by that many ranks.
+        ElasticityConfigError: no number of ranks from min_gpus to max_gpus can compute a batch of the allowed size.
+        ElasticityIncompatibleWorldSize: this number of ranks cannot compute the batch.
     """
     by_node = config.version > 0.1
     node_size = config.num_gpus_per_node if by_node else 1
@@ -154,7 +154,7 @@ def choose_batch(config: ElasticityConfig, num_ranks: int) -> ElasticBatch:
 
 
 def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_size: int) -> list[int]:
-    """Each base times the largest highly composite number that keeps it within the limit, ascending and once each."""
+    """Return each base times the largest highly composite number within the limit, ascending, without duplicates."""
     candidates = set()
     for base in base_list:
         scales = [number for number in HCN_LIST if base * number <= max_acceptable_batch_size]
@@ -166,7 +166,7 @@ def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_siz
 def get_valid_gpus(
     batch_size: int, micro_batches: Sequence[int], min_valid_gpus: int, max_valid_gpus: int
 ) -> list[int]:
-    """Numbers of ranks of which each gets a whole number of some micro-batch, ascending."""
+    """Return the numbers of ranks for which some micro-batch divides a rank's samples, ascending."""
     valid = set()
     for micro in micro_batches:
         if batch_size % micro == 0:
@@ -184,7 +184,7 @@ def get_best_candidates(
     max_gpus: int,
     prefer_larger: bool,
 ) -> tuple[int, list[int]]:
-    """The batch size with most valid numbers of ranks, and these; of equal ones the largest, or the smallest."""
+    """Return the batch size with the most valid numbers of ranks, and these numbers. `prefer_larger` breaks ties."""
     best: tuple[int, list[int]] = (min(micro_batches), [])
     best_rank: tuple[int, int] | None = None
     for batch_size in candidate_batch_sizes:
@@ -196,10 +196,10 @@ def get_best_candidates(
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare the section with the one that the scheduler was given, where it left that in the environment.
+    """Compare the section with the scheduler's section, if the scheduler has put that into the environment.
 
     Raises:
-        ElasticityConfigError: they differ in what decides the valid numbers of ranks, by which the scheduler goes.
+        ElasticityConfigError: a key that affects the valid numbers of ranks, which the scheduler uses, differs.
     """
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
@@ -231,7 +231,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def _own_batch(config: ElasticityConfig, num_parallel: int, micros: Sequence[int]) -> ElasticBatch:
-    """The batch of version 0.2 for a number of ranks that the common batch does not allow."""
+    """Return version 0.2's batch for a number of ranks that is invalid for the common batch."""
     limit = config.max_acceptable_batch_size
     sizes = {micro: limit // (micro * num_parallel) * micro * num_parallel for micro in micros}
     sizes = {micro: size for micro, size in sizes.items() if size}
@@ -245,12 +245,12 @@ def _own_batch(config: ElasticityConfig, num_parallel: int, micros: Sequence[int
 
 
 def _largest_micro(samples_of_rank: int, micros: Sequence[int]) -> int:
-    """The largest micro-batch of which a rank's samples are a whole number."""
+    """Return the largest micro-batch that divides a rank's samples."""
     return max(micro for micro in micros if samples_of_rank % micro == 0)
 
 
 def _environment_world_size(needed: bool) -> int:
-    """WORLD_SIZE; 0 where it is neither set nor needed."""
+    """Return WORLD_SIZE; 0 if it is neither set nor needed."""
     text = os.environ.get("WORLD_SIZE", "")
     if text.isdecimal() and int(text) > 0:
         return int(text)
@@ -274,7 +274,7 @@ def _check_version(target: str) -> None:
 
 
 def _listed(sizes: Sequence[int], near: int) -> str:
-    """The sizes for a message; of many those that are nearest."""
+    """Format the sizes for a message; of a long list, only the sizes closest to `near`."""
     if len(sizes) <= _SHOWN_SIZES:
         return ", ".join(map(str, sizes)) or "none"
     nearest = sorted(sorted(sizes, key=lambda size: abs(size - near))[:_SHOWN_SIZES])
