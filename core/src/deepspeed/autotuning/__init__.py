@@ -1,6 +1,6 @@
-"""Search for the settings with which a command trains fastest: `deepspeed --autotuning tune script.py ...`.
+"""Search for the fastest settings of a training command: `deepspeed --autotuning tune script.py ...`.
 
-Read `autotuner.py` first. May import `planning`, `config` and `accelerator`; a trial's engine has `trial.py`.
+Read `autotuner.py` first. May import `planning`, `config` and `accelerator`; a trial's engine uses `trial.py`.
 """
 
 from deepspeed._forward import forward

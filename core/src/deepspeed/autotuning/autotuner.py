@@ -1,8 +1,8 @@
-"""`Autotuner` searches for the settings with which a command trains fastest: `deepspeed --autotuning tune|run`.
+"""`Autotuner` searches for the fastest settings of a training command: `deepspeed --autotuning tune|run`.
 
-The launcher calls `tune_command`. First a job finds out about the model (`trial.py`); the planner then leaves out what
-cannot fit (`space.py`); a tuner says which trial comes next (`tuners.py`); each trial is a job (`scheduler.py`), and a
-row of the table (`report.py`). A search that was cut short goes on where it was.
+The launcher calls `tune_command`. First a job collects information about the model (`trial.py`), and the planner drops
+settings that cannot fit (`space.py`). A tuner chooses each next trial (`tuners.py`). Each trial is a job
+(`scheduler.py`), and a row of the table (`report.py`). An interrupted search resumes where it stopped.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from deepspeed.log import logger
 from deepspeed.ops.op_builder.cache import locked
 
 _PROFILE = "profile_model_info"
-#: flags of transformers' Trainer, which wants them to say what the configuration says
+#: flags of transformers' Trainer, which must have the same values as the configuration
 _OF_TRAINER = {
     MICRO_BATCH: "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
@@ -48,15 +48,15 @@ _OF_TRAINER = {
 
 @absent_members("autotuning.autotuner:Autotuner")
 class Autotuner:
-    """Searches, and writes the best configuration.
+    """Searches for the best configuration, and writes it.
 
     Args:
-        args: of the launcher: `user_script` and `user_args`, with a configuration among the latter; `num_gpus`,
-            `num_nodes`, and `launcher_flags`, the flags that each trial is started with.
-        active_resources: host -> slots, of a hostfile; empty: this machine.
+        args: arguments of the launcher: `user_script` and `user_args`, which contain a configuration; `num_gpus`,
+            `num_nodes`, and `launcher_flags`, the launcher's flags for each trial.
+        active_resources: host -> slots, from a hostfile; empty: this machine.
 
     Raises:
-        ConfigError: there is no configuration, or its section `autotuning` is not enabled or wrong.
+        ConfigError: there is no configuration, or its section `autotuning` is not enabled or invalid.
     """
 
     def __init__(self, args: Any, active_resources: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -96,10 +96,10 @@ class Autotuner:
         )
 
     def tune(self) -> None:
-        """Search, and write `ds_config_optimal.json`, `cmd_optimal.txt`, `summary.txt` and the picture.
+        """Search, and write `ds_config_optimal.json`, `cmd_optimal.txt`, `summary.txt` and the plot.
 
         Raises:
-            ConfigError: no trial gave a figure, or a folder is in use or cannot be written.
+            ConfigError: no trial gave a result, or a folder is in use or cannot be written.
         """
         _make_folder(self.rm.exps_dir, "exps_dir")
         with _alone_in(self._results_dir):
@@ -131,7 +131,7 @@ class Autotuner:
     def _search(
         self, space: Space, points: Sequence[Point], budget: Budget, table: LiveTable
     ) -> tuple[str, list[tuple[Point, float]]]:
-        """Search among all points at once by a model; else stage by stage, until one is no better than those before."""
+        """Search all points at once with a model, or else stage by stage until a stage brings no improvement."""
         config, measure = self.autotuning_config, self._measure(space, table)
         if config.tuner_type == "model_based":
             tuner = TUNERS[config.tuner_type](points)
@@ -176,7 +176,7 @@ class Autotuner:
         return measure
 
     def _find_space(self, table: LiveTable) -> Space:
-        """The space, with what a job has found out about the model, or what the configuration says."""
+        """Return the space, with model information from a job, or from the configuration."""
         config = self.autotuning_config
         said = said_by(self.command, self.mappings)
         info = ModelInfo(num_params=self._num_params, ranks=self._count_ranks())
@@ -197,7 +197,7 @@ class Autotuner:
         return Space(self.user_config, config, _info_of(result.metrics), said, least)
 
     def _count_ranks(self) -> int:
-        """Ranks of a trial, as far as is known before one has run."""
+        """Return the number of ranks of a trial, as known before the first one runs."""
         num_gpus, num_nodes = (
             int(self._limits[flag]) if flag in self._limits else getattr(self.args, flag.removeprefix("--"), None)
             for flag in ("--num_gpus", "--num_nodes")
@@ -208,17 +208,17 @@ class Autotuner:
         return (num_nodes or 1) * max(num_gpus or get_accelerator().device_count(), 1)
 
     def _describe_machines(self) -> list[Any]:
-        """List what a figure depends on besides configuration and command; no device gets a context for it."""
+        """Return what results depend on besides configuration and command, without creating a device context."""
         accelerator = get_accelerator()
         hosts = {host: list(slots) for host, slots in self.active_resources.items()}
         devices = [accelerator.device_name(), accelerator.device_count()]
         return [hosts, self._count_ranks(), *devices, __version__, torch.__version__]
 
     def _check(self, space: Space, points: Sequence[Point]) -> None:
-        """Refuse what no job could take, before the first one.
+        """Check the configurations of all points before the first job.
 
         Raises:
-            ConfigError: names the key.
+            ConfigError: a configuration is invalid or not supported; the message names the key.
         """
         for point in points:
             DeepSpeedConfig(space.settle(point), batch_required=False).check_supported()
@@ -255,7 +255,7 @@ class Autotuner:
         return self._results_dir / "ds_config_optimal.json"
 
     def write_optimal_config(self) -> None:
-        """Write the best configuration, without `autotuning`, and the command that trains with it. After `tune`."""
+        """Write the best configuration, without `autotuning`, and the command that uses it. Call this after `tune`."""
         assert self.best is not None
         assert self._space is not None
         self.optimal_ds_config = settled = self._space.settle(self.best.settings)
@@ -265,10 +265,10 @@ class Autotuner:
         (self._results_dir / "cmd_optimal.txt").write_text(self.optimal_cmd + "\n", encoding="utf-8")
 
     def run_after_tuning(self) -> None:
-        """Train with the best configuration, in a job of its own, to its end.
+        """Train with the best configuration in a separate job, and wait for its end.
 
         Raises:
-            subprocess.CalledProcessError: it failed.
+            subprocess.CalledProcessError: the job failed.
         """
         subprocess.run(self.rm.job(self.optimal_arguments), check=True)
 
@@ -292,9 +292,9 @@ class Autotuner:
 
 
 def tune_command(args: Any, active_resources: Mapping[str, Sequence[int]]) -> list[str] | None:
-    """Search as the command line asks; the words of `cmd_optimal.txt` where that job is to follow, without `deepspeed`.
+    """Run the search. For `run`, return the words of `cmd_optimal.txt` without `deepspeed`; for `tune`, return None.
 
-    A signal that ends the search ends the trial that runs; what has been measured is kept.
+    A signal that ends the search also ends the running trial. Finished measurements are kept.
     """
     with _signals():
         try:
@@ -310,7 +310,7 @@ def tune_command(args: Any, active_resources: Mapping[str, Sequence[int]]) -> li
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the search, as Ctrl-C does; one that is ignored, as under nohup, stays so."""
+    """Let SIGTERM and SIGHUP unwind the search like Ctrl-C. Ignored signals (nohup) stay ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -325,8 +325,8 @@ def _signals() -> Iterator[None]:
 
 
 def _limits(config: AutotuningConfig, args: Any) -> dict[str, str]:
-    """Flag -> value for `num_gpus` and `num_nodes` of the section, where the command has none, and no filter."""
-    if getattr(args, "include", "") or getattr(args, "exclude", ""):  # they say both; the launcher takes no others
+    """Return flag -> value for the section's `num_gpus` and `num_nodes`, unless the command has them or a filter."""
+    if getattr(args, "include", "") or getattr(args, "exclude", ""):  # the launcher does not combine them with filters
         return {}
     asked = {"num_gpus": config.num_gpus, "num_nodes": config.num_nodes}
     return {
@@ -337,7 +337,7 @@ def _limits(config: AutotuningConfig, args: Any) -> dict[str, str]:
 
 
 def _mappings(config: AutotuningConfig, command: Command) -> dict[str, str]:
-    """Key -> flag of the script: what the section says, else what transformers' Trainer has if the command uses it."""
+    """Return key -> flag of the script, from the section, or else the flags of transformers' Trainer in the command."""
     if config.arg_mappings is None:
         return {key: flag for key, flag in _OF_TRAINER.items() if command.value_of(flag) is not None}
     wrong = [flag for flag in config.arg_mappings.values() if not (isinstance(flag, str) and flag.startswith("-"))]
@@ -372,7 +372,7 @@ def _range(values: Sequence[Any]) -> str:
 
 
 def _num_params(config: AutotuningConfig) -> int:
-    """Return what `model_info` says of the size of the model; 0: nothing."""
+    """Return the number of parameters in `model_info`; 0 if it is not given."""
     given = (config.model_info or {}).get("num_params", 0)
     if isinstance(given, float) and given.is_integer():  # 1.3e9
         given = int(given)
@@ -380,7 +380,7 @@ def _num_params(config: AutotuningConfig) -> int:
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
-    """The state of the former search; None: there was none, or the file is of something else."""
+    """Return the state of an earlier search; None if there is none, or the file holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -398,10 +398,10 @@ def _read_state(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder of results, and let no other search into it as long as this one runs.
+    """Create the folder of results, and lock it against other searches inside the block.
 
     Raises:
-        ConfigError: another one is in it, or it cannot be written.
+        ConfigError: another search uses the folder, or the folder cannot be written.
     """
 
     def refuse(holder: str, waited_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A search shows a table that grows with each trial, a summary by stage, and a picture."""
+"""Output of a search: a table that grows with each trial, a summary by stage, and a plot."""
 
 import os
 import sys
@@ -22,23 +22,23 @@ _COLUMNS = ("trial", "samples/s", "ms/step", "memory", "took", "")
 
 
 def value_of(result: TrialResult, metric: str) -> float | None:
-    """The figure by which trials are compared; None of one that failed, or that counted no operation."""
+    """Return the value of the metric; None if the trial failed, or counted no operations."""
     name = "FLOPS_per_gpu" if metric.lower() == "flops" else metric
     value = result.metrics.get(name)
     return float(value) if value else None
 
 
 def score_of(result: TrialResult, metric: str) -> float | None:
-    """The figure as one that is better when it is larger."""
+    """Return a score that is larger for better trials."""
     value = value_of(result, metric)
     return 1 / value if value and metric == "latency" else value
 
 
 class LiveTable:
-    """A table of trials, and a context manager: on a terminal it is drawn again with each, elsewhere a line is added.
+    """A table of trials, as a context manager. On a terminal it is redrawn for each trial; elsewhere a line is added.
 
     Args:
-        metric: by which trials are compared.
+        metric: the metric of the search.
     """
 
     def __init__(self, metric: str) -> None:
@@ -63,16 +63,16 @@ class LiveTable:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Print a line, above the table where there is one."""
+        """Print a line, above the table if there is one."""
         self._console.print(text, soft_wrap=True)
 
     def begin(self, name: str) -> None:
-        """A trial starts."""
+        """Show that a trial has started."""
         self._running = name
         self._draw()
 
     def add(self, result: TrialResult, *, is_best: bool) -> None:
-        """A trial is over."""
+        """Add the result of a trial."""
         self._running = ""
         self._rows.append((result, is_best))
         if self._live is None:
@@ -112,7 +112,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def summary(results: Sequence[TrialResult], metric: str, seconds: float) -> str:
-    """Return the best of each stage and of all, in the form of DeepSpeed's `summary.txt`."""
+    """Return the best result of each stage and of all, in the format of DeepSpeed's `summary.txt`."""
     spaces: dict[str, list[TrialResult]] = defaultdict(list)
     for result in results:
         spaces[f"z{result.settings[STAGE]}"].append(result)
@@ -130,15 +130,15 @@ def summary(results: Sequence[TrialResult], metric: str, seconds: float) -> str:
 
 
 def best_of(results: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """The best of them; None if all have failed."""
+    """Return the best result; None if all trials have failed."""
     scores = [(score, result) for result in results if (score := score_of(result, metric)) is not None]
     return max(scores, key=lambda each: each[0])[1] if scores else None
 
 
 def draw(results: Sequence[TrialResult], metric: str, path: Path) -> str:
-    """Draw the metric over the micro-batch, a line for each setting of the rest; the sentence that says where.
+    """Plot the metric over the micro-batch, with a line per combination of other settings; return a message.
 
-    Without matplotlib, or where it fails, the sentence says so: a search of hours does not fail for its picture.
+    If matplotlib is missing or fails, the message says so: a search of hours does not fail because of its plot.
     """
     try:
         _draw(results, metric, path)

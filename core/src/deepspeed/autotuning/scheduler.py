@@ -1,17 +1,17 @@
-"""Trials as jobs: `ResourceManager` starts the user's command with a trial's configuration, and keeps what came of it.
+"""Run trials as jobs: `ResourceManager` starts the user's command with a trial's configuration, and keeps the result.
 
     results_dir/
-    ├── .lock                  locked as long as a search runs
-    ├── tuning.json            the search: its number, whether it is over, every trial so far
+    ├── .lock                  locked while a search runs
+    ├── tuning.json            the search: session, whether it is finished, every trial so far
     └── z1_tmbspg8_gas1/       a trial
-        ├── ds_config.json     what its ranks read
+        ├── ds_config.json     the configuration for its ranks
         ├── cmd.txt            the command
         ├── stdout.log, stderr.log
-        ├── metrics.json       what its engine has written
-        └── exp.json           the result; it is whole, or it is not there
+        ├── metrics.json       the output of its engine
+        └── exp.json           the result; written atomically
 
-A result of an equal trial, with the same configuration and command on the same machines, stands for a new one where the
-search may reuse it.
+If the search allows it, the result of an equal trial (same configuration, command and machines) is reused instead of a
+new trial.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from deepspeed.autotuning.trial import write_json
 from deepspeed.config.read import read_config
 from deepspeed.errors import ConfigError
 
-# `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
+# `python -m` would search the working directory first, so that a user's `random.py` would shadow Python's own.
 _COMMAND = (
     "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
     "from deepspeed.launcher.runner import main; main()"
@@ -44,12 +44,12 @@ _COMMAND = (
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
 _NEGATIVE = re.compile(r"-\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_GRACE_S = 45.0  # for the launcher, which gives its ranks 30 s
+_GRACE_S = 45.0  # longer than the 30 s that the launcher gives its ranks
 _TAIL_CHARS = 20_000
 _NO_MEMORY, _NO_RESULT = "out of memory", "no result"
-#: the launcher on the ranks that failed, see `launcher/failure.py`; other lines may speak of memory and mean nothing
+#: the launcher's lines about failed ranks, see `launcher/failure.py`; other lines that mention memory are irrelevant
 _VERDICT = re.compile(r"\bdeepspeed: rank .*(shown above: |failed as well: )")
-#: the last line of a traceback, or of C++, behind a rank's number where a launcher writes one
+#: the last line of a Python or C++ error, after a rank's number if a launcher writes one
 _ERROR = re.compile(r"(\[?\w+\]?: ?)?([\w.]*(Error|Exception)\b|what\(\): )")
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc",
@@ -59,10 +59,10 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(kw_only=True)
 class TrialResult:
-    """`TrialResult` is what a trial came to, and what `exp.json` holds.
+    """`TrialResult` is the result of a trial, and the content of `exp.json`. seconds: duration.
 
-    settings: of the point. metrics: what its engine has written; none where it failed, for `reason`.
-    seconds: that it took. fingerprint: of its configuration, command and machines. session: of the search that made it.
+    settings: settings of the point. metrics: output of the engine; empty if the trial failed, with `reason`.
+    fingerprint: hash of configuration, command and machines. session: id of the search that ran the trial.
     """
 
     name: str
@@ -76,16 +76,16 @@ class TrialResult:
 
     @property
     def lasts(self) -> bool:
-        """Whether an equal trial would come to the same: not so after an error, which may be mended by now."""
+        """Whether an equal trial would give the same result; False after an error, which may be fixed by now."""
         return bool(self.metrics) or self.reason.startswith((_NO_MEMORY, _NO_RESULT))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`Command` is what a user has called, with the place of its configuration.
+    """`Command` is the user's command, with the position of the configuration.
 
-    flags: of `deepspeed`. script: what it runs. arguments: of the script.
-    config_at: which argument of the script holds the configuration; `config_flag`: what stands before it in there.
+    flags: flags of `deepspeed`. script: the script. arguments: arguments of the script.
+    config_at: index of the argument that holds the configuration; config_flag: its prefix inside this argument.
     """
 
     flags: tuple[str, ...]
@@ -96,7 +96,7 @@ class Command:
 
     @classmethod
     def of(cls, args: Any) -> "Command":
-        """The command of the launcher's `args`: `user_script`, `user_args`, and `launcher_flags` where it has them.
+        """Return the command for the launcher's `args`: `user_script`, `user_args`, and optional `launcher_flags`.
 
         Raises:
             ConfigError: no argument of the script is a configuration.
@@ -119,11 +119,11 @@ class Command:
         )
 
     def read_config(self) -> dict[str, Any]:
-        """The user's configuration."""
+        """Return the user's configuration."""
         return read_config(self.arguments[self.config_at].removeprefix(self.config_flag))
 
     def value_of(self, flag: str) -> str | None:
-        """Return what the script is told by a flag, the last time where it is there more than once; None: nothing."""
+        """Return the value of a script's flag, the last one if it is repeated; None without the flag."""
         found = None
         for at, word in enumerate(self.arguments):
             if word.startswith(f"{flag}="):
@@ -133,10 +133,10 @@ class Command:
         return found
 
     def with_config(self, path: str, mapped: Mapping[str, Any]) -> list[str]:
-        """The arguments of the script with another configuration, and with other values of flags; new ones come last.
+        """Return the script's arguments with another configuration and other values of flags; new flags come last.
 
         Args:
-            path: of the configuration.
+            path: path of the configuration.
             mapped: flag -> value.
         """
         words = list(self.arguments)
@@ -146,25 +146,25 @@ class Command:
         return words
 
     def words(self, arguments: Sequence[str]) -> list[str]:
-        """Return what follows `deepspeed` in the command.
+        """Return the words after `deepspeed` in the command.
 
         Args:
-            arguments: of the script.
+            arguments: arguments of the script.
         """
         return [*self.flags, self.script, *arguments]
 
     def line(self, arguments: Sequence[str]) -> str:
-        """The command for a shell."""
+        """Return the command for a shell."""
         return shlex.join(["deepspeed", *self.words(arguments)])
 
 
 def _told(words: Sequence[str], flag: str, value: Any) -> list[str]:
-    """The words with a value of a flag, wherever the flag stands, else at the end. A switch is there, or is not."""
+    """Return the words with a new value of a flag, in its place or at the end. A boolean switch is added or removed."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     found: list[str] = []
     is_there = is_value = False
     for at, word in enumerate(words):
-        if is_value:  # the former one
+        if is_value:  # skip the old value
             is_value = False
         elif word.startswith(f"{flag}="):
             found.append(f"{flag}={text}")
@@ -181,16 +181,16 @@ def _told(words: Sequence[str], flag: str, value: Any) -> list[str]:
 
 
 def _has_value(words: Sequence[str], at: int) -> bool:
-    """Whether the next word is the value of this flag, not a flag itself; a negative number is a value."""
+    """Return whether the next word is the flag's value. A negative number is a value, another flag is not."""
     if at + 1 >= len(words):
         return False
     return not words[at + 1].startswith("-") or _NEGATIVE.fullmatch(words[at + 1]) is not None
 
 
 def _is_config(text: str, flag: str) -> bool:
-    """Whether an argument is a configuration: a file, JSON, or base64 of it. `--deepspeed` is often a mere switch.
+    """Return whether an argument is a configuration: a file, JSON, or base64. `--deepspeed` may be only a switch.
 
-    A file after `--deepspeed_config` is one, whatever is in it: reading it says what is wrong.
+    Any file after `--deepspeed_config` counts; an error in the file is reported when it is read.
     """
     if flag == CONFIG_FLAGS[0] and os.path.isfile(text):
         return True
@@ -205,14 +205,14 @@ def _is_config(text: str, flag: str) -> bool:
 
 @absent_members("autotuning.scheduler:ResourceManager")
 class ResourceManager:
-    """Makes trials, one after the other, each with all the ranks of the command.
+    """Runs trials one after the other, each with all ranks of the command.
 
     Args:
-        command: the user's.
-        results, experiments: folders; made where they are missing.
-        limit_s: the longest that a trial may take.
-        reuses: called with a result that is there; whether it may stand for an equal trial.
-        machines: what tells apart machines whose figures are not to be mixed; JSON.
+        command: the user's command.
+        results, experiments: folders; created if missing.
+        limit_s, session: maximum seconds of a trial; id of the search.
+        reuses: called with an existing result; returns whether it may replace an equal trial.
+        machines: JSON values that differ between machines whose results must not be mixed.
     """
 
     def __init__(
@@ -242,15 +242,15 @@ class ResourceManager:
         mapped: Mapping[str, Any],
         output: str,
     ) -> TrialResult:
-        """Make a trial, or find its result.
+        """Run a trial, or reuse its result.
 
         Args:
-            name: of its folder.
-            settings: what the result is to be known by.
-            config: for its ranks, without `autotuning`.
-            section: `autotuning`, without the path of its output.
-            mapped: flags of the script and their values.
-            output: the key of `section` for the path of the file that its engine writes.
+            name: name of the trial's folder.
+            settings: settings to store in the result.
+            config: configuration for the ranks, without `autotuning`.
+            section: the section `autotuning`, without the path of the output.
+            mapped: flag of the script -> value.
+            output: key of `section` for the path of the file that the engine writes.
         """
         folder = self.results_dir / name
         arguments = self.command.with_config(str(folder / "ds_config.json"), mapped)
@@ -278,15 +278,15 @@ class ResourceManager:
         return result
 
     def job(self, arguments: Sequence[str]) -> list[str]:
-        """The words of a process that runs the job to its end.
+        """Return the command line of a process that runs the job.
 
         Args:
-            arguments: of the script.
+            arguments: arguments of the script.
         """
         return [sys.executable, "-c", _COMMAND, *self.command.words(arguments)]
 
     def _run(self, arguments: Sequence[str], folder: Path) -> int | None:
-        """Run a job to its end; the exit code, or None where it took too long. No process of it is left."""
+        """Run a job; return the exit code, or None at the time limit. All its processes have ended then."""
         with (folder / "stdout.log").open("wb") as output, (folder / "stderr.log").open("wb") as errors:
             process = subprocess.Popen(
                 self.job(arguments),
@@ -304,7 +304,7 @@ class ResourceManager:
                 end_job(process)
 
     def _reason(self, code: int | None, folder: Path) -> str:
-        """Say in one line why there is no metric."""
+        """Return one line that says why there is no result."""
         if code is None:
             return f"{_NO_RESULT} after {self.limit_s:g} s (autotuning.trial_limit)"
         text = (folder / "stderr.log").read_bytes()[-_TAIL_CHARS:].decode(errors="replace")
@@ -323,7 +323,7 @@ class ResourceManager:
 
 
 def read_result(path: Path) -> TrialResult | None:
-    """Read a result; None where there is none, or one of another version."""
+    """Read a result; None if there is none, or its format is of another version."""
     try:
         return TrialResult(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError, TypeError):
@@ -336,26 +336,26 @@ def _fingerprint(facts: Sequence[Any], script: str) -> str:
 
 
 def _content(script: str) -> str:
-    """Return what a script says, as a hash; "" for a module or a folder."""
+    """Return the hash of a script's content; "" for a module or a folder."""
     return hashlib.sha256(Path(script).read_bytes()).hexdigest() if os.path.isfile(script) else ""
 
 
 def end_with_this_process() -> Callable[[], None]:
-    """Return what a job's first process runs before it starts: it asks for SIGTERM when this process dies (Linux)."""
+    """Return a `preexec_fn` that requests SIGTERM for the job's first process when this process dies (Linux)."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     parent = os.getpid()
 
     def set_up() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-            if os.getppid() != parent:  # it died before the call above
+            if os.getppid() != parent:  # the parent died before the call above
                 os._exit(1)
 
     return set_up
 
 
 def end_job(process: "subprocess.Popen[bytes]") -> None:
-    """End a job that still runs: its launcher ends the ranks, and has time for it."""
+    """End a running job: its launcher gets time to end the ranks."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -367,7 +367,7 @@ def end_job(process: "subprocess.Popen[bytes]") -> None:
 
 
 def said_by(command: Command, mappings: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the user's command says for keys of `arg_mappings`: key -> integer."""
+    """Return key -> integer for the keys of `arg_mappings` whose flags are in the user's command."""
     found = {}
     for key, flag in mappings.items():
         text = command.value_of(flag)

@@ -1,9 +1,9 @@
-"""`Space` holds the settings that a user's configuration leaves open, and makes the configuration of each trial.
+"""`Space` holds the open settings of a user's configuration, and creates the configuration of each trial.
 
-A value that the user wrote stays. A setting is open where the configuration says "auto" or gives a list of values; the
-micro-batch also where it says nothing; the stage also where the section `zero_optimization` does not say it. With
-`fast` false buckets, overlap and the place of the optimizer's states are open too. `Space.coarse` has the points of
-stage, micro-batch, mesh and offload; `Space.fine` those of the rest around some of them.
+A value that the user wrote is fixed. A setting is open if the configuration says "auto" or gives a list of values. The
+micro-batch is also open if it is missing, and the stage if the section `zero_optimization` lacks it. With `fast` false,
+buckets, overlap and the place of the optimizer states are open too. `Space.coarse` returns points of stage,
+micro-batch, mesh and offload; `Space.fine` returns points of the other settings around some of them.
 """
 
 import copy
@@ -25,26 +25,26 @@ from deepspeed.planning.training import OPTIMIZER_STATES
 STAGE = "zero_optimization.stage"
 TRAIN, STEPS = "train_batch_size", "gradient_accumulation_steps"
 OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
-#: axis of the mesh -> keys that say its size
+#: axis of the mesh -> keys that set its size
 _AXES = {
     "pp": ("mesh.pp",),
     "sp": ("mesh.sp", "sequence_parallel_size"),
     "tp": ("mesh.tp", "tensor_parallel.autotp_size"),
 }
 _STAGE_3 = ("stage3_", "prefetch_", "param_persistence", "max_live", "max_reuse")
-_SHARES = (1, 4, 16)  # parts of the model that a bucket holds
+_SHARES = (1, 4, 16)  # a bucket holds the model divided by this
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """`ModelInfo` is what a job has found out about the model, or what `model_info` says.
+    """`ModelInfo` is information about the model, from a job or from `model_info`.
 
-    parameters: (name, elements, whether it is trained) of each; none where they are not known.
-    num_params: elements of all.
-    activation_bytes: what a forward of one sample keeps for the backward; 0: not known.
-    memory_bytes: of a rank's device; 0: not known.
-    ranks: of a trial.
-    is_host: whether the device's memory is the host's, so that offload to it moves nothing.
+    parameters: (name, number of elements, whether it is trained) of each parameter; empty if unknown.
+    num_params: total number of elements.
+    activation_bytes: bytes that the forward of one sample saves for the backward; 0: unknown.
+    memory_bytes: memory of a rank's device; 0: unknown.
+    ranks: number of ranks of a trial.
+    is_host: whether the device uses host memory, so that offload moves nothing.
     """
 
     parameters: tuple[tuple[str, int, bool], ...] = ()
@@ -59,20 +59,20 @@ def read_section(raw: Mapping[str, Any]) -> AutotuningConfig:
     """Return the section `autotuning` of a configuration whose other values may be lists.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: the section is invalid; the message names the key.
     """
     return DeepSpeedConfig({"autotuning": raw.get("autotuning", {})}, batch_required=False).autotuning
 
 
 class Space:
-    """`Space` has the points of a search, and turns one into a configuration.
+    """`Space` has the points of a search, and converts a point to a configuration.
 
     Args:
         raw: the user's configuration.
         config: its section `autotuning`.
-        info: what is known of the model.
-        said: values that the user's command gives for keys of `arg_mappings`.
-        ran: a point at which a job has run: what needs no more memory fits too.
+        info: information about the model.
+        said: values in the user's command for keys of `arg_mappings`.
+        ran: a point at which a job has run; points that need no more memory fit too.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Space:
             self.raw["zero_optimization"] = {}
         if isinstance(self.raw.get("zero_optimization"), bool):  # the form of the first DeepSpeed
             self.raw["zero_optimization"] = {"stage": int(self.raw["zero_optimization"])}
-        if self.raw.get("mesh") == AUTO:  # the other axes need a model that is made for them
+        if self.raw.get("mesh") == AUTO:  # the other axes need support by the model
             self.raw["mesh"] = {"tp": AUTO}
         self.accumulation = self._accumulation()
         self._ran = ran
         self._micro = _given(self.raw, MICRO_BATCH)
         self._zero = self.raw.get("zero_optimization")
-        #: points of `coarse` that the memory of a rank cannot hold: with the bytes that they need at least
+        #: points of `coarse` that do not fit into a rank's memory, with the minimum of bytes that they need
         self.pruned: list[tuple[Point, int]] = []
 
     def coarse(self) -> list[Point]:
-        """Points of stage, mesh, offload and micro-batch, by stage; those that cannot fit are left out."""
+        """Return the points of stage, mesh, offload and micro-batch that may fit, ordered by stage."""
         points = list(self._coarse())
         if not points and self._micro not in (None, AUTO):
             raise ConfigError(
@@ -128,7 +128,7 @@ class Space:
                         yield {STAGE: stage, **axes, **places, MICRO_BATCH: micro}
 
     def fine(self, measured: Sequence[tuple[Point, float]]) -> list[Point]:
-        """Points of the other settings: at the best stage, and there at the best micro-batches.
+        """Return points of the other settings, at the best stage and its best micro-batches.
 
         Args:
             measured: points of `coarse` with their scores.
@@ -146,7 +146,7 @@ class Space:
         return found if len(found) > len(alike[: self.config.num_tuning_micro_batch_sizes]) else []
 
     def _accumulation(self) -> Any:
-        """Micro-batches of a step: a number, or "auto" where the script alone knows it."""
+        """Return the micro-batches per step: a number, or "auto" if only the script knows it."""
         given = _given(self.raw, STEPS)
         if given == AUTO or (given is None and STEPS in self.said):
             return self.said.get(STEPS, AUTO)
@@ -163,7 +163,7 @@ class Space:
         return _values(given)
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
-        """Sizes of the axes that are open, by key; each product of sizes divides the ranks."""
+        """Yield sizes of the open axes, by key, whose product divides the number of ranks."""
         dims: dict[tuple[str, ...], Sequence[int]] = {}
         for keys in _AXES.values():
             given = {key: _given(self.raw, key) for key in keys}
@@ -178,7 +178,7 @@ class Space:
                 yield point
 
     def _model_ranks(self, point: Point) -> int:
-        """Ranks that get the same samples at this point."""
+        """Return the number of ranks that get the same samples at this point."""
         sizes = [self._axis(point, axis) for axis in _AXES]
         product = sizes[0] * sizes[1] * sizes[2]
         return product if product > 1 else self.config.mp_size
@@ -188,11 +188,11 @@ class Space:
         return max((size for size in found if isinstance(size, int)), default=1) or 1
 
     def data_ranks(self, point: Point) -> int:
-        """Ranks that get samples of their own at this point."""
+        """Return the number of ranks that get different samples at this point."""
         return max(self.info.ranks // self._model_ranks(point), 1)
 
     def _places(self, stage: int) -> Iterator[dict[str, Any]]:
-        """Yield places of the optimizer's states and the parameters, by key."""
+        """Yield places of the optimizer states and the parameters, by key."""
         dims: dict[str, Sequence[Any]] = {}
         for key, least in zip(OFFLOADS, (1, 3), strict=True):
             section = _given(self.raw, key.rpartition(".")[0])
@@ -226,7 +226,7 @@ class Space:
         return [*sizes, most] if is_bound else sizes
 
     def _fine_dims(self, stage: int) -> dict[str, Sequence[Any]]:
-        """Open settings besides those of `coarse`: lists of the user, and with `fast` false our own."""
+        """Return open settings besides those of `coarse`: the user's lists, and with `fast` false our own values."""
         zero = self._zero if isinstance(self._zero, Mapping) else {}
         dims: dict[str, Sequence[Any]] = {}
         for name, value in zero.items():
@@ -247,10 +247,10 @@ class Space:
         return dims
 
     def settle(self, point: Point) -> dict[str, Any]:
-        """The configuration of a point, without the section `autotuning`."""
+        """Return the configuration of a point, without the section `autotuning`."""
         config = copy.deepcopy(self.raw)
         for name, value in (config.get("zero_optimization") or {}).items():
-            if isinstance(value, list):  # `fine` decides; until then the first
+            if isinstance(value, list):  # the first value, until `fine` chooses
                 config["zero_optimization"][name] = value[0]
         for key, value in point.items():
             if key != STAGE or self._zero is not None:
@@ -266,7 +266,7 @@ class Space:
         return config
 
     def name(self, point: Point) -> str:
-        """The name of a trial: stage, micro-batch and accumulation, and what else is open."""
+        """Return the name of a trial, from stage, micro-batch, accumulation and other open settings."""
         config = self.settle(point)
         words = [f"z{point[STAGE]}", f"tmbspg{point[MICRO_BATCH]}", f"gas{config[STEPS]}"]
         for key, value in point.items():
@@ -277,12 +277,12 @@ class Space:
         return re.sub(r"[^\w.+-]", "-", "_".join(words))
 
     def bytes_needed(self, point: Point) -> int:
-        """Bytes of a rank's device that a trial needs at least, by the planner; 0 where that is not known."""
+        """Return the planner's lower bound of a rank's device memory in bytes; 0 if it is unknown."""
         info = self.info
         if not info.parameters:
             return 0
         optimizer = str((self.raw.get("optimizer") or {}).get("type", "adamw")).lower()
-        given = {"optimizer": optimizer if optimizer in OPTIMIZER_STATES else "sgd"}  # of others nothing is known
+        given = {"optimizer": optimizer if optimizer in OPTIMIZER_STATES else "sgd"}  # a lower bound
         config = {name: section for name, section in self.settle(point).items() if name in _PLANNED}
         training, _ = read_training(config, **given)
         divided = self._axis(point, "tp") * self._axis(point, "pp")
@@ -295,14 +295,14 @@ class Space:
         return memory.total + training.weight_bytes * frozen // shards
 
 
-#: sections that the planner reads; others may hold what only a script fills
+#: sections that the planner reads; others may hold values that only a script fills in
 _PLANNED = ("zero_optimization", "bf16", "fp16", "data_types", "gradient_accumulation_steps", MICRO_BATCH)
 
 
 def mapped_values(config: Mapping[str, Any], mappings: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the flags of `arg_mappings` have to say in a trial: flag -> value; of keys that are there.
+    """Return flag -> value for the flags of `arg_mappings` in a trial, if the configuration has the key.
 
-    A key is the path of a value, or its last part alone within `zero_optimization`.
+    A key is the path of a value, or its last part within `zero_optimization`.
     """
     found = {}
     for key, flag in mappings.items():
@@ -315,7 +315,7 @@ def mapped_values(config: Mapping[str, Any], mappings: Mapping[str, str]) -> dic
 
 
 def _given(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path; None if there is none."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:

@@ -1,6 +1,6 @@
-"""`TrialProfile` is what a trial has in its ranks: it measures some steps, writes a file, and ends the process.
+"""`TrialProfile` runs in the ranks of a trial: it measures some steps, writes a file, and ends the process.
 
-`engine/observers.py` tells it of each phase. Built, and imported, only where `autotuning` says where to write.
+`engine/observers.py` calls it for each phase. It is imported and created only if `autotuning` names an output file.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MODEL_INFO_PATH = "autotuning_model_info.json"
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write a file so that a reader finds its former content or the new one, whenever this process is killed."""
+    """Write a JSON file atomically: a reader finds the old or the new content, even if this process is killed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -39,10 +39,10 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def check_steps(config: AutotuningConfig) -> None:
-    """Refuse steps that end before they begin.
+    """Check the range of profiled steps.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: end_profile_step is before start_profile_step.
     """
     if config.end_profile_step < config.start_profile_step:
         raise ConfigError(
@@ -52,20 +52,20 @@ def check_steps(config: AutotuningConfig) -> None:
 
 
 class TrialProfile:
-    """Measures steps `start_profile_step` to `end_profile_step`, or the first one for what it says about the model.
+    """Measures steps `start_profile_step` to `end_profile_step`, or collects model information in the first step.
 
-    Steps count from 1 in this process, so that a job that goes on from a checkpoint is measured too. Times are of
-    whole steps, from one end to the next: loading of data counts. On a device the figure is their mean, on a host their
-    median.
+    Steps count from 1 in this process, so that a job that resumes from a checkpoint is measured too. A time covers a
+    whole step, from the end of the previous one, including data loading. The result is the mean on a device, and the
+    median on a host.
 
     Args:
-        config: which steps, and where to write.
-        model: what is trained.
-        facts: what the file is to say besides; name -> value.
-        is_whole: whether `model` has all parameters, not those of a stage or of a tensor-parallel rank.
+        config: the steps, and the output file.
+        model: the trained model.
+        facts: further values for the file; name -> value.
+        is_whole: whether `model` has all parameters, not only those of a stage or tensor-parallel rank.
     """
 
-    #: there is none; `engine.flops_profiler` and the throughput timer ask
+    #: always None; `engine.flops_profiler` and the throughput timer read these
     profiler = None
     ideal_step_s: float | None = None
 
@@ -94,14 +94,14 @@ class TrialProfile:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Watch a phase of a step: the first one of all starts the clock where step 1 is measured already."""
+        """Watch a phase of a step. If step 1 is measured, the first phase starts the clock."""
         if self._began_s is None and self._steps == self._first - 1:
             self._begin()
         if self._saved is not None and name == "forward":
             with self._saved.watched():
                 yield
         elif self._counts_flops and name in ("forward", "backward_inner") and self._steps == max(self._first - 2, 0):
-            from deepspeed.profiling.flops import create_counter  # late: few trials are compared by operations
+            from deepspeed.profiling.flops import create_counter  # late: few trials use this metric
 
             with create_counter() as counter:
                 yield
@@ -110,15 +110,15 @@ class TrialProfile:
             yield
 
     def step_ended(self, batch_size: int) -> None:
-        """A step is over; the last one ends the process.
+        """Note the end of a step. The last step ends the process.
 
         Args:
-            batch_size: samples of the step, over all ranks.
+            batch_size: number of samples in the step, over all ranks.
 
         Raises:
             SystemExit: code 0, on every rank.
         """
-        if self._is_done:  # the script has caught the end; what is written stays
+        if self._is_done:  # the script has caught the exit; the file is already written
             sys.exit(0)
         self._steps += 1
         self._ends_s.append(time.perf_counter())
@@ -131,13 +131,13 @@ class TrialProfile:
             self._begin()
 
     def _begin(self) -> None:
-        """Start the clock of the steps to measure."""
+        """Start the clock for the measured steps."""
         get_accelerator().synchronize()
         get_accelerator().reset_peak_memory_stats()
         self._began_s = time.perf_counter()
 
     def _leave(self, path: str, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the file on rank 0 and end every rank. None goes before its peers have what they wait for from it."""
+        """Write the file on rank 0, and end every rank, after a barrier so that no rank loses a peer too early."""
         get_accelerator().synchronize()
         found = content()
         comm.barrier()
@@ -149,7 +149,7 @@ class TrialProfile:
     def _metrics(self, batch_size: int) -> dict[str, Any]:
         assert self._began_s is not None
         ends = [self._began_s, *self._ends_s[self._first - 1 :]]
-        if get_accelerator().is_synchronized_device():  # whose cores do other things now and then
+        if get_accelerator().is_synchronized_device():  # host cores are sometimes busy with other work
             seconds = statistics.median(end - start for start, end in itertools.pairwise(ends))
         else:
             seconds = (time.perf_counter() - self._began_s) / (self._last - self._first + 1)
@@ -170,7 +170,7 @@ class TrialProfile:
         params = [(name, _numel(param), param.requires_grad) for name, param in self._model.named_parameters()]
         accelerator = get_accelerator()
         is_host = bool(accelerator.is_synchronized_device())
-        if is_host:  # each rank's part of what is left, and what it has itself by now
+        if is_host:  # this rank's share of the free memory, plus its own allocated memory
             left = accelerator.available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             memory = left + accelerator.memory_allocated()
         else:
@@ -185,13 +185,13 @@ class TrialProfile:
             "is_host": is_host,
             **self._facts,
         }
-        if self._is_whole:  # what the planner divides by itself
+        if self._is_whole:  # the planner divides the parameters itself
             info["parameters"] = params
         return info
 
 
 class _SavedTensors:
-    """`_SavedTensors` counts the bytes that forwards keep for their backwards, parameters aside."""
+    """`_SavedTensors` counts the bytes that forwards save for their backwards, without parameters."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -199,7 +199,7 @@ class _SavedTensors:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Count what is saved inside; memory that several operations save counts once."""
+        """Count the tensors saved inside the block; memory that several operations save counts once."""
         seen: set[int] = set()
 
         def keep(tensor: Tensor) -> Tensor:

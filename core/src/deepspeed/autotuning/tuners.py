@@ -1,8 +1,8 @@
-"""Tuners say which trial comes next: in their order (`GridSearchTuner`), at random, or where a model expects most.
+"""Tuners choose the next trial: in order (`GridSearchTuner`), at random, or where a model expects the most.
 
-A tuner knows points and scores only. A point is a mapping of settings to values. A score is a number that is better
-when it is larger, None where a trial had no memory or time, and NaN where it ended by an error. `search` is the loop;
-what it calls to measure may be a job of many ranks or a table of recorded figures.
+A tuner knows only points and scores. A point is a mapping of settings to values. A score is a number, larger is better;
+None if a trial ran out of memory or time; NaN if it ended with an error. `search` is the loop; its `measure` may run a
+job with many ranks, or look up recorded results.
 """
 
 import math
@@ -18,18 +18,18 @@ MICRO_BATCH = "train_micro_batch_size_per_gpu"
 Point = Mapping[str, Any]
 Measure = Callable[[Point], float | None]
 
-_FACTOR = 4  # a micro-batch is at most so many times the largest that has run
-_NOISE = 0.02  # of two measurements of one point, relative
-_LEAST_GAIN = 0.003  # expected, relative, below which a trial is not worth it
-_LEAST_TRIALS = 5  # from so many on a model is believed that says that none is
+_FACTOR = 4  # maximum ratio of a micro-batch to the largest one that has run
+_NOISE = 0.02  # relative noise between two measurements of a point
+_LEAST_GAIN = 0.003  # minimum expected relative gain of a trial
+_LEAST_TRIALS = 5  # the minimum gain applies only after this number of trials
 
 
 class Tuner:
-    """`Tuner` chooses among points. Larger micro-batches than one that had no memory or time, with else the same
-    values, are left out.
+    """`Tuner` chooses among points. After a point runs out of memory or time, it drops the points with a larger
+    micro-batch and otherwise equal values.
 
     Args:
-        points: to choose from, in the order in which they are listed to a user.
+        points: the points to choose from, in the order shown to the user.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -37,11 +37,11 @@ class Tuner:
         self.scores: list[tuple[Point, float]] = []
 
     def next(self) -> Point | None:
-        """The point to measure now; None: no other is worth it."""
+        """Return the next point to measure; None if no other is worth it."""
         return self.left[0] if self.left else None
 
     def tell(self, point: Point, score: float | None) -> None:
-        """A point has been measured: `score`; None where memory or time was missing, as more samples would miss it."""
+        """Take the score of a measured point. None (no memory or time) also removes larger micro-batches."""
         self.left = [each for each in self.left if each != point]
         if score is not None and math.isnan(score):
             return
@@ -53,11 +53,11 @@ class Tuner:
 
 
 class GridSearchTuner(Tuner):
-    """`GridSearchTuner` takes points in their order."""
+    """`GridSearchTuner` takes points in the given order."""
 
 
 class RandomTuner(Tuner):
-    """`RandomTuner` takes points in an order that is random, and the same each time, so that a search can go on."""
+    """`RandomTuner` takes points in a random order, which is reproducible, so that a search can resume."""
 
     def __init__(self, points: Sequence[Point], seed: int = 0) -> None:
         super().__init__(points)
@@ -65,13 +65,13 @@ class RandomTuner(Tuner):
 
 
 class ModelBasedTuner(Tuner):
-    """`ModelBasedTuner` takes the point from which a Gaussian process expects the largest improvement.
+    """`ModelBasedTuner` takes the point with the largest expected improvement under a Gaussian process.
 
-    It models the logarithm of the score. The kernel is a sum over the settings, one for each, and a small product of
-    all: what a micro-batch gains at one stage it is expected to gain at another (additive Gaussian processes,
-    Duvenaud et al., arXiv 1112.4394, section 2). Expected improvement is that of Jones et al., Efficient Global
-    Optimization (1998), equation 15. Micro-batches grow by a factor of 4 at most, so that the first large one comes
-    after others that ran.
+    The process models the logarithm of the score. The kernel is a sum of one term per setting, plus a small product of
+    all terms: the gain of a micro-batch at one stage is expected at other stages too (additive Gaussian processes,
+    Duvenaud et al., arXiv 1112.4394, section 2). The expected improvement follows Jones et al., Efficient Global
+    Optimization (1998), equation 15. Micro-batches grow by a factor of at most 4, so that the first large one runs
+    after smaller ones.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -120,11 +120,11 @@ class ModelBasedTuner(Tuner):
         return total + _INTERACTION**2 * product
 
 
-_INTERACTION = 0.1  # standard deviation of what settings do together, in the logarithm of the score
+_INTERACTION = 0.1  # standard deviation of the joint effect of settings, in the logarithm of the score
 
 
 class _Dimension:
-    """A setting as the model sees it: sizes by their logarithms, anything else as equal or not."""
+    """A setting in the model: sizes are compared by their logarithms, other values by equality."""
 
     def __init__(self, name: str, values: Sequence[Any]) -> None:
         self.name = name
@@ -133,11 +133,11 @@ class _Dimension:
         )
         self.is_size = self.is_size and name != "zero_optimization.stage"
         is_micro = name == MICRO_BATCH
-        #: in the logarithm of the score, and in doublings
+        #: standard deviation in the logarithm of the score, and length scale in doublings
         self.deviation, self.length = (1.0, 3.0) if is_micro else (0.2, 3.0)
 
     def alike(self, one: Sequence[Point], other: Sequence[Point]) -> np.ndarray:
-        """The correlation of each pair."""
+        """Return the correlation of each pair."""
         if self.is_size:
             ours, theirs = (np.log2([float(point[self.name]) for point in points]) for points in (one, other))
             return np.asarray(np.exp(-(((ours[:, None] - theirs[None, :]) / self.length) ** 2) / 2))
@@ -165,9 +165,9 @@ class Budget:
     """`Budget` says when a search is over, and why.
 
     Args:
-        num_trials: at most.
-        early_stopping: so many trials in a row that are no better than the best, or that end by an error, end it; 0:
-            none do.
+        num_trials: maximum number of trials.
+        early_stopping: the search ends after this number of trials in a row that bring no improvement, or end with an
+            error; 0: never.
     """
 
     def __init__(self, num_trials: int, early_stopping: int) -> None:
@@ -177,7 +177,7 @@ class Budget:
         self.best: tuple[Point, float] | None = None
 
     def begin_space(self) -> None:
-        """Another part of the space begins, of which nothing is known yet."""
+        """Reset the counts of trials in a row, because another part of the space begins."""
         self._in_vain = self._errors = 0
 
     def tell(self, point: Point, score: float | None) -> None:
@@ -192,7 +192,7 @@ class Budget:
         self._errors = self._errors + 1 if is_error else 0
 
     def end(self) -> str | None:
-        """Return why no more trials are to be made here; None: more may be."""
+        """Return why the search ends here; None if more trials may run."""
         if self.spent >= self.num_trials:
             return f"tuner_num_trials {self.num_trials} is reached"
         if self.early_stopping and self._errors >= self.early_stopping:
@@ -203,7 +203,7 @@ class Budget:
 
 
 def search(tuner: Tuner, measure: Measure, budget: Budget) -> str:
-    """Measure points until the tuner or the budget says that it is enough; returns why it ended."""
+    """Measure points until the tuner or the budget ends the search; return the reason."""
     while (reason := budget.end()) is None:
         point = tuner.next()
         if point is None:
