@@ -1,7 +1,7 @@
-"""Every documented method of an accelerator, called with values that fit, and whether the answer can be right.
+"""Call every documented method of an accelerator with suitable values, and check that the answer is plausible.
 
-For an extension's own tests, which have a stand-in where the conformance suite has a device. What an answer must be for
-any device follows from the interface and stands here; a test gives what its own device answers besides:
+This module is for an extension's own tests, which use a stand-in instead of a device. It knows what the interface
+requires of every device; a test adds the answers of its own device:
 
     @pytest.mark.parametrize("name", documented_names())
     def test_every_documented_method_answers(accelerator, name):
@@ -100,13 +100,13 @@ ANY_DEVICE: dict[str, Callable[[DeepSpeedAccelerator, Any], bool]] = {
 
 
 def check_answers(accelerator: DeepSpeedAccelerator, name: str, expected: Mapping[str, Any] | None = None) -> None:
-    """Ask `name` with every argument, and with those alone that have no default.
+    """Call `name` with all arguments, and with only the required ones, and check the answers.
 
     Args:
-        expected: documented name -> the answer, or a function that says whether it is right.
+        expected: documented name -> the answer, or a function that checks it.
 
     Raises:
-        AssertionError: shows the answer that is not right.
+        AssertionError: an answer is wrong; the message shows it.
         LookupError: an argument of the interface has no value in `VALUES`.
     """
     check_arguments(getattr(type(accelerator), name, None), _stated(name))
@@ -121,11 +121,11 @@ def check_answers(accelerator: DeepSpeedAccelerator, name: str, expected: Mappin
 
 
 def check_arguments(own: Any, stated: Any) -> None:
-    """Compare a method's arguments, in their order and with their defaults, with those of the interface.
+    """Compare a method's arguments, with order and defaults, to those of the interface.
 
     Args:
-        own: of a class that implements it; may have more arguments at the end, or take all with `*args`.
-        stated: as the interface has it.
+        own: the method of a class; it may have more arguments at the end, or take all with `*args`.
+        stated: the method of the interface.
 
     Raises:
         AssertionError: names the argument.
@@ -145,10 +145,10 @@ def check_arguments(own: Any, stated: Any) -> None:
 def arguments_of(
     accelerator: DeepSpeedAccelerator, name: str, *, only_required: bool
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and named arguments for a documented method.
+    """Return positional and named arguments for a documented method.
 
     Raises:
-        LookupError: says where to add a value.
+        LookupError: an argument has no value; the message says where to add one.
     """
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def _answers(accelerator: DeepSpeedAccelerator, name: str) -> Iterator[Any]:
 
 
 def _stated(name: str) -> Any:
-    """The method or property as the interface has it."""
+    """Return the method or property of the interface."""
     return next(vars(mixin)[name] for mixin in MIXINS.values() if name in vars(mixin))
 
 
@@ -189,7 +189,7 @@ def _hint(name: str) -> Any:
 
 
 def _fits(answer: Any, hint: Any) -> bool:
-    """Whether an answer is of the type that the interface states."""
+    """Return whether an answer has the type in the interface's annotation."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

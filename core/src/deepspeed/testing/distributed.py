@@ -6,18 +6,17 @@
     def test_ranks():
         assert run_ranks(2, broadcast_rank, 10) == [10, 11]
 
-A rank is a process of its own (`rank_worker.py`), never a fork of this one: torch's threads do not survive a fork. On
-Linux it is forked from a process that has imported torch and run nothing (`forked.py`), elsewhere it is a fresh
-interpreter. It gets its jobs and returns its results over a private pipe, and dies when that pipe closes, that is, with
-this process. The function is named by file and qualified name, because pytest's importlib mode gives test files names
-that cannot be imported.
-A rank starts with the random seeds at 0. After a job, and before it answers, the worker puts them back, and its
-environment variables, default dtype and this package's globals, so that what a job leaves behind can end a rank only
-inside that job.
+A rank is a separate process (`rank_worker.py`), but never a fork of this one: torch's threads do not survive a fork. On
+Linux the rank is forked from a process that has imported torch and run nothing (`forked.py`); elsewhere it is a fresh
+interpreter. It gets jobs and returns results over a private pipe, and ends when the pipe closes, at the latest with
+this process. A job names its function by file and qualified name, because pytest's importlib mode gives test files
+names that cannot be imported.
+A rank starts with random seeds of 0. After a job, and before it answers, the worker restores the seeds, the environment
+variables, the default dtype and this package's globals. So leftovers of a job can crash a rank only inside that job.
 
-A pool whose job failed is ended, and the next call starts a new one. A rank that is found dead between two jobs is
-never replaced in silence: that call raises `RankError`, which says after which job the rank ended, how, and its last
-output; the call after it gets new ranks.
+A failed job ends its pool, and the next call starts a new one. If a rank is found dead between two jobs, the call
+raises `RankError`, which names the job before, the exit code and the last output; the call after that gets new
+ranks.
 """
 
 import atexit
@@ -37,7 +36,7 @@ from typing import Any
 from deepspeed.errors import DeepSpeedError
 from deepspeed.testing import forked
 
-# After one rank failed the others get this long to end by themselves, so that their own errors can be shown too.
+# After one rank has failed, the others get this long to end by themselves, so that their errors can be shown too.
 _GRACE_S = 2.0
 _START_TIMEOUT_S = 120.0
 _LOG_TAIL_CHARS = 8000
@@ -47,7 +46,7 @@ _lock = threading.Lock()
 
 
 class RankError(DeepSpeedError, RuntimeError):
-    """A rank failed, hung or died. `__cause__` is the rank's own exception where it could be sent here."""
+    """A rank failed, hung or died. `__cause__` is the rank's exception, if it can be pickled."""
 
 
 def run_ranks(
@@ -60,10 +59,10 @@ def run_ranks(
     """Run `fn(*args)` on `world_size` ranks over gloo, one thread each, and return the results by rank.
 
     `deepspeed.comm` is initialized inside. Arguments and results are pickled: plain objects, tensors, and classes of
-    the test file. Raises the type of the first failing rank's exception where that can be rebuilt with a message, and
-    `RankError` otherwise, with the rank's traceback in the text. A failure or a hang (`timeout_s`) ends the processes;
-    the next call starts new ones. `environment` is set for the ranks, which are others than those without it:
-    `DS_ACCELERATOR` in it has them join over that accelerator's library.
+    the test file. If a rank fails, the call raises the type of the first failing rank's exception, if it can be built
+    from a message, else `RankError`, with the rank's traceback in the text. A failure or a hang (`timeout_s`) ends the
+    processes; the next call starts new ones. Each `environment` has its own ranks; `DS_ACCELERATOR` in it selects that
+    accelerator's communication library.
     """
     key = (world_size, tuple(sorted((environment or {}).items())))
     with _lock:
@@ -90,11 +89,11 @@ class RankPool:
     def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
         self._environment = dict(environment or {})
-        # Our own variables are read when they are needed, all but one; others by Python and torch as they start.
+        # Python and torch read their variables at the start; our own, except one, are read when they are needed.
         self._early = {k: v for k, v in self._environment.items() if not k.startswith("DS_") or k == "DS_LOG_LEVEL"}
         self.is_usable = True
         self._last_job = "start"
-        # A file store in a directory of its own: no port to be taken by another test run.
+        # A file store in a separate directory needs no port, which another test run could take.
         self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
         self._processes: list[forked.Process] = []
         self._pipes: list[Connection] = []
@@ -108,7 +107,7 @@ class RankPool:
             raise
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """One job on every rank."""
+        """Run one job on every rank, and return the results by rank."""
         job = pickle.dumps((*_address(fn), pickle.dumps(args)))
         try:
             self._send(job, fn.__qualname__)
@@ -128,7 +127,7 @@ class RankPool:
                 raise RankError(self._describe_dead(what)) from error
 
     def _describe_dead(self, what: str) -> str:
-        """Say which ranks ended between the last job and the job `what`, and how."""
+        """Describe the ranks that ended between the last job and the job `what`."""
         return "\n".join(
             f"[rank {rank} of {self.world_size}] ended before the job {what}; the job before it, {self._last_job}, had "
             f"ended well. The process {_end(code)}; its last output:\n{self._log_tail(rank)}"
@@ -149,7 +148,7 @@ class RankPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _environment_of(self, rank: int) -> dict[str, str]:
-        # LOCAL_RANK and friends as torchrun sets them; what the test process has of a launcher is dropped.
+        # LOCAL_RANK and others like torchrun; launcher variables of the test process are dropped.
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "MV2_", "SLURM_", "MASTER_"))}
         env.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_WORLD_SIZE=str(self.world_size)
@@ -168,7 +167,7 @@ class RankPool:
         self._pipes.append(ours)
 
     def _collect(self, timeout_s: float, what: str) -> list[Any]:
-        """Answers of all ranks in order; any failure ends the pool and is raised."""
+        """Return the answers of all ranks in order. A failure ends the pool, and is raised."""
         answers: dict[int, Any] = {}
         failures: dict[int, tuple[BaseException | None, str]] = {}
         deadline = time.monotonic() + timeout_s
@@ -206,8 +205,8 @@ class RankPool:
         answers: dict[int, Any],
         failures: dict[int, tuple[BaseException | None, str]],
     ) -> BaseException:
-        """End the pool and say which ranks failed and what the silent ones were doing."""
-        # A rank that was killed is the cause of the broken connections that others report, maybe before it is noticed.
+        """End the pool, and build the error: which ranks failed, and where the silent ones were."""
+        # Sort killed ranks first: they cause the broken connections that others may report earlier.
         failures = dict(sorted(failures.items(), key=lambda item: item[1][0] is not None))
         silent = [r for r in range(self.world_size) if r not in answers and r not in failures]
         if silent:
@@ -227,8 +226,8 @@ class RankPool:
         return error
 
     def _dump_stacks(self, ranks: list[int]) -> None:
-        """Ask the ranks to write the stacks of all their threads into their logs (faulthandler), and wait until they
-        have: the logs have grown, and grow no more."""
+        """Signal the ranks to write all their threads' stacks into their logs (faulthandler), and wait until the logs
+        have grown, and stop growing."""
         signal_number = getattr(signal, "SIGUSR1", None)
         if signal_number is None:
             return
@@ -250,7 +249,7 @@ class RankPool:
 
 
 def _address(fn: Callable[..., Any]) -> tuple[str, str, str]:
-    """File, module name and qualified name, by which the worker finds the function."""
+    """Return file, module name and qualified name, with which the worker finds the function."""
     qualname = fn.__qualname__
     if "<" in qualname:
         raise TypeError(
@@ -269,7 +268,7 @@ def _end(code: int) -> str:
 
 
 def _with_text(first: BaseException | None, text: str) -> BaseException:
-    """An exception of the rank's type that says everything, so that `pytest.raises(ConfigError)` works across ranks."""
+    """Return an exception of the rank's type with the full text, so that `pytest.raises(ConfigError)` works."""
     # SystemExit or KeyboardInterrupt would end the test run here.
     if first is None or isinstance(first, SystemExit | KeyboardInterrupt):
         return RankError(text)

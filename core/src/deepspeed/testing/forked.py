@@ -1,9 +1,8 @@
-"""Start a rank as a fork of a process that has torch already. Called by `distributed`, and by tests that run scripts.
+"""Start a rank as a fork of a process that has imported torch. Used by `distributed`, and by tests that run scripts.
 
-There are two such processes (`rank_server`) per set of variables, for ranks of even and of odd number, so that ranks of
-a job differ as fresh interpreters do: in the seed of string hashes and in their addresses. One per rank would take 3 s
-of a core each. Where torch's libraries do not survive a fork, that is, elsewhere than on Linux, a rank is a fresh
-interpreter.
+There are two such processes (`rank_server`) per set of variables, for even and for odd ranks. So the ranks of a job
+differ like fresh interpreters: in the seed of string hashes and in addresses. A process per rank would take 3 s of a
+core each. torch's libraries survive a fork only on Linux; on other systems a rank is a fresh interpreter.
 """
 
 import atexit
@@ -19,15 +18,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import TypeAlias
 
-_START_TIMEOUT_S = 240.0  # a machine that does much else takes a part of it
-_NUM_SERVERS = 2  # of one set of variables
+_START_TIMEOUT_S = 240.0  # enough for a busy machine
+_NUM_SERVERS = 2  # per set of variables
 _IS_SUPPORTED = hasattr(os, "pidfd_open")
 
 Variables: TypeAlias = Mapping[str, str]
 
 
 class ForkedRank:
-    """A `ForkedRank` stands for a server's child process, with the methods of `subprocess.Popen` that callers use."""
+    """A `ForkedRank` represents a child of a server, with the methods of `subprocess.Popen` that callers use."""
 
     def __init__(self, pid: int, report: Connection) -> None:
         self.pid = pid
@@ -42,7 +41,7 @@ class ForkedRank:
         """Wait until the process has ended, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
         if self.returncode is None:
             if not self._report.poll(timeout):
@@ -90,9 +89,9 @@ def start(
         errors: descriptor of its standard error.
 
     Raises:
-        ConnectionError: the process that forks has ended; it wrote why to the standard error.
-        TimeoutError: it has not come to life.
-        EOFError: it ended just now.
+        ConnectionError: the server process has ended; its standard error says why.
+        TimeoutError: the server process did not start in time.
+        EOFError: the server process has just ended.
     """
     errors = output if errors is None else errors
     if not _IS_SUPPORTED:
@@ -101,7 +100,7 @@ def start(
 
 
 def prepare(num_ranks: int, environment: Variables, early: Variables | None = None) -> None:
-    """Have the processes that fork these ranks ready, so that ranks that wait for each other start together.
+    """Start the server processes for these ranks ahead, so that ranks that wait for each other start together.
 
     Raises:
         ConnectionError, TimeoutError: as `start`.
@@ -114,7 +113,7 @@ def prepare(num_ranks: int, environment: Variables, early: Variables | None = No
 
 
 def wait_for_end(pids: Iterable[int], limit_s: float) -> None:
-    """Return when these processes have ended, which need not be children of this one.
+    """Wait until these processes have ended. They need not be children of this one.
 
     Raises:
         AssertionError: one of them still runs after `limit_s` seconds.

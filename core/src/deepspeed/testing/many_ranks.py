@@ -1,8 +1,8 @@
-"""`ManyRanks`: what a thousand ranks ask of the job's store, counted in one process.
+"""`ManyRanks` counts the store operations of a thousand simulated ranks in one process.
 
-Each rank is a thread, and one of them runs at a time: that which is due first by a clock of their own, which sleeping
-turns. So a wait of minutes takes no time, and counts are the same each time. Under a real `TCPStore` its server does
-the work that it would do in a job. Used by `benchmarks/scale.py` and by tests of operations that must not grow.
+Each rank is a thread, and one thread runs at a time: the one that is due first by a simulated clock, which `sleep`
+advances. So a wait of minutes takes no time, and counts are reproducible. With a real `TCPStore`, the server does the
+same work as in a job. `benchmarks/scale.py` and tests of the growth of operation counts use it.
 """
 
 import heapq
@@ -24,7 +24,7 @@ _STACK_BYTES = 512 << 10  # of a thread
 
 
 class CountingStore:
-    """A store that counts what is asked of it: operations by name, and bytes of keys and values in both directions."""
+    """A store that counts operations by name, and the bytes of keys and values in both directions."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class CountingStore:
 
     @property
     def num_operations(self) -> int:
-        """All that were asked."""
+        """Return the total number of operations."""
         return self.operations.total()
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ def _size(value: Any) -> int:
 
 
 class _OfEachRank(Counter[Any]):
-    """A counter of a process, where each rank counts for itself."""
+    """A counter with separate counts for each simulated rank."""
 
     def __init__(self, rank: Callable[[], int]) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class ManyRanks:
     """Simulated ranks, over one store.
 
     Args:
-        world_size: how many.
-        store: of the job; default: one in this process.
+        world_size: number of ranks.
+        store: store of the job; default: one in this process.
     """
 
     def __init__(self, world_size: int, store: Store | None = None) -> None:
@@ -87,16 +87,16 @@ class ManyRanks:
         #: by every rank: its notes say so
         self.num_started: dict[str, int] = {}
         self._local = threading.local()
-        self._due: list[tuple[float, int]] = []  # when each rank goes on
+        self._due: list[tuple[float, int]] = []  # (time, rank) of the next turns
         self._turns = [threading.Semaphore(0) for _ in range(world_size)]
         self._now_s = 0.0
 
     @contextmanager
     def simulated(self, *clocked: ModuleType) -> Iterator[None]:
-        """Inside, `deepspeed.comm` asks this store, as the rank whose thread it is, by the clock of these ranks.
+        """Let `deepspeed.comm` use this store, the rank of the current thread and the simulated clock in the block.
 
         Args:
-            clocked: other modules that have `time` from this clock.
+            clocked: other modules whose `time` is replaced by this clock.
         """
         time = SimpleNamespace(monotonic=self.now_s, sleep=self.sleep)
         with ExitStack() as patches:
@@ -115,25 +115,25 @@ class ManyRanks:
             yield
 
     def rank(self) -> int:
-        """Whose thread this is."""
+        """Return the rank of the current thread."""
         return int(self._local.rank)
 
     def now_s(self) -> float:
-        """The time since they began."""
+        """Return the simulated seconds since the start."""
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """The calling rank goes on after `seconds`, and others before."""
+        """Pause the calling rank for `seconds` of simulated time, while others run."""
         rank = self.rank()
         heapq.heappush(self._due, (self._now_s + seconds, rank))
         self._go_on()
         self._turns[rank].acquire()
 
     def run(self, job: Callable[[int], T], starts_s: Sequence[float] | None = None) -> list[T]:
-        """`job(rank)` of each rank, from `starts_s` on, by rank.
+        """Run `job(rank)` on each rank, starting at `starts_s`, and return the results by rank.
 
         Raises:
-            RuntimeError: a rank failed; the first is named.
+            RuntimeError: a rank failed; the message names the first one.
         """
         results: dict[int, T] = {}
         errors: list[str] = []

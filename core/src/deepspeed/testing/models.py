@@ -1,9 +1,9 @@
-"""Small models for tests: a GPT in plain torch, one of one weight, and some with what sharding can get wrong. And
-`make_engine`, an engine for a test in one line.
+"""Small models for tests: a GPT in plain torch, a model with one weight, and models with difficult cases for sharding.
+`make_engine` creates an engine for a test in one line.
 
-The GPT, of the demo and the benchmarks too, is a pre-norm decoder with learned positions, causal attention and a GELU
-MLP, initialized as nanoGPT and GPT-2 are. No number of ranks divides the sizes of the odd models. Seed torch before
-building one: `torch.manual_seed(0); GPT(GPTConfig())`.
+The GPT, which the demo and the benchmarks use too, is a pre-norm decoder with learned positions, causal attention and a
+GELU MLP, initialized like nanoGPT and GPT-2. No number of ranks divides the sizes of the odd models. Seed torch before
+creating a model: `torch.manual_seed(0); GPT(GPTConfig())`.
 
 Shape legend: B batch, T time, D width, H heads, K width of a head (D / H), V vocabulary.
 """
@@ -39,7 +39,7 @@ class GPTConfig:
 
 
 class Scale(nn.Module):
-    """A model of one weight, 0 at first; the gradient of `model(x)` is x."""
+    """A model with one weight, initially 0; the gradient of `model(x)` is x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Scale(nn.Module):
 
 
 def tiny_gpt(**changes: Any) -> "GPT":
-    """The model of the tests: 30 thousand parameters, 64 tokens. Arguments are those of `GPTConfig`."""
+    """Return the tests' model: 30 thousand parameters, a vocabulary of 64. `changes` are arguments of `GPTConfig`."""
     sizes = {"vocab_size": 64, "sequence_length": 16, "num_layers": 2, "num_heads": 2, "width": 32}
     return GPT(GPTConfig(**{**sizes, **changes}))
 
@@ -129,9 +129,9 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Keeps train or eval mode.
+        """Return `tokens_BT` with `num_tokens` more; temperature 0 takes the most likely token. Keeps the mode.
 
-        `generator` may be of the host where the model is on a device.
+        `generator` may be on the host, even if the model is on a device.
         """
         was_training = self.training
         self.eval()
@@ -148,7 +148,7 @@ class GPT(nn.Module):
         return tokens_BT
 
     def num_parameters(self) -> int:
-        """Trainable elements; a tied weight counts once."""
+        """Return the number of parameter elements; a tied weight counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def _initialize(self) -> None:
@@ -214,7 +214,7 @@ class TiedLM(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy, in nats, of the tokens in reverse."""
+        """Return the mean cross-entropy, in nats, of the tokens in reverse."""
         self.calls += 1
         x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
         logits_BTV = self.head(self.block(x))
@@ -224,7 +224,7 @@ class TiedLM(nn.Module):
 DEFAULTS = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-    "gradient_clipping": 0.0,  # as plain torch, which results are compared with
+    "gradient_clipping": 0.0,  # like plain torch, to which results are compared
     "steps_per_print": float("inf"),
 }
 SMALL_BUCKETS = {"reduce_bucket_size": 20}
@@ -234,17 +234,17 @@ SMALL_BUCKETS = {"reduce_bucket_size": 20}
 def make_engine(
     model: nn.Module, stage: int = 0, *, arguments: dict[str, Any] | None = None, **keys: Any
 ) -> "DeepSpeedEngine":
-    """The engine of `deepspeed.initialize(model=model, config=..., **arguments)` on this rank.
+    """Return the engine of `deepspeed.initialize(model=model, config=..., **arguments)` on this rank.
 
     Args:
-        model: trained in place, as by `initialize`.
-        stage: of ZeRO, 0 to 3.
+        model: the model, which is trained in place.
+        stage: ZeRO stage, 0 to 3.
         arguments: further arguments of `initialize`.
-        keys: of the config, over `DEFAULTS`; None omits a key. `zero_optimization` is merged into the stage and
-            `SMALL_BUCKETS`.
+        keys: keys of the config that override `DEFAULTS`; None omits a key. `zero_optimization` is merged with the
+            stage and `SMALL_BUCKETS`.
 
     Raises:
-        ConfigError: as `initialize` does.
+        ConfigError: see `initialize`.
     """
     import deepspeed
 
@@ -256,7 +256,7 @@ def make_engine(
 
 
 def weight_of(engine: "DeepSpeedEngine") -> float:
-    """The one weight of an engine's `Scale`; called on all ranks."""
+    """Return the weight of an engine's `Scale`. A collective."""
     import deepspeed
 
     (weight,) = engine.module.parameters()

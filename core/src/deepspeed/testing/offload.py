@@ -1,7 +1,7 @@
-"""Engines that keep states in another memory or on a disk, and what is compared with those without offload.
+"""Engines with offload to another memory or to a disk, and the values to compare with engines without offload.
 
-First those whose optimizer may be offloaded, then those of stage 3 whose parameters may be (`create_param_engine`). For
-jobs of `run_ranks`, on the cpu and on devices with memory of their own.
+First come engines with optimizer offload, then engines with parameter offload at stage 3 (`create_param_engine`). They
+are for jobs of `run_ranks`, on the cpu and on devices with their own memory.
 """
 
 import functools
@@ -34,16 +34,16 @@ def create_engine(
     arguments: dict[str, Any] | None = None,
     **keys: Any,
 ) -> "DeepSpeedEngine":
-    """An `OddMLP` in two groups of parameters, in several buckets and sub-groups.
+    """Return an engine of an `OddMLP` with two parameter groups, several buckets and sub-groups.
 
-    Its optimizer is the host's, with offload and without: two kinds of kernels differ by roundings.
+    The optimizer is always the one for the host, also without offload, because other kernels round differently.
 
     Args:
         section: further keys of `zero_optimization`.
-        freezes: one of the layers is frozen.
-        kind: of the optimizer, a key of `OPTIMIZERS`.
-        arguments: as those of `make_engine`.
-        keys: of the config.
+        freezes: whether one of the layers is frozen.
+        kind: the optimizer, a key of `OPTIMIZERS`.
+        arguments: arguments of `make_engine`.
+        keys: keys of the config.
     """
     torch.manual_seed(seed)
     net = OddMLP()
@@ -70,7 +70,7 @@ def loss_of(engine: "DeepSpeedEngine", step: int) -> Tensor:
 
 
 def train(engine: "DeepSpeedEngine", steps: Iterable[int]) -> Tensor:
-    """1-D fp64: for each step the losses of its micro-batches, the norm of the gradients, and the loss scale."""
+    """Train, and return a 1-D fp64 tensor: for each step the losses, the gradient norm and the loss scale."""
     seen = []
     for step in steps:
         for micro_step in range(engine.gradient_accumulation_steps()):
@@ -83,13 +83,13 @@ def train(engine: "DeepSpeedEngine", steps: Iterable[int]) -> Tensor:
 
 
 def weights_of(engine: "DeepSpeedEngine") -> list[Tensor]:
-    """Copies of the whole weights."""
+    """Return copies of the whole weights."""
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
 def state_of(engine: "DeepSpeedEngine") -> list[Tensor]:
-    """Whole master weights and moments of AdamW, by parameter; not those that a parameter does not have."""
+    """Return the whole master weights and AdamW moments of all trained parameters, as far as they exist."""
     trained = [param for param in engine.module.parameters() if param.requires_grad]
     tensors = [fragments.safe_get_full_fp32_param(param) for param in trained]
     for name in ("exp_avg", "exp_avg_sq"):
@@ -109,9 +109,9 @@ Result = tuple[list[float], list[Tensor]]
 def create_param_engine(
     precision: str, section: dict[str, Any], model: torch.nn.Module | None = None
 ) -> "DeepSpeedEngine":
-    """Seeded; it accumulates over two micro-batches and clips.
+    """Create a seeded engine that accumulates over two micro-batches and clips gradients.
 
-    The smallest biases stay whole, units are released after every use and hardly gathered ahead.
+    The smallest biases stay whole; units are released after every use, and are hardly prefetched.
 
     Args:
         precision: a key of `PRECISIONS`.
@@ -140,7 +140,7 @@ def dtype_of(engine: "DeepSpeedEngine") -> torch.dtype:
 
 
 def losses_of(engine: "DeepSpeedEngine", steps: int) -> list[float]:
-    """The losses of all micro-batches of `steps` steps."""
+    """Return the losses of all micro-batches of `steps` steps."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     losses = []
     for _ in range(2 * steps):
@@ -152,7 +152,7 @@ def losses_of(engine: "DeepSpeedEngine", steps: int) -> list[float]:
 
 
 def train_params(precision: str, section: dict[str, Any], steps: int = 20) -> Result:
-    """The losses of a run, and of an evaluation after it; the weights that the engine leaves."""
+    """Return the losses of a run and of an evaluation after it, and the final weights."""
     engine = create_param_engine(precision, section)
     losses = losses_of(engine, steps)
     engine.eval()
@@ -170,7 +170,7 @@ def train_params(precision: str, section: dict[str, Any], steps: int = 20) -> Re
 
 
 def access_params(precision: str, section: dict[str, Any]) -> list[Any]:
-    """Read and change single parameters as users do, between steps and beside a second engine; return lists."""
+    """Read and change single parameters like users, between steps and beside a second engine; return the results."""
     engine, other = create_param_engine(precision, section), create_param_engine(precision, section)
     losses_of(engine, 1)
     model: Any = engine.module
@@ -199,7 +199,7 @@ def access_params(precision: str, section: dict[str, Any]) -> list[Any]:
 
 
 def assert_same(results: Sequence[Result], others: Sequence[Result], tolerance: float = 1e-6) -> None:
-    """The results of all ranks are equal."""
+    """Assert that two sequences of results agree within `tolerance`."""
     for (losses, weights), (other_losses, other_weights) in zip(results, others, strict=True):
         torch.testing.assert_close(losses, other_losses, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(weights, other_weights, rtol=tolerance, atol=tolerance)

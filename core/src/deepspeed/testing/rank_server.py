@@ -1,8 +1,8 @@
-"""A process that has torch already and forks one rank after the other: `python -m deepspeed.testing.rank_server <fd>`.
+"""A process that imports torch and then forks ranks: `python -m deepspeed.testing.rank_server <fd>`.
 
-Started by `forked`. Importing torch, and what its optimizers import on first use, takes 2 s of a core; a fork takes
-some milliseconds. This process has one thread and runs nothing but its loop, so a fork has what a fresh interpreter
-would have after its imports, and ends as one does. Its ranks end with it, and it ends with the process that started it.
+`forked` starts it. Importing torch, and the modules that its optimizers import on first use, takes 2 s of a core; a
+fork takes some milliseconds. The process has one thread and runs only its loop, so a fork is like a fresh interpreter
+after its imports. Its ranks end with it, and it ends with the process that started it.
 """
 
 import gc
@@ -26,7 +26,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 
 
 def serve(client: socket.socket) -> dict[str, Any] | None:
-    """Fork until the other end of `client` closes. Returns in each rank, with its request; and here, with None."""
+    """Fork ranks until the other end of `client` closes. Returns the request in each rank, and None in this process."""
     listens_to_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
     ranks: dict[int, tuple[int, Connection]] = {}  # pid and where to report, by the descriptor readable at its end
     while True:
@@ -61,12 +61,12 @@ def serve(client: socket.socket) -> dict[str, Any] | None:
 
 
 def _send(report: Connection, number: int) -> None:
-    with suppress(BrokenPipeError):  # who asked for the rank has given up, which ends the rank too
+    with suppress(BrokenPipeError):  # the caller has given up, which ends the rank too
         report.send(number)
 
 
 def _take_over(streams: list[int], unused: list[int]) -> None:
-    """Make these the standard input, output and error, and close what the server had open."""
+    """Use `streams` as standard input, output and error, and close the server's descriptors."""
     for standard, descriptor in enumerate(streams):
         os.dup2(descriptor, standard)
     for descriptor in unused:
@@ -74,7 +74,7 @@ def _take_over(streams: list[int], unused: list[int]) -> None:
 
 
 def run(command: list[str], environment: Mapping[str, str], directory: str) -> None:
-    """Run a script or a module as `python *command` does, with these variables and in this directory."""
+    """Run a script or a module like `python *command`, with these variables, in this directory."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
@@ -89,9 +89,9 @@ def run(command: list[str], environment: Mapping[str, str], directory: str) -> N
 
 
 def main() -> None:
-    """The server, or one of its ranks."""
+    """Run the server, or, after a fork, one of its ranks."""
     gc.collect()
-    gc.freeze()  # or the first collection of each rank would copy every page
+    gc.freeze()  # otherwise the first collection in each rank would copy every page
     client = socket.socket(fileno=int(sys.argv[1]))
     client.send(b"!")  # the imports are made
     request = serve(client)

@@ -1,6 +1,6 @@
 """One warm rank: `python -m deepspeed.testing.rank_worker <store>`, started by `distributed.RankPool`.
 
-Joins the process group, says so, then runs one job after the other: file, module name, qualified name, arguments.
+The rank joins the process group, reports that, and then runs jobs: file, module name, qualified name, arguments.
 """
 
 import faulthandler
@@ -31,14 +31,14 @@ _MANY_FAILURES = 1000  # more than one job has
 
 
 def main() -> None:
-    """Serve jobs until the pipe closes, which is the standard input."""
+    """Run jobs until the pipe, which is the standard input, closes."""
     pipe = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a job starts inherits nothing of ours
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # child processes of a job must not inherit the pipe
     faulthandler.enable()  # a crash in C++ leaves a stack in the log
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    # Reads in a thread of its own, so that a job that hangs still ends with the test process.
+    # A separate thread reads the pipe, so that a hanging job still ends with the test process.
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     torch.set_num_threads(1)
     _seed()
@@ -59,7 +59,7 @@ def _read(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
 
 
 def _join(store_path: str) -> None:
-    # Host names of build machines often resolve to nothing useful; all ranks are here.
+    # Host names of build machines often do not resolve; all ranks are on this machine.
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,7 +69,7 @@ def _join(store_path: str) -> None:
 
 
 def _library() -> str:
-    """gloo, or that of the accelerator which `DS_ACCELERATOR` names."""
+    """Return "gloo", or the communication library of the accelerator in `DS_ACCELERATOR`."""
     if not os.environ.get("DS_ACCELERATOR"):
         return "gloo"
     from deepspeed.accelerator import get_accelerator  # late: the test process itself may need none
@@ -78,7 +78,7 @@ def _library() -> str:
 
 
 def _run(job: bytes, environment: dict[str, str]) -> bytes:
-    """The reply `(True, result)` or `(False, (exception or None, traceback))`, pickled. Tidies up before it."""
+    """Run a job, tidy up, and return the pickled reply: (True, result) or (False, (exception or None, traceback))."""
     try:
         path, module_name, qualname, pickled_args = pickle.loads(job)
         fn: Any = _load(path, module_name)
@@ -96,7 +96,7 @@ def _run(job: bytes, environment: dict[str, str]) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception itself, if it survives the journey."""
+    """Return the pickled exception; None if it cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -106,7 +106,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _load(path: str, module_name: str) -> ModuleType:
-    """The module of a job: by name for this package, else by path under its name in the test process."""
+    """Import the module of a job: by name for this package, else by path, under its name in the test process."""
     if module_name.split(".", maxsplit=1)[0] == "deepspeed":
         return importlib.import_module(module_name)
     changed_ns = Path(path).stat().st_mtime_ns
@@ -117,7 +117,7 @@ def _load(path: str, module_name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Under the caller's name, so that classes of the file unpickle on both sides.
+    # Use the caller's module name, so that classes of the file unpickle on both sides.
     sys.modules[name] = module
     if module_name == "__main__":
         sys.modules["__main__"] = module
@@ -133,7 +133,7 @@ def _seed() -> None:
 
 
 def _tidy(environment: dict[str, str]) -> None:
-    """Put back what a job may have changed for the next one."""
+    """Restore the state that a job may have changed, for the next job."""
     _restore_environment(environment)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -146,7 +146,7 @@ def _tidy(environment: dict[str, str]) -> None:
 
 
 def _restore_environment(environment: dict[str, str]) -> None:
-    """Touch only what differs: `setenv` while a thread of C++ is in `getenv` is a crash."""
+    """Restore only variables that differ: `setenv` may crash while a C++ thread is in `getenv`."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():
@@ -155,7 +155,7 @@ def _restore_environment(environment: dict[str, str]) -> None:
 
 
 def _reset_package() -> None:
-    """Globals of this package, in the modules that the job has imported."""
+    """Reset globals of this package, in the modules that the job has imported."""
     global _num_jobs
     _num_jobs += 1  # the same on all ranks
     accelerator = sys.modules.get("deepspeed.accelerator.current")

@@ -1,10 +1,10 @@
-"""A pytest plugin that writes down a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
+"""A pytest plugin that records a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
 
-`--ds-expected-failures F` names the list of expected failures, when it is not the file beside the tests. `--ds-progress
-FD` writes to that file descriptor how many tests there are, then a line as each test ends. `--ds-level N` says which
-level the run asks for, so that the levels up to it are judged.
+`--ds-expected-failures F` names the list of expected failures, if it is not the file beside the tests. `--ds-progress
+FD` writes the number of tests to that file descriptor, then a line at the end of each test. `--ds-level N` sets the
+requested level; the levels up to it are judged.
 
-`ds_conformance` runs pytest with it and shows what it wrote; a vendor's CI may do the same. The file:
+`ds_conformance` runs pytest with this plugin and shows the record; a vendor's CI may do the same. The file:
 
     format        number of the form of this file: 2 has levels
     accelerator   name, class, module, plugin, origin (package and version), device, why it was chosen
@@ -48,9 +48,9 @@ from deepspeed.testing.suite.fixtures import ASKED, OPTION, path_of_list, read_e
 _OPTION = "--ds-record"
 _PROGRESS = "--ds-progress"
 _LEVEL = "--ds-level"
-#: of the record; grows when a key changes its meaning or goes
+#: version of the record; grows when a key changes its meaning or is removed
 FORMAT = 2
-#: what `deepspeed.testing.distributed` writes before the words of each rank that failed
+#: the header that `deepspeed.testing.distributed` writes before the text of each failed rank
 _OF_RANK = re.compile(r"^(?=.*\[rank \d+ of \d+\] )", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):\n"
 
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the accelerator and reads the list, so that what is wrong with them is said once, not by each test."""
+    """Chooses the accelerator and reads the list, so that an error is reported once, not by each test."""
     path = config.getoption(_OPTION)
     if path is None:
         return
@@ -75,15 +75,15 @@ def pytest_configure(config: pytest.Config) -> None:
     except DeepSpeedError as error:
         raise pytest.UsageError(str(error)) from error
     if (progress := config.getoption(_PROGRESS)) is not None:
-        os.set_inheritable(progress, False)  # who reads it waits for its end: no process of a test keeps it open
+        os.set_inheritable(progress, False)  # the reader waits for its end, so test processes must not keep it open
     config.pluginmanager.register(Recorder(Path(path), progress, config.getoption(_LEVEL)), "ds-recorder")
 
 
 def _check_list(path: Path) -> None:
-    """All of the list, whichever tests are chosen.
+    """Check the whole list, whichever tests are chosen.
 
     Raises:
-        ConfigError: it cannot be read, or a name on it is no test of the suite.
+        ConfigError: the list cannot be read, or names a test that is not in the suite.
     """
     expected = read_expected_failures(path)
     if expected:
@@ -96,9 +96,9 @@ class Recorder:
     """Collects the outcome of each test; registered for one run of pytest.
 
     Args:
-        path: where the record is written at the end; None: `tests` is read instead.
-        progress_fd: file descriptor to which lines of JSON on the progress are written; None: nowhere.
-        level: the one that the run asks for.
+        path: file for the record; None: the caller reads `tests` instead.
+        progress_fd: file descriptor for the progress, as lines of JSON; None: no progress.
+        level: the requested level.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Notes the theme of a test, and lets `-k` choose by it."""
+        """Notes the theme of a test, and makes it a keyword for `-k`."""
         module = getattr(getattr(item, "function", None), "__module__", "")
         theme = module.rpartition(".")[2].removeprefix("test_")
         self._themes[item.nodeid] = theme
         item.extra_keyword_matches.add(theme)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Notes what `-k` leaves out."""
+        """Notes the tests that `-k` leaves out."""
         self._left_out += [[_name(item.nodeid), self._themes[item.nodeid]] for item in items]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Writes how many tests of each theme will be run."""
+        """Writes the number of tests per theme."""
         self._write_progress({"themes": Counter(self._themes[item.nodeid] for item in session.items)})
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Writes that a test has ended, and how."""
+        """Writes the outcome of a test that has ended."""
         self._write_progress({each: self.tests[nodeid][each] for each in ("theme", "outcome")})
 
     def _write_progress(self, event: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Recorder:
             os.write(self._progress_fd, (json.dumps(event) + "\n").encode())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps the worst of setup, call and teardown."""
+        """Keeps the worst outcome of setup, call and teardown."""
         name, theme = _name(report.nodeid), self._themes.get(report.nodeid, "")
         about = {"name": name, "theme": theme, "level": suite.level_of(name, theme)}
         test = self.tests.setdefault(report.nodeid, {**about, "outcome": "", "seconds": 0.0, "reason": ""})
@@ -157,15 +157,15 @@ class Recorder:
 
 
 def judge(tests: Sequence[Mapping[str, Any]], asked: int, is_partial: bool) -> dict[str, Any]:
-    """Return which level was reached: it and those below it passed as a whole, up to `asked`.
+    """Judge the levels up to `asked`. A level is reached if it and all levels below have passed.
 
-    A level has passed when a test of it did, every test that it needs is among those (`suite.NEEDED`), and none failed,
-    be it as expected. What the accelerator cannot do is skipped, which leaves the level as it is.
+    A level passes if at least one of its tests and all its needed tests (`suite.NEEDED`) passed, and none failed, not
+    even as expected. Tests that are skipped, because the accelerator lacks a capability, do not count.
 
     Args:
-        tests: of the record.
-        asked: the highest level to be judged.
-        is_partial: some tests were left out, so that no level can be reached.
+        tests: tests of the record.
+        asked: the highest level to judge.
+        is_partial: whether some tests were left out, so that no level can be reached.
     """
     levels = {str(level): _verdict(tests, level, is_partial) for level in suite.LEVELS if level <= asked}
     steps = itertools.takewhile(lambda about: about["verdict"] == "passed", levels.values())
@@ -188,7 +188,7 @@ def _verdict(tests: Sequence[Mapping[str, Any]], level: int, is_partial: bool) -
 
 
 def describe() -> dict[str, Any]:
-    """Everything in the record but `level`, `tests` and `left out`."""
+    """Return the record without `level`, `tests` and `left out`."""
     accelerator, choice = get_accelerator(), explain()
     documented = documented_names()
     return {
@@ -249,12 +249,12 @@ def _ops() -> Iterator[list[str]]:
 
 
 def _name(nodeid: str) -> str:
-    """A test without its file."""
+    """Return the name of a test without its file."""
     return nodeid.partition("::")[2] or nodeid
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
-    """Return the outcome of one phase of a test; None for a setup or teardown that went well, which says nothing."""
+    """Return the outcome of one phase of a test; None for a setup or teardown without errors."""
     if report.skipped:
         return "expected" if hasattr(report, "wasxfail") else "skipped"
     if report.failed:
@@ -263,7 +263,7 @@ def _outcome(report: pytest.TestReport) -> str | None:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Return in one line why a test was skipped, what is expected, or how it failed; "": none of these."""
+    """Return one line: why a test was skipped, why its failure is expected, or how it failed; "" if none applies."""
     if hasattr(report, "wasxfail"):
         return str(report.wasxfail).removeprefix("reason: ")
     told: Any = report.longrepr
@@ -276,7 +276,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _without_frames(message: str) -> str:
-    """A failure's message; one of ranks ends with tracebacks, of which the first rank's exception alone is kept."""
+    """Return a failure's message without tracebacks of ranks; only the first rank's exception is kept."""
     head, *ranks = _OF_RANK.split(message)
     before, traceback, frames = (ranks[0] if ranks else "").rpartition(_TRACEBACK)
     if not traceback:

@@ -1,15 +1,15 @@
-"""A requirement is what a test needs of the current accelerator: a capability, never a device by name.
+"""A requirement is a capability that a test needs of the current accelerator, never the name of a device.
 
     from deepspeed.testing import requirements
 
     @requirements.streams
     def test_copies_overlap(accelerator): ...
 
-Each is a decorator that asks when the test runs, and skips it with the reason when the answer is no. `unmet()` gives
-the same reason without a test, and `ALL` is the list that the conformance report shows. What raises
-NotImplementedError is not supported; anything else that an accelerator raises is its fault, and fails the test.
+Each requirement is a decorator. When the test runs, the decorator checks the capability, and skips the test with a
+reason if it is missing. `unmet()` returns the same reason without a test, and `ALL` is the list in the conformance
+report. A method that raises NotImplementedError is not supported; any other exception fails the test.
 
-May import `accelerator` and below, and pytest where a test is skipped. Used by `suite` and by vendors' own tests.
+May import `accelerator` and below, and pytest to skip a test. `suite` and vendors' own tests use this module.
 """
 
 import functools
@@ -32,9 +32,9 @@ class Requirement:
     """One capability.
 
     Args:
-        name: as it stands in the report.
-        question: takes the accelerator; why it lacks the capability, or None when it has it. Its docstring says what
-            is asked, for the reference page.
+        name: name in the report.
+        question: takes the accelerator; returns why it lacks the capability, or None. The reference page shows its
+            docstring.
     """
 
     def __init__(self, name: str, question: Callable[[DeepSpeedAccelerator], str | None]) -> None:
@@ -43,14 +43,14 @@ class Requirement:
         self._question = question
 
     def unmet(self) -> str | None:
-        """Return why the current accelerator lacks this, in one line; None when it has it."""
+        """Return one line that says why the current accelerator lacks this capability; None if it has it."""
         try:
             return self._question(get_accelerator())
         except NotImplementedError as error:
             return f"not implemented: {' '.join(str(error).split())}"
 
     def check(self) -> None:
-        """Skip the running test, with the reason, unless this is met."""
+        """Skip the running test, with the reason, unless the requirement is met."""
         import pytest
 
         reason = self.unmet()
@@ -58,7 +58,7 @@ class Requirement:
             pytest.skip(f"{self.name}: {reason}")
 
     def __call__(self, test: Test) -> Test:
-        """`test`, skipped when this is not met."""
+        """Wrap `test`, so that it is skipped unless the requirement is met."""
 
         @functools.wraps(test)
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class Requirement:
 
 
 def needs_of(test: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the requirements that decorate `test`, for the reference page."""
+    """Return the names of the requirements of `test`, for the reference page."""
     return getattr(test, "needs", ())
 
 
@@ -223,7 +223,7 @@ ALL = (
 
 
 def op(name: str) -> Requirement:
-    """That `name`, an op of `deepspeed.ops.registry`, has a kernel here: its torch reference needs no comparison."""
+    """Return the requirement that `name`, an op of `deepspeed.ops.registry`, has a kernel here."""
 
     def question(accelerator: DeepSpeedAccelerator) -> str | None:
         return registry.resolve(name).why() if registry.kernel(name) is None else None
@@ -232,7 +232,7 @@ def op(name: str) -> Requirement:
 
 
 def dtype(which: torch.dtype) -> Requirement:
-    """That a model can be trained in `which`."""
+    """Return the requirement that a model can be trained in `which`."""
 
     def question(accelerator: DeepSpeedAccelerator) -> str | None:
         return None if which in accelerator.supported_dtypes() else "not among supported_dtypes()"

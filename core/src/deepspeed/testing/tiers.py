@@ -1,4 +1,4 @@
-"""Two tiers of tests: what every run needs, and the corners that `pytest -m ''` adds (the marker `sweep`)."""
+"""Two tiers of tests: those of every run, and the corner cases that `pytest -m ''` adds (the marker `sweep`)."""
 
 from collections.abc import Callable, Iterable
 from itertools import combinations
@@ -8,13 +8,13 @@ import pytest
 
 
 def swept(cases: Iterable[Any], kept: Callable[..., bool]) -> list[Any]:
-    """`cases` as arguments of `parametrize`, marked `sweep` unless `kept` says that every run needs them.
+    """Return `cases` as arguments of `parametrize`, with the marker `sweep` on the cases that `kept` rejects.
 
         @pytest.mark.parametrize(("stage", "clip"), swept(product((0, 1, 2), (0.0, 0.1)), lambda s, c: s == 2 or not c))
 
     Args:
         cases: values of one argument, or tuples of several.
-        kept: called with the values of a case; keeps at least one case, and each value of an argument in some case.
+        kept: called with the values of a case; must keep at least one case, and each value of an argument in some case.
     """
     params = []
     for case in cases:
@@ -25,7 +25,7 @@ def swept(cases: Iterable[Any], kept: Callable[..., bool]) -> list[Any]:
 
 
 def covering(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Few of `cases` in which any two values of two arguments meet that meet in some case; the same ones every time."""
+    """Return few of `cases` that contain every pair of two arguments' values in `cases`. The choice is reproducible."""
     pairs = [(case, set(combinations(enumerate(map(str, case)), 2))) for case in cases]
     missing = set().union(*(its_pairs for _, its_pairs in pairs))
     chosen = []
@@ -37,11 +37,11 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark as `sweep` what `covering` leaves out of the cases of each test with several `parametrize`.
+    """Mark as `sweep` the cases that `covering` leaves out, for each test with several `parametrize`.
 
-    What one `parametrize` lists counts as one argument, so that no row of a table is left out. For a
-    `pytest_collection_modifyitems` of tests whose cases ask the same of other values, as those of kernels do. It must
-    be the first (`tryfirst`), since pytest chooses by markers in the same hook.
+    The values of one `parametrize` count as one argument, so that no row of a table is left out. Call this in
+    `pytest_collection_modifyitems` for tests whose cases make the same checks on other values, like kernel tests. The
+    hook must be the first (`tryfirst`), because pytest selects by markers in the same hook.
     """
     grids: dict[tuple[str, str], list[tuple[tuple[str, ...], pytest.Item]]] = {}
     for item in items:
@@ -55,7 +55,7 @@ def thin_out(items: Iterable[pytest.Item]) -> None:
 
 
 def _case(item: pytest.Function) -> tuple[str, ...]:
-    """The values of a test's parameters, as one text for each `parametrize`."""
+    """Return the values of a test's parameters, as one text for each `parametrize`."""
     stated = [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in stated]
     params = item.callspec.params

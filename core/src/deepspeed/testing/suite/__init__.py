@@ -1,16 +1,16 @@
-"""The conformance suite: what every accelerator has to do, as tests that a vendor's own tests import.
+"""The conformance suite: tests that every accelerator has to pass, and that a vendor's own tests import.
 
     # tests/test_conformance.py of an extension
     from deepspeed.testing.suite import *
 
 The tests run against the current accelerator: `DS_ACCELERATOR`, or `set_accelerator` in the extension's conftest, or
-the one that is found. `expected_failures.txt` beside that file lists what is known to fail. `ds_conformance` runs the
-same without a file, and writes a report.
+the one that is found. `expected_failures.txt` beside that file lists known failures. `ds_conformance` runs the same
+tests without a file, and writes a report.
 
 Tests belong to levels (`LEVELS`), each of which promises more. A vendor's own tests import those of the first two;
-`ds_conformance --level` asks for others, which take the device for themselves.
+`ds_conformance --level` runs others, which need the device exclusively.
 
-May import everything below `runtime`; needs pytest. Read next: `fixtures.py` (what tests are given), any `test_*.py`
+May import everything below `runtime`; needs pytest. Read next: `fixtures.py` (the fixtures of tests), any `test_*.py`
 (one theme each), `../requirements.py` (when a test is skipped).
 """
 
@@ -22,11 +22,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the conformance suite needs pytest: pip install pytest") from error
 
-#: level -> what an accelerator that reached it has shown
+#: level -> what an accelerator at this level has proven
 LEVELS = {1: "trains", 2: "numerics", 3: "speed", 4: "survives faults"}
-#: the one that is asked for where nobody says which
+#: the default of the requested level
 DEFAULT_LEVEL = 2
-#: theme -> level of its tests, in the order in which themes are run: what others stand on comes first
+#: theme -> level of its tests, in the order of the run: themes on which others depend come first
 THEMES = {
     **{"identity": 1, "memory": 1, "rng": 2, "streams": 1, "graphs": 1, "dtypes": 2, "environment": 1},
     **{"op_builders": 1, "optimizer_kernels": 2, "tensor_kernels": 2, "generation_kernels": 2},
@@ -41,7 +41,7 @@ _ELSEWHERE = {
     "test_constructors_of_old_scripts": 1,
     "test_the_same_seed_gives_the_same_bits": 2,
 }
-#: level -> tests without which it is not reached: a case of each has to pass, and none may be skipped as a whole
+#: level -> tests that it needs: at least one case of each has to pass
 NEEDED = {
     1: ("test_losses_are_those_of_plain_torch",),
     2: (
@@ -64,13 +64,13 @@ _FIXTURES = ("accelerator", "device", "ds_expected_failure", "ds_undisturbed")
 
 
 def level_of(test: str, theme: str) -> int | None:
-    """Return the level of a test, named with its case or without; None for a test that is not the suite's."""
+    """Return the level of a test, named with or without its case; None for a test outside the suite."""
     level = THEMES.get(theme)
     return None if level is None else _ELSEWHERE.get(test.partition("[")[0], level)
 
 
 def chosen(level: int) -> dict[str, Any]:
-    """Name -> fixture or test, of all levels up to this one, in the order in which they are run."""
+    """Return name -> fixture or test, for all levels up to this one, in the order of the run."""
     found = {name: getattr(importlib.import_module(f"{__name__}.fixtures"), name) for name in _FIXTURES}
     for theme in THEMES:
         module = importlib.import_module(f"{__name__}.test_{theme}")
@@ -83,7 +83,7 @@ def chosen(level: int) -> dict[str, Any]:
 
 
 def all_tests() -> list[str]:
-    """Names of the tests of all levels."""
+    """Return the names of the tests of all levels."""
     return [name for name in chosen(max(LEVELS)) if name not in _FIXTURES]
 
 

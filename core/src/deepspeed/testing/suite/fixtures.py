@@ -1,17 +1,17 @@
-"""The fixtures give every test of the suite the watched accelerator, and restore the state of the process after it.
+"""Fixtures for the tests of the suite: the watched accelerator, and the restored state of the process after each test.
 
-`on_ranks` gives tests of communication and training ranks whose accelerator is the current one here. They join over the
-accelerator's own library (`DS_ACCELERATOR` tells `deepspeed.testing.distributed` so), and each takes the device of its
-local rank.
+`on_ranks` runs tests of communication and training on ranks that use the current accelerator. They join over the
+accelerator's own library (`deepspeed.testing.distributed` reads `DS_ACCELERATOR`), and each rank takes the device of
+its local rank.
 
-The list of tests that an extension knows to fail is read here, one a line, each with its reason:
+This module also reads the list of an extension's expected failures, one per line, each with its reason:
 
     test_event_measures_time        # the driver's clock has 1 s steps; ticket 1234
     test_kernel[fused_adam-...]     # one case of a test
 
-It is the file `expected_failures.txt` beside the test file that imports the suite; `ds_conformance` takes it from
-anywhere (`--ds-expected-failures` of `deepspeed.testing.recording`). The list is strict: a test that passes while it
-is on it fails the run, and so does a name that the suite has not. A test that is skipped stays skipped.
+The list is the file `expected_failures.txt` beside the test file that imports the suite; `ds_conformance` accepts any
+path (`--ds-expected-failures` of `deepspeed.testing.recording`). The list is strict: a listed test that passes fails
+the run, and so does a name that is not in the suite. A skipped test stays skipped.
 """
 
 import random
@@ -34,12 +34,12 @@ OPTION = "--ds-expected-failures"
 
 _CANNOT_RUN = 2  # the exit code of `ds_conformance` for the same
 
-#: documented methods that a test of this process asked for; the report names those that none did
+#: documented methods that a test of this process used; the report names the others
 ASKED: set[str] = set()
 
 
 class Watched:
-    """The accelerator, and a note of each documented name that a test takes from it; what it calls itself is not."""
+    """Wraps the accelerator, and notes each documented name that a test uses; its own internal calls do not count."""
 
     def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
         self._accelerator = accelerator
@@ -58,7 +58,7 @@ _DOCUMENTED = frozenset(documented_names())
 
 @pytest.fixture
 def accelerator() -> DeepSpeedAccelerator:
-    """The current accelerator, behind a `Watched`. For what is compared by identity use `get_accelerator()`."""
+    """The current accelerator, wrapped in a `Watched`. For comparisons by identity, use `get_accelerator()`."""
     return cast(DeepSpeedAccelerator, Watched(get_accelerator()))
 
 
@@ -69,7 +69,7 @@ def device() -> torch.device:
 
 
 def accelerator_or_end() -> DeepSpeedAccelerator:
-    """Return the current accelerator; end the session where there is none, since each test would fail for that."""
+    """Return the current accelerator; end the session if there is none, because each test would fail."""
     try:
         return get_accelerator()
     except DeepSpeedError as error:
@@ -82,13 +82,13 @@ def accelerator_or_end() -> DeepSpeedAccelerator:
 
 @pytest.fixture(autouse=True)
 def ds_undisturbed() -> Iterator[None]:
-    """Put random states and the current device back after each test, and wait for the device's work."""
+    """Restore random states and the current device after each test, and wait for the device's work."""
     accelerator = accelerator_or_end()
     before = accelerator.current_device()
     host, python = torch.get_rng_state(), random.getstate()
     state = accelerator.get_rng_state()
     yield
-    torch.set_rng_state(host)  # the host's first: a device that a test lost may raise
+    torch.set_rng_state(host)  # the host's state first: a device that was lost in a test may raise
     random.setstate(python)
     accelerator.synchronize()
     accelerator.set_device(before)
@@ -97,7 +97,7 @@ def ds_undisturbed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ds_expected_failure(request: pytest.FixtureRequest) -> None:
-    """A test on the list (`path_of_list`) must fail: when it passes, the list is wrong, and that fails the run."""
+    """A test on the list (`path_of_list`) must fail; if it passes, the list is wrong, and the run fails."""
     expected = read_expected_failures(path_of_list(request.config, Path(request.path)))
     reason = expected.get(request.node.name) or expected.get(request.node.originalname)
     if reason is not None:
@@ -105,22 +105,22 @@ def ds_expected_failure(request: pytest.FixtureRequest) -> None:
 
 
 def path_of_list(config: pytest.Config, test_file: Path) -> Path:
-    """The list for the tests in `test_file`: the one of the option, else the file beside it, which may be missing."""
+    """Return the path of the list for `test_file`: the option's, or else the file beside it, which may be missing."""
     given = config.getoption(OPTION, default=None)
     return test_file.with_name(FILE_NAME) if given is None else Path(given)
 
 
 def unknown_names(expected: Iterable[str], tests: Iterable[str]) -> list[str]:
-    """The names on a list, with cases as they stand there, that are none of `tests`."""
+    """Return the names on a list, with their cases, that are not among `tests`."""
     known = frozenset(tests)
     return sorted(name for name in expected if name.partition("[")[0] not in known)
 
 
 def read_expected_failures(path: Path) -> dict[str, str]:
-    """Name of a test, with its case in brackets or without -> reason. Empty when there is no such file.
+    """Return name of a test, with or without its case in brackets -> reason; {} if the file does not exist.
 
     Raises:
-        ConfigError: it is no UTF-8 text, a line has no reason, or a name stands there twice.
+        ConfigError: the file is not UTF-8, a line has no reason, or a name occurs twice.
     """
     expected: dict[str, str] = {}
     if not path.is_file():
@@ -146,11 +146,11 @@ _TIMEOUT_S = 300.0
 
 
 def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn(*args)` on each of `world_size` ranks; their results by rank. Skips the test where there can be no ranks."""
+    """Run `fn(*args)` on `world_size` ranks, and return the results by rank. Skip the test if ranks are impossible."""
     (requirements.two_ranks if world_size > 1 else requirements.ranks).check()
     return run_ranks(world_size, fn, *args, timeout_s=_TIMEOUT_S, environment={VARIABLE: explain().plugin or PLAIN})
 
 
 def most_ranks() -> int:
-    """2, or 1 where two ranks cannot be had."""
+    """Return 2, or 1 if two ranks are not possible."""
     return 1 if requirements.two_ranks.unmet() else 2

@@ -1,8 +1,8 @@
-"""Number formats: what the device says it computes in, it computes, forward and backward, as the host does.
+"""Number formats: in each dtype that the device claims to support, forward and backward give the host's results.
 
 Operators are compared with fp64 on the host, in units in the last place (ULP) of the result: `eps` of the dtype times
-the magnitude of what was added up, which is the result's own where nothing is added. fp32 arithmetic is within the
-limits; products of fewer bits (TF32, or sums that are kept in half precision) are not.
+the magnitude of the summands, or of the result if nothing is summed. fp32 arithmetic is within the limits; products
+with fewer bits (TF32, or sums in half precision) are not.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def test_a_layer_computes_as_on_the_host(
 
 
 class _Operator(NamedTuple):
-    """One function of a matrix [64, 256], how many ULP it may be off in fp32, and the magnitude of what it adds up."""
+    """One function of a matrix [64, 256], its maximum error in fp32 in ULP, and the magnitude of its summands."""
 
     call: Callable[[torch.Tensor], torch.Tensor]
     limit: float
@@ -87,12 +87,12 @@ def test_operators_are_right_to_a_few_ulp(device: torch.device, name: str, dtype
 
 
 def ulps_off(found: torch.Tensor, wanted: torch.Tensor, magnitude: torch.Tensor) -> float:
-    """Return by how many ULP of its dtype `found` is off at most; inf where it is not a number.
+    """Return the maximum error of `found` in ULP of its dtype; inf if it contains nan.
 
     Args:
         found: the device's result, on the host.
         wanted: the same in fp64.
-        magnitude: of what was added up, for each element; not below the smallest normal number.
+        magnitude: magnitude of the summands of each element; raised to at least the smallest normal number.
     """
     limits = torch.finfo(found.dtype)
     off = (found.double() - wanted).abs() / (magnitude.clamp(min=limits.tiny) * limits.eps)

@@ -1,4 +1,4 @@
-"""The launcher, compiler and profilers ask for environment variables, back ends, named ranges and late calls."""
+"""Environment variables, back ends, named ranges and late calls, as the launcher, compiler and profilers use them."""
 
 import os
 import subprocess

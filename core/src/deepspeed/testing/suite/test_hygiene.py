@@ -1,7 +1,7 @@
-"""Manners of the plugin: it says which API it was made for, is asked cheaply, and changes nothing that is not its own.
+"""Hygiene of the plugin: it declares its API version, its probe is cheap, and it has no side effects on other code.
 
-What happens at an import can be seen in a fresh process only, so that these tests start one, and look at it. The suite
-looks at itself as well: every documented method is asked somewhere, and the list of expected failures is real.
+Effects of an import are visible only in a fresh process, so these tests start one and inspect it. The suite also checks
+itself: every documented method is called somewhere, and the list of expected failures has only existing tests.
 """
 
 import ast
@@ -79,7 +79,7 @@ print(json.dumps({
 
 
 def _fresh_plugin() -> dict[str, Any]:
-    """Import and probe the plugin in use in a fresh process, and return what that process saw."""
+    """Import and probe the current plugin in a fresh process, and return what that process observed."""
     requirements.plugin.check()
     name = str(explain().plugin)
     if not importlib_metadata.entry_points(group=ACCELERATORS, name=name):
@@ -146,7 +146,7 @@ def test_the_plugin_is_what_made_the_accelerator(accelerator: DeepSpeedAccelerat
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Path -> (size, time of change) of what was installed; Python writes its own caches."""
+    """Return path -> (size, modification time) of the installed files, without Python's caches."""
     found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
@@ -171,7 +171,7 @@ def test_nothing_is_written_where_it_is_installed(accelerator: DeepSpeedAccelera
 
 
 def _names_asked(source: str) -> set[str]:
-    """Attributes that test functions of a file take from their argument `accelerator`."""
+    """Return the attributes that a file's test functions use of their argument `accelerator`."""
     names: set[str] = set()
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
@@ -190,7 +190,7 @@ def test_every_documented_method_is_asked_by_a_test() -> None:
 
 
 def _parametrized_names() -> set[str]:
-    """Words that tests get as parameters: names of methods among them."""
+    """Return the strings that tests get as parameters, which include names of methods."""
     names: set[str] = set()
     for name in suite.__all__:
         for mark in getattr(getattr(suite, name), "pytestmark", []):

@@ -1,8 +1,8 @@
-"""Memory figures follow what is allocated and freed, peaks are kept and reset, nothing exceeds the whole.
+"""Memory figures follow allocations, peaks are kept and reset, and no figure exceeds the total.
 
-On a device that works in host memory the figures are the process's, so that each is compared with room for what else
-the process does: a tensor of 64 MiB moves them by at least 56 MiB. What `pin_memory` gives is on the host, pinned,
-aligned where asked, and equal to its source.
+On a device that works in host memory the figures are those of the process, so comparisons allow for its other
+allocations: a tensor of 64 MiB changes a figure by at least 56 MiB. The result of `pin_memory` is on the host, pinned,
+aligned if requested, and equal to its source.
 """
 
 import gc
@@ -19,7 +19,7 @@ _SLACK = 8 << 20
 
 
 def _allocate(device: torch.device, num_bytes: int = _BIG) -> torch.Tensor:
-    """A tensor whose memory was written: host memory counts only then."""
+    """Return a tensor whose memory has been written, because unwritten host memory does not count."""
     return torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Op builders: each one of the accelerator gives its op, or says why it cannot on this machine."""
+"""Op builders: each builder of the accelerator loads its op, or says why it cannot on this machine."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_each_builder_gives_its_op_or_says_why_not(accelerator: DeepSpeedAcceler
 
 
 def _failure(kind: Any) -> str | None:
-    """Return how a builder fails: it cannot be made, gives no reason, or breaks its promise; None if it does not."""
+    """Return how a builder fails: it cannot be created, gives no reason, or does not load its op; None if it works."""
     builder, reason = construct(kind)
     if builder is None:
         return reason

@@ -1,9 +1,9 @@
 """Optimizer kernels against their torch reference on the host, over dtypes and sizes, several tensors in one call.
 
-Both sides are the same front (`deepspeed.ops`): one with the kernel, one on copies in host memory with kernels switched
-off by `DS_OPS_DISABLE=all`. Compared after three steps, parameters and states. fp32 to 1e-5; what is rounded to half
-may fall to the other side of a tie: one unit in the last place. Kernels keep their states in fp32, so that half
-parameters come to those fronts alone that keep them so too, and else as the copies of a one-pass step.
+Both sides use the same front (`deepspeed.ops`): one with the kernel, one on copies in host memory with kernels disabled
+by `DS_OPS_DISABLE=all`. Parameters and states are compared after three steps: fp32 to 1e-5, and half precision within
+one unit in the last place, because ties may round differently. Kernels keep their states in fp32, so half-precision
+parameters are used only with fronts that do so too, and else as the copies of a one-pass step.
 """
 
 from collections.abc import Callable
@@ -55,12 +55,12 @@ _PARAMETERS = [
 
 
 def _numbers(generator: torch.Generator, dtype: torch.dtype) -> list[torch.Tensor]:
-    """One tensor of each size; each begins one element into its storage, where nothing is aligned."""
+    """Return one tensor of each size; each starts one element into its storage, so that it is not aligned."""
     return [torch.randn(numel + 1, generator=generator).to(dtype)[1:] for numel in _SIZES]
 
 
 def _moved(tensors: list[torch.Tensor], where: str) -> list[torch.Tensor]:
-    """Copies on `where`, unaligned too."""
+    """Return copies on `where`, unaligned too."""
     made = [torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=where)[1:] for tensor in tensors]
     return [copy.copy_(tensor) for copy, tensor in zip(made, tensors, strict=True)]
 

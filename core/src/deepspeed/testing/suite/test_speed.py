@@ -1,13 +1,13 @@
-"""Speed: the share of the device's own rates that work reaches, all of them measured in this run.
+"""Speed: the fraction of the device's own peak rates that operations reach; this run measures both.
 
-The measures are what the device does when nothing is in the way: the bytes that a copy of a large tensor reads and
-writes in a second, and the operations of a product of two large square matrices. Operators that are bound by memory
-are compared with the copy, by the bytes that they have to move; a linear layer and a whole training step with the
-product, by the operations of their matrix products. A share needs no data sheet, and holds on a slow device as well.
+The peak rates are the bytes per second that a copy of a large tensor reads and writes, and the operations per second of
+a product of two large square matrices. Memory-bound operators are compared with the copy, by the bytes that they have
+to move. A linear layer and a whole training step are compared with the product, by the operations of their matrix
+products. A fraction needs no data sheet, and is valid on a slow device too.
 
-The measure and what is compared with it take turns, and the share is the median of those of some rounds, so that a
-machine which is busy, or free, for a moment changes little. A run beside other work says little all the same: let it be
-the only one. What was measured stands in the record (`figures` of the level), whether the share was enough or not.
+The peak and the compared operation take turns, and the result is the median fraction of some rounds, so that short
+disturbances change little. Still, run these tests alone: a result beside other work means little. The record holds all
+measurements (`figures` of the level), even if the fraction was too small.
 """
 
 import functools
@@ -25,7 +25,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.testing.models import GPT, GPTConfig, make_engine
 from deepspeed.testing.suite import fixtures
 
-#: what is measured -> the share of the device's rate that it has to reach
+#: name of the operation -> minimum share of the device's rate
 AT_LEAST = {
     "sum of two tensors": 0.7,
     "sum over a tensor": 0.5,
@@ -34,22 +34,22 @@ AT_LEAST = {
     "linear layer": 0.6,
     "training step": 0.3,
 }
-#: bytes of the tensors that one call works on, the same for all: more than caches hold
+#: bytes of the tensors in one call, for all operators: more than caches hold
 _BYTES = 256 << 20
 _ROUNDS, _ROUND_S = 5, 0.05
-#: a product is measured that takes so long, with at most so many rows
+#: minimum seconds of the measured product, and its maximum number of rows
 _PRODUCT_S, _MOST_ROWS = 0.01, 8192
 
 
 class TimedCall(NamedTuple):
-    """One call that is measured: `amount` bytes or operations."""
+    """A measured call, which takes `amount` bytes or operations."""
 
     call: Callable[[], Any]
     amount: float
 
 
 def rates(calls: Mapping[str, TimedCall]) -> dict[str, list[float]]:
-    """Name -> amount per second in each of some rounds, in which all take turns."""
+    """Return name -> amount per second in each round. The calls take turns in each round."""
     times = {name: _times(call) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
@@ -59,7 +59,7 @@ def rates(calls: Mapping[str, TimedCall]) -> dict[str, list[float]]:
 
 
 def _times(work: TimedCall) -> int:
-    """Return how many calls take a round; after one that warms up."""
+    """Return the number of calls per round, after a warm-up call."""
     _seconds(work, 1)
     return max(1, round(_ROUND_S / max(_seconds(work, 1), 1e-6)))
 
@@ -75,13 +75,13 @@ def _seconds(work: TimedCall, calls: int) -> float:
 
 
 def figure(what: str, rates: Sequence[float], device_rates: Sequence[float], unit: str) -> dict[str, Any]:
-    """Return what the record notes of one measurement: medians, of the rates and of the share in each round.
+    """Return the record of one measurement: the medians of the rates, and of the share in each round.
 
     Args:
         what: a name of `AT_LEAST`.
         rates: bytes or operations per second, by round.
-        device_rates: those of the copy or of the product, in the same rounds.
-        unit: "GB/s" or "TFLOP/s", in which both are noted.
+        device_rates: rates of the copy or of the product, in the same rounds.
+        unit: "GB/s" or "TFLOP/s", for both.
     """
     scale = {"GB/s": 1e9, "TFLOP/s": 1e12}[unit]
     share = statistics.median(own / device for own, device in zip(rates, device_rates, strict=True))
@@ -91,7 +91,7 @@ def figure(what: str, rates: Sequence[float], device_rates: Sequence[float], uni
 
 
 def judge(found: Mapping[str, Any]) -> None:
-    """Fail the test where the share of a figure is not enough."""
+    """Fail the test if the share of a figure is too small."""
     assert found["enough"], (
         f"{found['what']}: {found['rate']:.3g} of the device's {found['device_rate']:.3g} {found['unit']} is a share "
         f"of {found['share']:.2f}, and at least {found['at_least']:.2f} is asked for"
@@ -102,7 +102,7 @@ def judge(found: Mapping[str, Any]) -> None:
 
 
 def _elements(bytes_per_index: int) -> int:
-    """Return of how many elements tensors make up `_BYTES`, where one index of all takes so many bytes."""
+    """Return the number of elements per tensor, if one element of all tensors takes `bytes_per_index` bytes."""
     return _BYTES // bytes_per_index
 
 
@@ -136,7 +136,7 @@ def cast(device: torch.device) -> TimedCall:
 
 
 def optimizer_step(device: torch.device) -> TimedCall:
-    """The step of AdamW over one tensor: weight, gradient and two states are read, all but the gradient written."""
+    """Return the step of AdamW on one tensor: it reads weight, gradient and two states, and writes all but gradient."""
     numel = _elements(16)
     param = torch.nn.Parameter(torch.ones(numel, device=device))
     param.grad = torch.full_like(param, 1e-3)
@@ -166,14 +166,14 @@ def test_share_of_the_copy_bandwidth(
 
 
 def _product_dtype() -> torch.dtype:
-    """bf16 where a device with a memory of its own trains in it; else fp32: a host may lack the arithmetic for bf16."""
+    """Return bf16 for a device with its own memory that supports it, else fp32: a host may lack bf16 arithmetic."""
     accelerator = get_accelerator()
     is_host = accelerator.on_accelerator(torch.empty(0))
     return torch.bfloat16 if accelerator.is_bf16_supported() and not is_host else torch.float32
 
 
 def product(device: torch.device, dtype: torch.dtype) -> tuple[int, TimedCall]:
-    """Rows of the square matrices, and their product."""
+    """Return the number of rows of the square matrices, and their product as a timed call."""
     rows = 512
     while True:
         x, y = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
@@ -184,7 +184,7 @@ def product(device: torch.device, dtype: torch.dtype) -> tuple[int, TimedCall]:
 
 
 def linear_layer(device: torch.device, dtype: torch.dtype, rows: int) -> TimedCall:
-    """Forward and backward of a layer that makes a row twice as wide: three products."""
+    """Return forward and backward of a layer that doubles the width of a row: three products."""
     layer = torch.nn.Linear(rows, 2 * rows, device=device, dtype=dtype)
     x = torch.randn(rows, rows, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(rows, 2 * rows, device=device, dtype=dtype)
@@ -206,10 +206,10 @@ def test_share_of_the_matmul_rate(device: torch.device, record_property: Callabl
 
 
 def step_operations(config: GPTConfig, batch: int) -> float:
-    """Operations of the matrix products of a step: two per weight and token in the forward, twice that in the backward.
+    """Return a step's operations in matrix products: 2 per weight and token in the forward, twice that in the backward.
 
-    Attention adds two products of a token with each token of its sequence; what the causal mask saves is not counted
-    as saved.
+    Attention adds two products of a token with each token of its sequence; the savings by the causal mask are not
+    subtracted.
     """
     weights = config.num_layers * 12 * config.width**2 + config.width * config.vocab_size
     attention = config.num_layers * 2 * config.sequence_length * config.width
@@ -217,7 +217,7 @@ def step_operations(config: GPTConfig, batch: int) -> float:
 
 
 def measure_step() -> dict[str, list[float]]:
-    """Return operations per second of the product and of training steps, measured on one rank."""
+    """Measure the operations per second of the product and of training steps on one rank."""
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
     device = torch.device(accelerator.current_device_name())

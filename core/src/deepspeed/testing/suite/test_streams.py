@@ -1,7 +1,7 @@
-"""Streams and events: work on one stream is seen by another, and by the host, after a wait, whichever wait it is.
+"""Streams and events: after any kind of wait, work on one stream is visible to another stream and to the host.
 
-A device may be faster than these tests and pass by luck; each queues work first so that it is behind, and the simulated
-device, on which nothing happens before somebody waits, leaves no room for luck.
+A fast device could pass these tests by luck. So each test queues work first to keep the device busy, and the simulated
+device runs nothing before a wait.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _NUMEL = 1 << 16
 
 
 def _queue_work(device: torch.device, rounds: int = 10) -> torch.Tensor:
-    """Something to be busy with on the current stream."""
+    """Queue work on the current stream, and return the result."""
     x = torch.full((256, 256), 1 / 256, device=device)
     for _ in range(rounds):
         x = x @ x
@@ -159,7 +159,7 @@ def test_a_side_stream_sees_what_it_waited_for(accelerator: DeepSpeedAccelerator
     source.copy_(host, non_blocking=True)
     side.wait_stream(accelerator.current_stream())
     with accelerator.stream(side):
-        doubled = (source * 2).cpu()  # read on the side stream: a wait of another one would stand in for its own
+        doubled = (source * 2).cpu()  # read on the side stream, because another stream's wait would hide a missing one
     assert torch.equal(doubled, host * 2)
 
 

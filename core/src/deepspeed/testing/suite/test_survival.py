@@ -1,9 +1,9 @@
-"""Faults that are planted while a model trains: what failed is named, and what was there before is there afterwards.
+"""Injected faults during training: the error names what failed, and earlier state survives.
 
-A rank is killed by SIGKILL in the middle of a step, and in the middle of a save, under the launcher: the job ends, it
-names the rank, and the checkpoint of before loads. A step asks for more memory than there is, in its forward and in its
-backward: the error says so, and the next step goes on as if the batch had not been. A kernel that does not compile is
-replaced by its reference, with the compiler's reason. Two ranks where there can be two, else one.
+Under the launcher a rank is killed by SIGKILL, in the middle of a step and in the middle of a save: the job ends and
+names the rank, and the earlier checkpoint loads. A step allocates more memory than there is, in its forward and in its
+backward: the error says so, and the next step continues as if the batch had not existed. A kernel that does not compile
+is replaced by its reference, with the compiler's message. The tests use two ranks if possible, else one.
 """
 
 import os
@@ -38,18 +38,18 @@ _MORE_THAN_THERE_IS = 1 << 50
 
 
 class Disturbed(torch.autograd.Function):
-    """The identity, in whose forward and backward something happens."""
+    """An identity that calls given functions in its forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Callable[[], Any], backward: Callable[[], Any]) -> torch.Tensor:
-        """Keep what is to happen in the backward, after what is to happen here."""
+        """Call `forward`, and keep `backward` for the backward."""
         forward()
         ctx.backward = backward
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Pass the gradient on, after what is to happen."""
+        """Call the kept function, and pass the gradient on."""
         ctx.backward()
         return gradients[0], None, None
 
@@ -59,7 +59,7 @@ def _nothing() -> None:
 
 
 class DisturbedModel(torch.nn.Module):
-    """16 numbers to a loss; between its layers happens what a test plants there."""
+    """A model from 16 numbers to a loss, which calls a test's functions between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _step(engine: Any, number: int, **planted: Callable[[], Any]) -> float:
 
 
 def undisturbed(folder: str = "") -> list[float]:
-    """Losses of the steps that are made after a checkpoint: of `folder`, or in one go."""
+    """Return the losses of the steps after a checkpoint: resumed from `folder`, or without interruption."""
     engine = _engine()
     first = 0
     if folder:
@@ -114,7 +114,7 @@ def _kill_when_a_file_is_finished(event: str, arguments: tuple[Any, ...]) -> Non
 
 
 def train_until_killed(when: str, folder: str) -> None:
-    """The program of a rank under the launcher: the last rank kills itself in a step, or in the middle of a save."""
+    """Train on a rank under the launcher; the last rank kills itself in a step, or in the middle of a save."""
     import deepspeed
 
     deepspeed.init_distributed()
@@ -158,7 +158,7 @@ train_until_killed(*sys.argv[-2:])
 
 
 def _launch(world_size: int, when: str, folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of a job in which a rank is killed."""
+    """Return exit code and stderr of a job in which a rank is killed."""
     left_by_a_launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_by_a_launcher}
     script = folder / "train.py"
@@ -185,7 +185,7 @@ def _ask_for_too_much() -> None:
 
 
 def run_out_of_memory(where: str) -> tuple[str, list[float]]:
-    """Return what the step says in which memory runs out, and the losses of the steps after it."""
+    """Return the error of a step that runs out of memory, and the losses of the steps after it."""
     engine = _engine()
     losses = [_step(engine, number) for number in range(_SAVED_AFTER)]
     told = ""
@@ -213,7 +213,7 @@ def test_training_goes_on_after_a_step_ran_out_of_memory(where: str) -> None:
 
 
 class _Uncompilable(OpBuilder):
-    """A builder whose one source is refused by every compiler."""
+    """A builder with a source that no compiler accepts."""
 
     NAME = "fused_adam"
     op_namespace = "ds_planted_fault"
@@ -263,7 +263,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_by_its_reference(
 
 
 def _adam(device: torch.device) -> torch.Tensor:
-    """A weight after two steps of AdamW."""
+    """Return a weight after two steps of AdamW."""
     param = torch.nn.Parameter(torch.linspace(-1, 1, 1000).to(device))
     optimizer = FusedAdam([param], lr=1e-2, weight_decay=0.1)
     for factor in (1.0, -0.5):

@@ -1,7 +1,7 @@
 """Kernels that make tensors of tensors (norms, gelu, rotary, quantizer) against their torch reference on the host.
 
-Each is called through its front in `deepspeed.ops` with tensors on the device, and compared with the reference function
-on the host: fp32 to 1e-5, what is rounded to half within one unit in the last place.
+Each kernel is called through its front in `deepspeed.ops` with tensors on the device, and compared with the reference
+function on the host: fp32 to 1e-5, half precision within one unit in the last place.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def _added(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *rest: Any)
 
 
 def _rows(numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """x and a residual of 3 rows, a weight and a bias."""
+    """Return x and a residual with 3 rows, and a weight."""
     width = max(numel, 1)
     rows = 3 if numel else 0
     return [_random(rows, width, dtype=dtype), _random(rows, width, dtype=dtype, seed=1), _random(width, seed=2)]

@@ -1,9 +1,9 @@
-"""Training: the losses of ZeRO 0, 1 and 2 on the device are those of plain torch on the host, and runs are resumed.
+"""Training: the losses of ZeRO 0, 1 and 2 on the device equal those of plain torch on the host, and runs resume.
 
-A GPT of 30 thousand parameters, AdamW, two ranks where there can be two. The reference adds the gradients of both
-ranks' data in one process, in fp32 on the host: losses agree to 1e-4 in fp32 and to 5% in half precision. The same
-seed gives the same bits where a step has nothing but linear layers and dropout; some devices add up the gradient of an
-embedding in another order each time.
+The tests train a GPT with 30 thousand parameters with AdamW, on two ranks if possible. The reference adds the gradients
+of both ranks' data in one process, in fp32 on the host: losses agree to 1e-4 in fp32 and to 5% in half precision. The
+same seed gives the same bits if a step has only linear layers and dropout; some devices sum the gradient of an
+embedding in a different order each time.
 """
 
 from pathlib import Path
@@ -38,14 +38,14 @@ def _model() -> GPT:
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
-    """Tokens that repeat, so that there is something to learn."""
+    """Return tokens with a pattern, so that there is something to learn."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     start = torch.randint(_VOCABULARY, (_BATCH, 1), generator=generator)
     return (start + 3 * torch.arange(_TIME + 1)) % _VOCABULARY
 
 
 def _reference(world_size: int) -> list[list[float]]:
-    """Losses by rank and step, in plain torch on the host."""
+    """Return losses by rank and step, in plain torch on the host."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
     losses: list[list[float]] = [[] for _ in range(world_size)]
@@ -105,7 +105,7 @@ def test_losses_are_those_of_plain_torch(stage: int, precision: str) -> None:
 
 
 def train_with_dropout(seed: int) -> list[bytes]:
-    """Weights after three steps of a model that draws random numbers, bit by bit."""
+    """Return the bytes of the weights after three steps of a model with dropout."""
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
     torch.manual_seed(0)
