@@ -67,6 +67,7 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
         if name in theirs and not _fits(theirs[name], value)
     ]
     faults = list(misfits)
+    missing: list[str] = []
     if strict and not any(child._load_state_dict_post_hooks for _, child in children):
         versions = getattr(saved, "_metadata", None) or {}
         filled = {prefix + _FILLED for prefix, child in children if _fills(child, versions.get(prefix[:-1], {}))}
@@ -75,6 +76,12 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
         faults += [f"{name} is not in the model" for name in theirs if name not in own]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        if len(faults) == len(missing) and all(_is_frozen(own[name]) for name in missing):
+            raise CheckpointError(
+                f"{source}: the frozen parameters {', '.join(missing[:_SHOWN])}{more} are missing there, as after a "
+                "save with exclude_frozen_parameters=True. Nothing was loaded; say strict=False (load_module_strict) "
+                "to keep their values in the model"
+            )
         advice = "" if misfits else ", or say strict=False (load_module_strict) to leave out what only one side has"
         raise CheckpointError(
             f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
@@ -131,6 +138,10 @@ def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, buffer
     if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
         yield _EXTRA, None
+
+
+def _is_frozen(value: Tensor | None) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def _translates(module: torch.nn.Module) -> bool:

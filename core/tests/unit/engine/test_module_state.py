@@ -139,3 +139,16 @@ def test_below_a_module_that_translates_all_is_left_to_it_and_nothing_else():
 def test_many_faults_are_counted():
     with pytest.raises(CheckpointError, match=r"missing there and 4 more\. Nothing was loaded"):
         check_module_state(nn.Sequential(*[nn.Linear(1, 1) for _ in range(5)]), {}, strict=True, source="there")
+
+
+def test_weights_without_the_frozen_ones_are_those_of_a_save_that_left_them_out():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    state = lacking(lacking(model.state_dict(), "0.weight"), "0.bias")
+    message = (
+        r"^there: the frozen parameters 0\.weight, 0\.bias are missing there, as after a save with "
+        r"exclude_frozen_parameters=True\. Nothing was loaded; say strict=False \(load_module_strict\) to keep"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_module_state(model, state, strict=True, source="there")
+    with pytest.raises(CheckpointError, match=r"^there: the weights are of another model: 0\.weight is missing there"):
+        check_module_state(model, lacking(state, "1.bias"), strict=True, source="there")
