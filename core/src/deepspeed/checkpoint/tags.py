@@ -32,8 +32,11 @@ _MAX_TAG_BYTES = 200  # file systems allow 255, of which `.<tag>.staging` needs 
 def check_tag(tag: object) -> str:
     """Return the tag as a string that can name a folder; raise `ConfigError` if it cannot. Called before a load."""
     name = str(tag)
-    if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
-        raise ConfigError(f"tag: {name[:40]!r}... has {len(name)} characters, and a folder's name is shorter.")
+    num_bytes = len(name.encode(errors="replace"))
+    if num_bytes > _MAX_NAME_BYTES:
+        raise ConfigError(
+            f"tag: {name[:40]!r}... has {num_bytes} bytes, and a folder's name has at most {_MAX_NAME_BYTES}."
+        )
     if not name or name.startswith(".") or name in _RESERVED or any(c in name for c in "/\\\0\n"):
         raise ConfigError(
             f"tag: {name!r} cannot name a checkpoint's folder. Use a plain name such as 'global_step100', "
