@@ -34,7 +34,7 @@ from deepspeed.comm.failure import PeerFailed, any_held, clause_of, ended_clause
 from deepspeed.errors import CommError, ConfigError, first_line
 from deepspeed.log import logger
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5  # between two queries of the store
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two queries of the store, or of a collective
 _POLLS_PER_S = 10_000  # limit for all ranks together
 _LONGEST_NAME = 40
 _ALL = "all"  # the end of a round in which all ranks came; other ends are the rank that gave up, or a text of `parted`
@@ -230,7 +230,7 @@ def _named(ranks: set[int]) -> str:
 
 
 _FAILURE, _MEETING = b"!", b"="  # prefixes; no JSON text begins with them
-_SOON_S, _LONGEST_PAUSE_S = 0.5, 0.05
+_SOON_S = 0.5
 
 
 class HeardFailure(PeerFailed):
@@ -358,7 +358,7 @@ def _gather_within(
             give_up = None
         if waited_s > limit_s:
             raise CommError(f"rank {torch_dist.get_rank()} waited {limit_s:g} s for them")
-        time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
+        time.sleep(min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
     work.wait()
     return gathered
 
