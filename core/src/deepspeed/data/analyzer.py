@@ -1,14 +1,14 @@
-"""`DataAnalyzer`: compute metrics of all samples of a data set, and the index files that a curriculum draws samples by.
+"""`DataAnalyzer`: computes metrics of all samples of a data set, and writes the index files for a curriculum.
 
-In the map step each worker computes the metrics of its share of the samples, and writes them to files of its own. In
-the reduce step one worker joins these. The results lie under `save_path`, in a folder of the metric's name, and each
-file is an indexed data set (`indexed_dataset.py`):
+In the map step, each worker computes the metrics of its share of the samples, and writes them to its own files. In the
+reduce step, one worker merges these files. The results are in `save_path`, in one folder per metric. Each file is an
+indexed data set (`indexed_dataset.py`):
 
     NAME_sample_to_metric                   the value of each sample
-    NAME_index_to_metric                    the values there are, rising
-    NAME_index_to_sample                    for each of them the samples that have it
+    NAME_index_to_metric                    the distinct values in ascending order
+    NAME_index_to_sample                    the samples of each distinct value
     NAME_index_to_sample_percentile_merged  the same samples, easy ones first, in up to 100 groups of one percent
-    NAME_metric_value                       for a metric that is added up over all samples: the sum
+    NAME_metric_value                       the sum over all samples, for an accumulated metric
 
 Source: Li et al., "DeepSpeed Data Efficiency" (arXiv 2212.03597), section 3.1.
 """
@@ -44,7 +44,7 @@ _LENGTHS = "data_efficiency.data_sampling.dynamic_batching"
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:
-    """Return the bounds of so many parts of a range, alike but for one.
+    """Return the bounds of `num_partitions` parts of a range, whose sizes differ by at most one.
 
     >>> split_index(0, 10, 3)
     [(0, 3), (3, 6), (6, 10)]
@@ -56,38 +56,38 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple
 def split_dataset(
     dataset: Any, num_workers: int, worker_id: int, num_threads: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the bounds of the shares of all workers, and of those of this worker's threads."""
+    """Return the bounds of the shares of all workers, and of this worker's threads."""
     workers = split_index(0, len(dataset), num_workers)
     return workers, split_index(*workers[worker_id], num_threads)
 
 
 @absent_members("runtime.data_pipeline.data_sampling.data_analyzer:DataAnalyzer")
 class DataAnalyzer:
-    """Computes metrics of the samples of a data set, in as many workers as there are, and joins them.
+    """Computes metrics of the samples of a data set in several workers, and merges the results.
 
-    Every worker calls `run_map`, on as many machines as there are; one of them calls `run_reduce` when all have ended.
+    Every worker, on any machine, calls `run_map`. After all workers have finished, one of them calls `run_reduce`.
 
     Args:
-        dataset: with `__len__` and `__getitem__`.
-        num_workers, worker_id: how many share the data set, and which this one is.
-        num_threads: processes of this worker.
-        num_threads_reduce: not needed; `run_reduce` sorts once.
-        specific_threads: the processes to run, by number; none: all.
-        batch_size: samples that a metric is given at once.
-        metric_names: each a folder under `save_path`.
-        metric_functions: each gets a batch and returns a tensor: a value per sample, or a vector to be added up.
+        dataset: a data set with `__len__` and `__getitem__`.
+        num_workers, worker_id: the number of workers, and the number of this worker.
+        num_threads: number of processes of this worker.
+        num_threads_reduce: ignored; `run_reduce` sorts once.
+        specific_threads: numbers of the processes to run; empty: all.
+        batch_size: number of samples per call of a metric.
+        metric_names: names of the metrics; each has a folder in `save_path`.
+        metric_functions: functions from a batch to a tensor: one value per sample, or a vector to accumulate.
         metric_types: "single_value_per_sample" or "accumulate_value_over_samples".
-        metric_dtypes: types of the values, of torch or numpy.
-        save_path: a folder that all workers see.
+        metric_dtypes: torch or numpy dtypes of the values.
+        save_path: a folder that all workers can access.
         collate_fn: makes a batch of samples; None: torch's.
-        custom_map_init, custom_map_update, custom_map_finalize: in place of what a process does; they are given what
-            `init_metric_results`, `update_metric_results` and `finalize_metric_results` take.
-        custom_reduce: in place of `run_reduce`; it gets the data set, metric names, types, the folder, and the
-            numbers of workers and of processes.
-        sample_indices: the number that a sample is written under, by its place in the data set; None: the place.
+        custom_map_init, custom_map_update, custom_map_finalize: replacements for `init_metric_results`,
+            `update_metric_results` and `finalize_metric_results`, with the same arguments.
+        custom_reduce: a replacement for `run_reduce`; it gets the data set, metric names, types, the folder, and the
+            numbers of workers and processes.
+        sample_indices: position in the data set -> sample number in the index files; None: the position.
 
     Raises:
-        ConfigError: lists of different lengths, or a type that is none of these.
+        ConfigError: lists have different lengths, or a type is unknown.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class DataAnalyzer:
         self.sample_indices = sample_indices
 
     def run_map_reduce(self, comm_group: ProcessGroup | None = None) -> None:
-        """Map on every rank, and reduce on the first; a collective over `comm_group`, where torch.distributed runs.
+        """Map on every rank, and reduce on the first rank. A collective over `comm_group` with torch.distributed.
 
         Raises:
-            ConfigError: another rank failed; one that fails raises its own error.
+            ConfigError: another rank failed. A rank that fails raises its own error.
         """
         run_together(self.run_map, comm_group)
         run_together(self.run_reduce if self.worker_id == 0 else lambda: None, comm_group)
@@ -162,16 +162,16 @@ class DataAnalyzer:
     # ---- map --------------------------------------------------------------------------------------------------
 
     def run_map(self) -> None:
-        """Compute the metrics of this worker's samples, and keep them in files of its own.
+        """Compute the metrics of this worker's samples, and write them to its own files.
 
         Raises:
-            ConfigError: a process ended early; its error was printed.
+            ConfigError: a process failed; its error was printed.
         """
         threads = self.specific_threads or range(self.num_threads)
         if self.num_threads == 1:
             self.run_map_helper(0)
             return
-        context = multiprocessing.get_context("fork")  # metrics may be functions that cannot be sent
+        context = multiprocessing.get_context("fork")  # metrics may be functions that cannot be pickled
         running = {thread: context.Process(target=self._run_apart, args=(thread,)) for thread in threads}
         for process in running.values():
             process.start()
@@ -185,11 +185,11 @@ class DataAnalyzer:
             )
 
     def _run_apart(self, thread_id: int) -> None:
-        torch.set_num_threads(1)  # beside others of its kind
+        torch.set_num_threads(1)  # other processes use the other cores
         self.run_map_helper(thread_id)
 
     def run_map_helper(self, thread_id: int) -> None:
-        """Go through the samples of one process."""
+        """Compute the metrics of the samples of one process."""
         start, end = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)[1][thread_id]
         loader = DataLoader(
             Subset(self.dataset, range(start, end)), batch_size=self.batch_size, collate_fn=self.collate_fn
@@ -215,7 +215,7 @@ class DataAnalyzer:
         save_path: str,
         worker_id: int,
     ) -> list[dict[str, Any]]:
-        """Return what the values of a process are collected in, one for each metric."""
+        """Return the containers for the values of a process, one per metric."""
         return [{"values": [], "fname": self._share_of(name, worker_id, thread_id, save_path)} for name in metric_names]
 
     def update_metric_results(
@@ -230,10 +230,10 @@ class DataAnalyzer:
         """Collect the metrics of a batch.
 
         Args:
-            batch_start_idx: of its first sample.
+            batch_start_idx: index of the first sample.
 
         Raises:
-            ConfigError: a function gave no value per sample.
+            ConfigError: a function did not return one value per sample.
         """
         for kind, function, result in zip(metric_types, metric_functions, metric_results, strict=True):
             values = torch.as_tensor(function(data)).detach().cpu().numpy()
@@ -267,10 +267,10 @@ class DataAnalyzer:
     # ---- reduce -----------------------------------------------------------------------------------------------
 
     def run_reduce(self) -> None:
-        """Join what all workers have kept, and write the index files.
+        """Merge the files of all workers, and write the index files.
 
         Raises:
-            ConfigError: a worker's files are missing or of another data set.
+            ConfigError: a worker's files are missing or belong to another data set.
         """
         if self.custom_reduce is not None:
             self.custom_reduce(
@@ -301,7 +301,7 @@ class DataAnalyzer:
             self._write_index(base, values)
 
     def _write_index(self, base: str, values: np.ndarray) -> None:
-        """Write the samples by their values; those of one value in the order of the data set."""
+        """Write the samples sorted by value; samples of equal value are in the order of the data set."""
         numbers = np.arange(len(values)) if self.sample_indices is None else np.asarray(self.sample_indices)
         order = np.argsort(values, kind="stable")
         numbers = numbers[order].astype(find_fit_int_dtype(0, int(numbers.max(initial=0))))
@@ -335,12 +335,12 @@ def run_together(work: Callable[[], _Result], group: ProcessGroup | None) -> _Re
 
 @absent_members("runtime.data_pipeline.data_sampling.data_analyzer:DistributedDataAnalyzer")
 class DistributedDataAnalyzer:
-    """A `DataAnalyzer` whose workers are the ranks of a group, which see one folder.
+    """A `DataAnalyzer` whose workers are the ranks of a group. All ranks must access the same folder.
 
     Args:
-        num_workers, worker_id: not needed: they are the group's.
-        device: not needed: values are collected on the host.
-        comm_group: None: all ranks.
+        num_workers, worker_id: ignored; the group determines them.
+        device: ignored; values are collected on the host.
+        comm_group: the process group; None: all ranks.
     """
 
     def __init__(
@@ -381,12 +381,12 @@ class DistributedDataAnalyzer:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's type for one of torch or numpy."""
+    """Return the numpy dtype for a dtype of torch or numpy."""
     return torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
 
 
 def _write(fname: str, rows: np.ndarray) -> None:
-    """Write whole numbers in the smallest type that holds them."""
+    """Write integers in the smallest dtype that holds them."""
     dtype = find_fit_int_dtype(int(rows.min(initial=0)), int(rows.max(initial=0)))
     builder = create_mmap_dataset_builder(fname, dtype)
     builder.add_rows(rows)
@@ -404,7 +404,7 @@ def _write_groups(fname: str, numbers: np.ndarray, firsts: np.ndarray) -> None:
 def lengths_of_samples(
     dataset: Any, folder: str | None, collate_fn: Callable[[list[Any]], Any] | None, function: Any
 ) -> np.ndarray:
-    """Read the lengths of all samples, and compute them first where a rank finds none. A collective."""
+    """Read the lengths of all samples. Compute them first if a rank finds no files. A collective."""
     if folder is None:
         raise ConfigError(f"{_LENGTHS}.metrics_path: found nothing; give a folder, or pass dataset_seqlens")
     path = str(Path(folder, "seqlen", "seqlen_sample_to_metric"))

@@ -1,5 +1,5 @@
-"""`CurriculumScheduler`: the difficulty of each step, of the older section `curriculum_learning` and of each metric of
-the newer one, in `data_efficiency`. It has DeepSpeed's name. `Metric` and `Cluster` are the newer section's.
+"""`CurriculumScheduler`: the difficulty of each step, for the old section `curriculum_learning` and for each metric of
+the new section in `data_efficiency`. `Metric` and `Cluster` belong to the new section.
 """
 
 import copy
@@ -15,28 +15,28 @@ from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.errors import CheckpointError, ConfigError
 
 _KEYS = ("min_difficulty", "max_difficulty", "schedule_type")
-#: type -> what its `schedule_config` needs
+#: type -> required keys of its `schedule_config`
 _SCHEDULES = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
     "fixed_discrete": ("difficulty", "max_step"),
     "custom": (),
 }
-#: the state of a generator is as large in a checkpoint as the numbers of about so many samples
+#: in a checkpoint, the state of a generator takes as much space as the numbers of about this many samples
 _SAMPLES_OF_A_STATE = 16
 
 
 @absent_members("runtime.data_pipeline.curriculum_scheduler:CurriculumScheduler")
 class CurriculumScheduler:
-    """Computes the difficulty of a step: with `curriculum_type` "seqlen" the length of its sequences.
+    """Computes the difficulty of a step. With `curriculum_type` "seqlen" the difficulty is the sequence length.
 
     Source: Li, Zhang, He, "The Stability-Efficiency Dilemma" (arXiv 2108.06084), section 4.
 
     - fixed_root: after `total_curriculum_step` steps the difficulty is `max_difficulty`; after a share s of them it is
       min + (max - min) * s^(1/root_degree), rounded down to a multiple of `difficulty_step`.
     - fixed_linear: fixed_root of degree 1.
-    - fixed_discrete: `difficulty[i]` up to and with step `max_step[i]`; the last one, which has no end, after that.
-    - custom: what the function says that `set_custom_get_difficulty` was given.
+    - fixed_discrete: `difficulty[i]` up to and including step `max_step[i]`, and then the last difficulty.
+    - custom: the result of the function from `set_custom_get_difficulty`.
 
     >>> schedule = CurriculumScheduler(
     ...     {
@@ -119,17 +119,17 @@ class CurriculumScheduler:
         return min(reached - reached % options["difficulty_step"], highest)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Move to a step and return its difficulty. One that has reached the highest stays there."""
+        """Move to a step and return its difficulty. After the difficulty has reached its maximum, it stays there."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()
 
     def get_current_difficulty(self) -> int:
-        """Return the difficulty of the step that `update_difficulty` was called for last."""
+        """Return the difficulty of the last `update_difficulty`."""
         return int(self.state["current_difficulty"])
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Go on from another difficulty, up to the next `update_difficulty`."""
+        """Set the difficulty until the next `update_difficulty`."""
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
@@ -137,11 +137,11 @@ class CurriculumScheduler:
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` takes."""
+        """Return the state for `set_state`."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned."""
+        """Continue from a state of `get_state`."""
         self.state = state
 
 
@@ -167,11 +167,11 @@ def _check_numbers(where: str, kind: str, options: Mapping[str, Any]) -> None:
 
 @dataclass
 class Metric:
-    """One of `curriculum_metrics`: its schedule, and which samples have which value.
+    """One of `curriculum_metrics`: its schedule, and its values and samples.
 
     Args:
-        values: the distinct values, rising; None for a metric that chooses no samples (`single_cluster`).
-        samples: for each of them the numbers of the samples that have it.
+        values: the distinct values in ascending order; None for a metric that selects no samples (`single_cluster`).
+        samples: the sample numbers of each distinct value.
     """
 
     scheduler: CurriculumScheduler
@@ -225,14 +225,14 @@ def read_metric(where: str, written: Any) -> Metric:
 
 @dataclass
 class Cluster:
-    """Samples that came in together, in the order in which they are drawn.
+    """Samples that were added together, in the order of drawing.
 
     Args:
-        difficulties: of each metric, when they came in.
-        samples: their numbers, as they lie now.
-        shuffles: the state of the generator before each shuffle. With them a checkpoint needs no numbers of samples.
-        position: of the next one to be drawn.
-        order: the samples before the first of `shuffles`; None: as they came in. Kept once it is smaller than they are.
+        difficulties: the difficulty of each metric when the samples were added.
+        samples: the sample numbers in the current order.
+        shuffles: the state of the generator before each shuffle, so that a checkpoint needs no sample numbers.
+        position: index of the next sample to draw.
+        order: the samples before the first of `shuffles`; None: the original order. Saves space after many shuffles.
     """
 
     difficulties: dict[str, float]
@@ -242,7 +242,7 @@ class Cluster:
     order: list[int] | None = None
 
     def shuffle(self, generator: np.random.Generator) -> None:
-        """Put the samples into another order, and begin at its first."""
+        """Shuffle the samples, and restart at the first."""
         if len(self.shuffles) * _SAMPLES_OF_A_STATE > len(self.samples):
             self.order, self.shuffles = self.samples.tolist(), []
         # another list, for states that were taken share the former one
@@ -260,7 +260,7 @@ class Cluster:
         }
 
     def restore(self, saved: Mapping[str, Any], generator: np.random.Generator) -> None:
-        """Repeat the shuffles of a state, of as many samples as came in."""
+        """Repeat the shuffles of a saved state."""
         order = saved.get("order")
         if order is not None:
             given = np.array(order)

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: many sequences of numbers in one file, and a small index of where each of them lies.
+"""Megatron's indexed data sets: a file with many sequences of numbers, and a small index with their positions.
 
 `<prefix>.bin` holds the numbers of all sequences, one after another. `<prefix>.idx`, little-endian, holds
 
@@ -106,18 +106,18 @@ def make_dataset(path: _Path, impl: str = "mmap", skip_warmup: bool = False) -> 
 
     Args:
         path: of both files, without `.bin`.
-        impl: "mmap"; "infer" goes by the index.
-        skip_warmup: nothing is read in advance in either case.
+        impl: "mmap", or "infer" to detect the format from the index.
+        skip_warmup: ignored; nothing is read in advance.
 
     Raises:
-        ConfigError: a file is missing or damaged, or of an older form.
+        ConfigError: a file is missing or damaged, or has an older format.
     """
     _check_form("make_dataset", impl)
     return MMapIndexedDataset(path, skip_warmup)
 
 
 def make_builder(out_file: _Path, impl: str = "mmap", vocab_size: int | None = None) -> "MMapIndexedDatasetBuilder":
-    """Return what writes the file of numbers `out_file`, in the smallest type that holds tokens below `vocab_size`."""
+    """Return a builder that writes `out_file` in the smallest dtype for tokens below `vocab_size`."""
     _check_form("make_builder", impl)
     return MMapIndexedDatasetBuilder(out_file, dtype=best_fitting_dtype(vocab_size))
 
@@ -128,7 +128,7 @@ def best_fitting_dtype(vocab_size: int | None = None) -> type[np.generic]:
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> type[np.generic]:
-    """Return the smallest type of whole numbers that holds both values; an unsigned one if neither is negative.
+    """Return the smallest integer dtype that holds both values; it is unsigned if `min_value` is not negative.
 
     >>> find_fit_int_dtype(0, 256).__name__, find_fit_int_dtype(-1, 127).__name__
     ('uint16', 'int8')
@@ -145,22 +145,22 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> type[np.generic]:
 
 
 def create_mmap_dataset_builder(fname: _Path, dtype: Any) -> "MMapIndexedDatasetBuilder":
-    """Return what writes `<fname>.bin`, in a folder that is made where it is missing."""
+    """Return a builder that writes `<fname>.bin`. Creates the folder if necessary."""
     Path(fname).parent.mkdir(parents=True, exist_ok=True)
     return MMapIndexedDatasetBuilder(data_file_path(fname), dtype=dtype)
 
 
 def close_mmap_dataset_builder(builder: "MMapIndexedDatasetBuilder", fname: _Path) -> None:
-    """Complete the data set of `create_mmap_dataset_builder`; one sequence after another was a document."""
+    """Complete the data set of `create_mmap_dataset_builder`; its last sequences become one document."""
     builder.end_document()
     builder.finalize(index_file_path(fname))
 
 
 @absent_members("runtime.data_pipeline.data_sampling.indexed_dataset:MMapIndexedDataset")
 class MMapIndexedDataset(Dataset[np.ndarray]):
-    """Sequences of a data set on disk, as arrays over the mapped file: nothing is read before it is used.
+    """Sequences of a data set on disk, as arrays over the memory-mapped file. Data is read only when used.
 
-    An index takes 12 bytes of memory for each sequence, and is read once, at the beginning.
+    The index takes 12 bytes of memory per sequence, and is read once when the data set is opened.
 
     Args:
         path: of both files, without `.bin`.

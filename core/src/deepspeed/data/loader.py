@@ -1,8 +1,8 @@
-"""The training data loader of `initialize(training_data=...)`, and one that never ends.
+"""The training data loader of `initialize(training_data=...)`, and a loader that repeats forever.
 
-The tensors of batches and other nested containers are moved to another device, changed, measured, compared. The names
-are those of DeepSpeed's `runtime.utils` and `runtime.zero.utils`. Containers are dicts, lists, tuples and named tuples,
-nested as they come; each function leaves what it is given as it is."""
+The functions at the end move, transform, measure and compare the tensors in nested containers. They have the names of
+DeepSpeed's `runtime.utils` and `runtime.zero.utils`. Containers are dicts, lists, tuples and named
+tuples. No function modifies its arguments."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +19,10 @@ from deepspeed.errors import ConfigError, counted
 
 @absent_members("runtime.dataloader:RepeatingLoader")
 class RepeatingLoader:
-    """Starts the wrapped loader again when it is exhausted.
+    """Restarts the wrapped loader when it is exhausted.
 
     Raises:
-        ValueError: if the loader yields nothing, or nothing more when it is started again.
+        ValueError: the loader yields no batch, or no batch after a restart.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -58,7 +58,7 @@ class RepeatingLoader:
 
     def _next_epoch(self) -> None:
         loader = self.loader
-        if isinstance(loader, DeepSpeedDataLoader):  # it knows its epoch, which a state may have set back
+        if isinstance(loader, DeepSpeedDataLoader):  # it counts epochs; a loaded state may have changed the count
             loader.set_epoch(loader.epoch + 1)
             return
         self._epoch = max(self._epoch, getattr(loader, "epoch", 0)) + 1
@@ -68,16 +68,16 @@ class RepeatingLoader:
 
 
 def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = False) -> None:
-    """Refuse what a loader cannot be made of.
+    """Refuse arguments that cannot make a loader.
 
     Args:
-        asked: what the user called, and its argument.
+        asked: the user's call and argument, for the message.
         dataset: the argument.
-        collate_fn: beside it; None for torch's.
+        collate_fn: the collate function; None for torch's.
         is_sampled: whether a sampler is given, which knows the length.
 
     Raises:
-        ConfigError: says what was found.
+        ConfigError: an argument is invalid; the message has the type found.
     """
     found = f"{asked} is {type(dataset).__name__}"
     if isinstance(dataset, DataLoader):
@@ -97,15 +97,15 @@ class DeepSpeedDataLoader:
 
     Args:
         dataset: map-style (sharded by a `DistributedSampler`) or iterable (must shard itself).
-        batch_size: samples per rank and micro-batch.
-        num_replicas, rank: of the data-parallel group.
-        data_sampler: used instead of the distributed one.
-        drop_last: drop the last batch if it is short. Where the ranks cannot have equal shares, some samples are given
+        batch_size: number of samples per rank and micro-batch.
+        num_replicas, rank: size and rank of the data-parallel group.
+        data_sampler: used instead of a `DistributedSampler`.
+        drop_last: drop the last batch if it is short. If the ranks cannot have equal shares, some samples are given
             twice, and none is dropped.
-        seed: of the shuffling, the same on all ranks.
-        deals: samples of a step over all ranks, whose micro-batches are dealt to the ranks by turns, so that the same
-            samples are in one micro-batch for every number of ranks. An epoch is filled up to a whole step with samples
-            of its beginning; with `drop_last`, cut down to one. None: ranks take turns sample by sample.
+        seed: seed of the shuffling, equal on all ranks.
+        deals: number of samples of a step over all ranks. Ranks then take turns by micro-batch, so that a micro-batch
+            has the same samples for every number of ranks. An epoch is padded to full steps with samples from its
+            beginning, or with `drop_last` truncated to full steps. None: ranks take turns sample by sample.
     """
 
     #: called with each batch of a curriculum and the state of its sampler; returns the batch
@@ -143,9 +143,9 @@ class DeepSpeedDataLoader:
         self.data_sampler = data_sampler
         self.epoch = 0
         self._num_replicas = num_replicas
-        self._first = 0  # of the samples of an epoch, in the order of all ranks, that the next iteration begins with
-        self._num_given = 0  # samples of this epoch, of all ranks
-        self._num_moves = 0  # how often a place was set: an iteration that is under way goes on there
+        self._first = 0  # index of the next iteration's first sample in the epoch's global order
+        self._num_given = 0  # samples of this epoch that all ranks have yielded
+        self._num_moves = 0  # number of position changes: a running iteration then continues at the new position
         self._options: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collate_fn,
@@ -156,14 +156,14 @@ class DeepSpeedDataLoader:
         self.dataloader = DataLoader(dataset, sampler=data_sampler, **self._options)
 
     def resume(self, num_samples: int) -> None:
-        """Let the next iteration begin after the samples that were trained on, by however many ranks.
+        """Begin the next iteration after the samples that were already trained on, by any number of ranks.
 
-        Call it after `load_checkpoint`, before the first batch: `loader.resume(engine.global_samples)`. Samples are in
-        the same global batches for every number of ranks as long as the global batch is the same. For a dataset that is
-        no multiple of it, save `state_dict` beside the checkpoint.
+        Call it after `load_checkpoint`, before the first batch: `loader.resume(engine.global_samples)`. Global batches
+        have the same samples for every number of ranks if the global batch size is the same. If the dataset size is not
+        a multiple of the global batch size, save `state_dict` with the checkpoint instead.
 
         Args:
-            num_samples: since the beginning, of all ranks and epochs.
+            num_samples: number of samples so far, over all ranks and epochs.
 
         Raises:
             ConfigError: the dataset is iterable, or its samples do not divide into whole batches of all ranks, or the
@@ -183,9 +183,9 @@ class DeepSpeedDataLoader:
         self._move(epoch, offset)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place of the last batch that was given: what `load_state_dict` takes, at any number of ranks.
+        """Return the position after the last yielded batch, for `load_state_dict` at any number of ranks.
 
-        All ranks have been given as many batches.
+        All ranks must have received the same number of batches.
 
         Raises:
             ConfigError: the dataset is iterable, or the sampler is the script's.
@@ -196,11 +196,11 @@ class DeepSpeedDataLoader:
         return {"epoch": self.data_sampler.epoch, "num_samples": min(self._num_given, size), "size": size}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on after the place of `state_dict`, with none of the samples lost or given twice: in the next iteration,
-        or in one that is under way.
+        """Continue at the position of `state_dict` without losing or repeating samples: in the next iteration, or in a
+        running iteration.
 
-        A run of another number of ranks, or with another batch size, goes on in the same order of samples. After the
-        end of an epoch the next one begins.
+        A run with another number of ranks or another batch size continues in the same order of samples. After the end
+        of an epoch the next epoch begins.
 
         Raises:
             ConfigError: the dataset is iterable, or has another size, or the sampler is the script's.
@@ -234,10 +234,10 @@ class DeepSpeedDataLoader:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle by this number from the next iteration on.
+        """Use this number for the shuffling from the next iteration on.
 
-        A script calls it before each epoch, as that of a `DistributedSampler`; else every epoch has the order of the
-        first. `RepeatingLoader` calls it by itself.
+        A script calls it before each epoch, as for a `DistributedSampler`; otherwise every epoch has the same order.
+        `RepeatingLoader` calls it automatically.
         """
         if epoch != self.epoch:
             self._first = self._num_given = 0
@@ -250,7 +250,7 @@ class DeepSpeedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         num_moves = None
-        while num_moves != self._num_moves:  # what workers have loaded for the former place is left
+        while num_moves != self._num_moves:  # batches that workers loaded for the former position are discarded
             num_moves = self._num_moves
             for batch in self._from_place():
                 yield batch
@@ -271,13 +271,13 @@ class DeepSpeedDataLoader:
 
 
 class _DealingSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` that deals whole micro-batches; see `DeepSpeedDataLoader`, `deals`.
+    """A `DistributedSampler` that distributes full micro-batches; see `deals` of `DeepSpeedDataLoader`.
 
     Args:
-        like: has the dataset, the ranks and the shuffling.
-        batch_size: of a micro-batch.
-        step_size: of a step, over all ranks.
-        drop_last: whether samples that fill no step are left out.
+        like: provides dataset, ranks and shuffling.
+        batch_size: number of samples of a micro-batch.
+        step_size: number of samples of a step over all ranks.
+        drop_last: drop samples that do not fill a step.
     """
 
     def __init__(self, like: DistributedSampler[Any], batch_size: int, step_size: int, *, drop_last: bool) -> None:
@@ -292,7 +292,7 @@ class _DealingSampler(DistributedSampler[Any]):
         return iter(_rest(self, 0))
 
     def share(self, rest: list[Any], order: list[Any]) -> list[Any]:
-        """This rank's micro-batches of `rest`, the end of an epoch whose samples are `order`."""
+        """Return this rank's micro-batches of `rest`, the end of an epoch with the samples `order`."""
         if self._drops:
             rest = rest[: len(rest) // self.step_size * self.step_size]
         rest = rest + list(islice(cycle(order), -len(rest) % self.step_size))
@@ -302,10 +302,10 @@ class _DealingSampler(DistributedSampler[Any]):
 
 
 def _rest(sampler: DistributedSampler[Any], num_left_out: int) -> list[Any]:
-    """Return this rank's samples of an epoch without so many of all ranks, from its beginning.
+    """Return this rank's samples of an epoch, without the first `num_left_out` samples of all ranks.
 
-    Ranks take turns: one of `DistributedSampler` has every so many-th of an order that all ranks have, from whatever
-    place on. The end is filled up with samples of the beginning, as torch does.
+    Ranks take turns in a common order: with a `DistributedSampler`, a rank gets every `num_replicas`-th sample. The end
+    is padded with samples from the beginning, as torch does.
     """
     dataset, shuffle, seed = sampler.dataset, sampler.shuffle, sampler.seed
     whole: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
@@ -319,13 +319,13 @@ def _rest(sampler: DistributedSampler[Any], num_left_out: int) -> list[Any]:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """`item` with every tensor in it on `device`; containers are copied, everything else is passed through.
+    """Return `item` with all its tensors on `device`. Containers are copied; other values are passed through.
 
-    Called by training scripts on the batches of a loader.
+    Training scripts call it on the batches of a loader.
 
     Args:
-        item: a tensor, or dicts, lists and tuples of them, nested as they come.
-        criterion_func: asked for each leaf; where it says False the leaf stays as it is.
+        item: a tensor, or nested dicts, lists and tuples of tensors.
+        criterion_func: called for each leaf; if it returns False, the leaf does not change.
     """
 
     def move(leaf: Any) -> Any:
@@ -337,30 +337,30 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
-    """`move_to_device`; tensors that are on `device` already are not copied."""
+    """Call `move_to_device`. Tensors that are already on `device` are not copied."""
     return move_to_device(item, device, criterion_func)
 
 
 def apply_to_tensors_only(
     function: Callable[[Tensor], Any], value: Any, warning_msg_fn: Callable[[Any], str] | None = None
 ) -> Any:
-    """`value` with `function(tensor)` in the place of every tensor in it.
+    """Return `value` with `function(tensor)` in place of every tensor.
 
     Args:
-        warning_msg_fn: taken as DeepSpeed's; there is nothing to warn of, for no container is left out.
+        warning_msg_fn: accepted for compatibility, and ignored: all containers are supported.
     """
     return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of the elements of all tensors in `item`."""
+    """Return the number of bytes of all tensors in `item`."""
     return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(item) if isinstance(leaf, Tensor))
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether both have the same containers, and in each place equal tensors or equal values.
+    """Return whether both arguments have the same containers with equal tensors or values.
 
-    Tensors are equal only in dtype, device and shape too.
+    Equal tensors also have the same dtype, device and shape.
     """
     if type(inputs1) is not type(inputs2):
         return False
@@ -377,12 +377,12 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def isinstance_namedtuple(obj: object) -> bool:
-    """Whether `obj` is a named tuple."""
+    """Return whether `obj` is a named tuple."""
     return isinstance(obj, tuple) and hasattr(obj, "_asdict") and hasattr(obj, "_fields")
 
 
 def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
-    """`item` with `function(leaf)` in the place of each leaf; containers keep their class."""
+    """Return `item` with `function(leaf)` in place of each leaf. Containers keep their class."""
     if isinstance(item, Mapping):
         values = {key: _mapped(function, value) for key, value in item.items()}
         if type(item) is dict:

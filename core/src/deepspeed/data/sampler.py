@@ -1,6 +1,6 @@
-"""`DeepSpeedDataSampler`: easy samples first, the section `data_efficiency.data_sampling.curriculum_learning`.
+"""`DeepSpeedDataSampler`: draws easy samples first (section `data_efficiency.data_sampling.curriculum_learning`).
 
-`CurriculumLoader` loads what it draws. Imported only where the configuration asks for it, or by a script.
+`CurriculumLoader` loads the drawn samples. The module is imported only if the configuration or a script uses it.
 """
 
 import copy
@@ -26,7 +26,7 @@ _SECTION = "data_efficiency.data_sampling.curriculum_learning"
 
 @dataclass
 class _Drawn:
-    """A global batch that was drawn: the first of its micro-batches by number, its samples, the state after it."""
+    """A drawn global batch: the number of its first micro-batch, its samples, and the state after the draw."""
 
     first: int
     samples: list[int]
@@ -35,21 +35,21 @@ class _Drawn:
 
 @absent_members("runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler")
 class DeepSpeedDataSampler:
-    """Yields the numbers of this rank's samples, a micro-batch at a time, easy ones first.
+    """Yields the numbers of this rank's samples, one micro-batch at a time, easy samples first.
 
-    Source: Li et al., "DeepSpeed Data Efficiency" (arXiv 2212.03597), section 3.1. Each step has a difficulty of each
-    metric. Samples that are within all of them for the first time form a cluster, in a random order. A global batch has
-    samples of each cluster in proportion to the clusters' sizes, in expectation, each cluster in its order; one that
-    came to its end is shuffled again. All ranks draw the same global batches, which depend on the seed, the index files
-    and `train_batch_size` alone: a run goes on with another number of ranks where the former one stopped.
+    Source: Li et al., "DeepSpeed Data Efficiency" (arXiv 2212.03597), section 3.1. Each step has one difficulty per
+    metric. Samples that are within all difficulties for the first time form a cluster in random order. The expected
+    number of samples of a cluster in a global batch is proportional to the cluster's size. Each cluster is drawn in its
+    order, and shuffled again at its end. All ranks draw the same global batches, which depend only on the seed, the
+    index files and `train_batch_size`: a run can continue with another number of ranks.
 
     Args:
         data_efficiency_config: the section `data_efficiency`.
-        one_epoch_total_samples: of the data set. After `num_epochs` times as many the sampler ends.
-        micro_batch_size: samples of a rank and micro-batch.
-        data_parallel_group: not needed; ranks draw alike without a word.
-        global_rank: not needed.
-        drop_last: not needed; no micro-batch is short.
+        one_epoch_total_samples: size of the data set. The sampler ends after `num_epochs` times this number.
+        micro_batch_size: number of samples per rank and micro-batch.
+        data_parallel_group: ignored; ranks draw the same batches without communication.
+        global_rank: ignored.
+        drop_last: ignored; no micro-batch is short.
 
     Raises:
         ConfigError: a key is missing or wrong, or an index file cannot be read.
@@ -100,7 +100,7 @@ class DeepSpeedDataSampler:
         self.global_batch_size = self.micro_batch_times_data_parallel_size * num_steps
 
     def set_batch(self, micro_batch_size: int, num_steps: int) -> None:
-        """Draw batches of other sizes, after what is left of the present global batch."""
+        """Change the batch sizes after the rest of the current global batch."""
         if (micro_batch_size, num_steps) != (self.micro_batch_size, self.gradient_accumulation_steps):
             state = self.state_dict()  # of what was given; what workers drew in advance is drawn again
             self._set_sizes(micro_batch_size, num_steps)
@@ -137,7 +137,7 @@ class DeepSpeedDataSampler:
             yield given[start:end]
 
     def get_next_global_batch(self) -> None:
-        """Move to the next step, and append its samples to those that are left of the former one."""
+        """Move to the next step, and append its samples to the remaining samples of the last step."""
         self.curriculum_step += 1
         former = dict(self.current_difficulties)
         for name, metric in self._metrics.items():
@@ -150,7 +150,7 @@ class DeepSpeedDataSampler:
         self._drawn.append(_Drawn(self._num_yielded, self.batch, self._state()))
 
     def _add_cluster(self, difficulties: Mapping[str, float]) -> None:
-        """Let the samples come in that are within the difficulties for the first time; there may be none."""
+        """Add a cluster of the samples that are within the difficulties for the first time, if any."""
         samples = self._new_samples(difficulties, self._clusters)
         if len(samples):
             cluster = Cluster(dict(difficulties), samples)
@@ -204,21 +204,21 @@ class DeepSpeedDataSampler:
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def begin_delivery(self) -> None:
-        """Begin to count the micro-batches that a loader gives to the script: its workers draw more of them in advance.
-        If an iteration was left before its end, what its workers drew for it is drawn again."""
+        """Begin to count the micro-batches that a loader yields, because its workers draw more in advance. If an
+        iteration stopped early, the micro-batches that its workers drew in advance are drawn again."""
         if self._num_delivered not in (None, self._num_yielded):
             self.load_state_dict(self.state_dict())
         self._num_delivered = self._num_yielded
 
     def delivered(self) -> None:
-        """Note that a micro-batch was given to the script."""
+        """Count a micro-batch that the loader yields."""
         assert self._num_delivered is not None
         self._num_delivered += 1
         while len(self._drawn) > 1 and self._drawn[1].first < self._num_delivered:
             self._drawn.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, at any number of ranks: plain values, of which none is large."""
+        """Return the state for `load_state_dict` at any number of ranks: small plain values."""
         if not self._drawn:
             return self._state()
         drawn, number = self._drawn[0], self._num_yielded if self._num_delivered is None else self._num_delivered
@@ -240,10 +240,10 @@ class DeepSpeedDataSampler:
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse what `load_state_dict` could not take.
+        """Refuse a state that `load_state_dict` cannot load.
 
         Raises:
-            CheckpointError: the state is of other metrics or other index files, or damaged.
+            CheckpointError: the state has other metrics or index files, or is damaged.
         """
         self._check_keys(state_dict)
         self._restored(state_dict)
@@ -259,10 +259,9 @@ class DeepSpeedDataSampler:
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on after what had been delivered when `state_dict` was called.
+        """Continue after the micro-batches that were yielded before `state_dict` was called.
 
-        One of DeepSpeed's has no state of the generator that it draws from: the steps go on, the samples are drawn as
-        in a new run.
+        DeepSpeed's state has no generator state: the steps continue, but samples are drawn as in a new run.
 
         Raises:
             CheckpointError: the state is of other metrics or other index files, or damaged.
@@ -314,10 +313,10 @@ class DeepSpeedDataSampler:
 
 
 class CurriculumLoader(DeepSpeedDataLoader):
-    """Loads this rank's samples of what a `DeepSpeedDataSampler` draws; an iteration goes on where the former ended.
+    """Loads this rank's samples of a `DeepSpeedDataSampler`. An iteration continues where the last one ended.
 
     Args:
-        sampler: its state is that of the batches given so far, however many the workers have loaded in advance.
+        sampler: the sampler. Its state counts the yielded batches, not batches that workers load in advance.
     """
 
     def __init__(
@@ -370,16 +369,16 @@ class CurriculumLoader(DeepSpeedDataLoader):
 
 
 class Curriculum:
-    """An engine's part for the section `data_efficiency.data_sampling`: it makes the loader of the training data, whose
-    sampler is in checkpoints. Built by `build.py`.
+    """The engine's part for the section `data_efficiency.data_sampling`. It creates the loader of training
+    data, and puts its sampler into checkpoints. Built by `build.py`.
 
     Args:
-        section: `data_efficiency`.
-        micro_batch_size: samples of a rank and micro-batch.
-        num_steps: micro-batches of a step.
-        rank: of the data-parallel ranks.
-        num_replicas: how many these are.
-        gather: returns the values of all stages of a pipeline, the first one's first; None: there is one stage.
+        section: the section `data_efficiency`.
+        micro_batch_size: number of samples per rank and micro-batch.
+        num_steps: number of micro-batches per step.
+        rank: the data-parallel rank.
+        num_replicas: the number of data-parallel ranks.
+        gather: returns the values of all pipeline stages, in order; None: there is one stage.
     """
 
     def __init__(
@@ -445,7 +444,7 @@ class Curriculum:
         return CurriculumLoader(dataset, self.sampler, **options)
 
     def set_batch(self, micro_batch_size: int, num_steps: int) -> None:
-        """Draw batches of other sizes, after what is left of the present one."""
+        """Change the batch sizes after the rest of the current global batch."""
         self._sizes = micro_batch_size, num_steps
         if self.sampler is not None:
             self.sampler.set_batch(micro_batch_size, num_steps)
