@@ -1,8 +1,8 @@
-"""Random layer-wise token dropping: `convert_to_random_ltd` wraps layers, `RandomLTDScheduler` says what they keep.
+"""Random layer-wise token dropping: `convert_to_random_ltd` wraps layers, `RandomLTDScheduler` sets how many they keep.
 
-The section `data_efficiency.data_routing.random_ltd`, under DeepSpeed's names. Source: Yao et al., "Random-LTD" (arXiv
-2211.11586), section 3: each of these layers computes a random part of the tokens of each sample, more and more
-of them, up to all; the other tokens go past it. Imported only where the configuration asks for it, or by a script.
+Implements the section `data_efficiency.data_routing.random_ltd` with DeepSpeed's names. Source: Yao et al.,
+"Random-LTD" (arXiv 2211.11586), section 3: each wrapped layer processes a random, growing subset of each sample's
+tokens; the other tokens skip the layer. The module is imported only if the configuration or a script uses it.
 """
 
 import inspect
@@ -18,17 +18,17 @@ from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens, bert_sample_tokens, gpt_sample_tokens
 
 _SECTION = "data_efficiency.data_routing.random_ltd"
-_INNER = "random_ltd_layer."  # of the names of a wrapped layer's weights
-#: arguments of a layer that have an entry for each token, [B, S, ..]: as transformers calls them
+_INNER = "random_ltd_layer."  # prefix of the names of a wrapped layer's weights
+#: names, in transformers, of a layer's arguments with one entry per token, [B, S, ..]
 _BY_TOKEN = ("position_ids", "position_embeddings")
 
 
 @absent_members("runtime.data_pipeline.data_routing.scheduler:RandomLTDScheduler")
 class RandomLTDScheduler:
-    """Computes how many tokens the wrapped layers keep in a step.
+    """Computes the number of tokens that the wrapped layers keep in a step.
 
-    After so many steps of `require_steps`, min_value + (max_value - min_value) * steps / require_steps, rounded down to
-    a multiple of `seq_per_step`; from `require_steps` on `max_value` (arXiv 2211.11586, section 3).
+    The number is min_value + (max_value - min_value) * steps / require_steps, rounded down to a multiple of
+    `seq_per_step`, and `max_value` after `require_steps` steps (arXiv 2211.11586, section 3).
 
     >>> schedule = RandomLTDScheduler(
     ...     {
@@ -76,19 +76,19 @@ class RandomLTDScheduler:
         self.reset_to_init()
 
     def reset_to_init(self) -> None:
-        """Begin with the least tokens."""
+        """Restart with the smallest number of tokens."""
         self.state = {"current_value": self._least, "consumed_layer_tokens": 0, "current_steps": -1}
 
     def get_current_seq(self) -> int:
-        """Return how many tokens are kept."""
+        """Return the number of tokens to keep."""
         return int(self.state["current_value"])
 
     def set_current_seq(self, seq_length: int) -> None:
-        """Keep so many tokens, up to the next `update_seq`."""
+        """Set the number of tokens to keep until the next `update_seq`."""
         self.state["current_value"] = seq_length
 
     def get_random_ltd_layer_num(self) -> int:
-        """Return how many layers drop tokens."""
+        """Return the number of layers that drop tokens."""
         return self.random_ltd_layer_num
 
     def update_seq(self, global_steps: int) -> None:
@@ -99,28 +99,28 @@ class RandomLTDScheduler:
             self.state["current_steps"] = global_steps
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Return how many tokens all layers compute in so many steps from the beginning: each counts for each layer."""
+        """Return the number of tokens that all layers process in the first `train_iters` steps, counted per layer."""
         return sum(self._layer_tokens(self._value(step)) for step in range(train_iters))
 
     def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` takes."""
+        """Return the state for `set_state`."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned."""
+        """Continue from a state of `get_state`."""
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {**self.state, "min_value": self._least, "max_value": self._most}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for what `load_state_dict` could not take."""
+        """Raise a CheckpointError for a state that `load_state_dict` cannot load."""
         if "current_value" not in state:
             raise CheckpointError("random_ltd: found a state without current_value; load another checkpoint")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self.check_state_dict(state_dict)
         self.state.update({name: state_dict[name] for name in self.state if name in state_dict})
 
@@ -133,7 +133,7 @@ class RandomLTDScheduler:
         return self.global_batch_size * (kept * self.random_ltd_layer_num + self._most * whole)
 
     def place_of(self, number: int) -> int | None:
-        """Return which of the layers that drop tokens a layer of the model is, by its number; None: it computes all."""
+        """Return the index of layer `number` among the layers that drop tokens; None if it drops none."""
         return self._layer_ids.index(number) if number in self._layer_ids else None
 
 
@@ -179,14 +179,14 @@ def _check(config: RandomLTDConfig) -> None:
 
 @absent_members("runtime.data_pipeline.data_routing.basic_layer:RandomLayerTokenDrop")
 class RandomLayerTokenDrop(nn.Module):
-    """A layer that computes a random part of the tokens while it trains, and all of them else.
+    """A wrapper that processes a random subset of the tokens in training, and all tokens otherwise.
 
-    `convert_to_random_ltd` makes it. The layer's first argument is the hidden states, and it returns the states, alone
-    or first in a tuple. Of the other arguments the mask, `position_ids` and `position_embeddings` are cut to the same
-    tokens. Attributes that it lacks are the layer's, but for those whose names begin with an underscore.
+    `convert_to_random_ltd` creates it. The layer's first argument is the hidden states, and it returns the states alone
+    or first in a tuple. The mask, `position_ids` and `position_embeddings` are reduced to the same tokens. Attributes
+    that the wrapper lacks are read from the layer, except names that begin with an underscore.
 
     Args:
-        layer: computes hidden states of any number of tokens.
+        layer: a layer that accepts any number of tokens.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -202,10 +202,10 @@ class RandomLayerTokenDrop(nn.Module):
     def init_config(
         self, config: Mapping[str, Any] | RandomLTDConfig, scheduler: RandomLTDScheduler, random_ltd_layer_id: int
     ) -> None:
-        """Drop tokens from now on, as many as the schedule says.
+        """Drop tokens from now on, as the schedule defines.
 
         Args:
-            random_ltd_layer_id: which of the layers that drop tokens this one is.
+            random_ltd_layer_id: the index of this layer among the layers that drop tokens.
         """
         if not isinstance(config, RandomLTDConfig):
             config = parse_section(RandomLTDConfig, config, _SECTION)
@@ -262,7 +262,7 @@ class RandomLayerTokenDrop(nn.Module):
         return whole if isinstance(outputs, Tensor) else (whole, *outputs[1:])
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments but the first by name, as those that are cut are found by theirs."""
+        """Return all arguments except the first by name, because the arguments to reduce are found by name."""
         names = [
             each.name
             for each in inspect.signature(self.random_ltd_layer.forward).parameters.values()
@@ -280,7 +280,7 @@ class RandomLayerTokenDrop(nn.Module):
 
 
 def _by_token(name: str, value: Any, indices: Tensor, length: int) -> Any:
-    """Cut a tensor [B or 1, S, ..], or a tuple of such, to tokens [B, R]. One without S stays as it is."""
+    """Reduce a tensor [B or 1, S, ..], or a tuple of tensors, to tokens [B, R]. A tensor without S does not change."""
     if isinstance(value, tuple | list):
         return type(value)(_by_token(name, each, indices, length) for each in value)
     if not isinstance(value, Tensor) or length not in value.shape:
@@ -296,13 +296,13 @@ def _by_token(name: str, value: Any, indices: Tensor, length: int) -> Any:
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
-    """Wrap the layers of a type, and let those drop tokens that the configuration names.
+    """Wrap all layers of a class. The layers that the configuration names drop tokens.
 
-    Call it on what `initialize` returned, on every rank, before `load_checkpoint`.
+    Call it on the engine from `initialize`, on every rank, before `load_checkpoint`.
 
     Args:
-        model: an engine; or a module, whose layers then compute all tokens.
-        convert_type: the class of the layers, in their order in the model.
+        model: an engine, or a module, whose layers then process all tokens.
+        convert_type: the class of the layers.
 
     Returns:
         `model`.
