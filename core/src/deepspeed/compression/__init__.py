@@ -1,7 +1,7 @@
-"""Compression while training: few bits, zeros, fewer rows, heads, channels or layers, by DeepSpeed's names.
+"""Compression in training: quantization, sparsity, and fewer rows, heads, channels or layers, under DeepSpeed's names.
 
-Read `compress.py` first (which layers, preparing and cleaning), then `compressed_layer.py` and `basic_layer.py` (what a
-layer does), `quantizers.py` (rounding), `scheduler.py` (when) and `layer_reduction.py`. May import `ops` and `config`.
+Read `compress.py` first (layer selection, preparation, cleaning), then `compressed_layer.py` and `basic_layer.py` (the
+layers), `quantizers.py` (rounding), `scheduler.py` and `layer_reduction.py`. May import `ops` and `config`.
 """
 
 from deepspeed._absent import complete

@@ -1,12 +1,12 @@
-"""`init_compression` prepares a model by the section `compression_training`, `redundancy_clean` makes the smaller one.
+"""`init_compression` prepares a model for the section `compression_training`; `redundancy_clean` makes it smaller.
 
     model = init_compression(model, config)            before deepspeed.initialize
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    ...                                                training; `scheduler.py` switches techniques on by step
+    ...                                                training; `scheduler.py` enables techniques by step
     model = redundancy_clean(engine.module, config)    ordinary layers again, with fewer rows, zeros, rounded values
 
-`planned` says which layers get what; preparing, scheduling and cleaning go by it. Layers are found by name: `modules`
-holds parts of names or regular expressions, and what comes k-th in `related_modules` belongs to what comes k-th in
+`planned` returns the techniques of each layer for preparation, scheduling and cleaning. Layers are found by name:
+`modules` has parts of names or regular expressions. The k-th entry of `related_modules` belongs to the k-th entry of
 `modules`.
 """
 
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _WITH_WEIGHT = (nn.Linear, nn.Conv2d)
-#: technique -> the layers that can have it
+#: technique -> classes of layers that support it
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "weight_quantization": (*_WITH_WEIGHT, nn.Embedding),
     "activation_quantization": _WITH_WEIGHT,
@@ -65,13 +65,13 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "head_pruning": (nn.Linear,),
     "channel_pruning": (nn.Conv2d,),
 }
-#: technique -> those that lose what another layer has lost
+#: technique -> classes of related layers, which lose the same rows, heads or channels
 _RELATED: dict[str, tuple[type[nn.Module], ...]] = {
     "row_pruning": (nn.Linear,),
     "head_pruning": (nn.Linear,),
     "channel_pruning": (nn.Conv2d, nn.BatchNorm2d, nn.Linear),
 }
-#: what holds the projections of an attention -> the names that count its heads, and the width of all
+#: attributes of attention modules with the number of heads, and with the total width of all heads
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _HEAD_WIDTHS = ("all_head_size", "embed_dim", "attention_head_size_all")
 
@@ -82,10 +82,10 @@ class Planned:
 
     Args:
         technique: a key of `compression_training`.
-        name: of the layer.
+        name: the name of the layer.
         shared: the technique's `shared_parameters`.
         params: the group's `params`.
-        related: names of the layers that lose what this one does.
+        related: names of the layers that lose the same rows, heads or channels.
     """
 
     technique: str
@@ -96,7 +96,7 @@ class Planned:
 
 
 def check_deepspeed_config(config: ConfigSource) -> dict[str, Any]:
-    """Return a configuration as a dict, from what `deepspeed.initialize` takes. Raises ConfigError."""
+    """Return a configuration, in any form that `deepspeed.initialize` accepts, as a dict. Raises ConfigError."""
     return read_config(config)
 
 
@@ -108,21 +108,21 @@ def get_compression_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 def init_compression(
     model: nn.Module, deepspeed_config: ConfigSource, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
-    """Let the layers of a model compress themselves, as `compression_training` says. Before `deepspeed.initialize`.
+    """Prepare the layers of a model for `compression_training`. Call it before `deepspeed.initialize`.
 
-    Layers change in place; names of the state dict stay, and get scores and masks beside them.
+    Layers are converted in place. The names in the state dict do not change; scores and masks are added.
 
     Args:
-        model: whose weights are whole.
-        deepspeed_config: as `deepspeed.initialize` takes it.
-        teacher_model: for `layer_reduction`: where weights are copied from.
-        mpu: None: layers that are divided over ranks are not compressed.
+        model: a model whose weights are not sharded.
+        deepspeed_config: a configuration as for `deepspeed.initialize`.
+        teacher_model: the source of the weights for `layer_reduction`.
+        mpu: must be None, because layers that are sharded across ranks cannot be compressed.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: names the key that does not fit the model, and what to do.
+        ConfigError: a key does not fit the model; the message has the key and what to do.
     """
     _refuse_mpu("init_compression", mpu)
     section = compression_section(read_config(deepspeed_config))
@@ -144,21 +144,21 @@ def init_compression(
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: ConfigSource, mpu: Any = None) -> nn.Module:
-    """Make the smaller model: weights are rounded and zeros set for good, and rows, heads and channels are taken out.
+    """Apply the compression permanently: round weights, set zeros, and remove rows, heads and channels.
 
-    Those go only where the group has `related_modules`; else they become zeros. Layers are ordinary ones again, in
-    place, except those with quantized inputs. Each technique acts in full, also one whose first step was not reached.
+    Rows, heads and channels are removed only if the group has `related_modules`; else they become zeros. Layers become
+    ordinary again, in place, except with quantized inputs. Techniques apply in full, even before their first step.
 
     Args:
-        model: one that `init_compression` prepared, or the engine around it. An engine cannot train it after.
-        deepspeed_config: the same as there.
-        mpu: None.
+        model: a model from `init_compression`, or its engine, which cannot train it afterwards.
+        deepspeed_config: the configuration of `init_compression`.
+        mpu: must be None.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: it was not prepared so, or weights are sharded.
+        ConfigError: the model was not prepared with this configuration, or weights are sharded.
     """
     _refuse_mpu("redundancy_clean", mpu)
     section = compression_section(read_config(deepspeed_config))
@@ -180,11 +180,11 @@ def redundancy_clean(model: nn.Module, deepspeed_config: ConfigSource, mpu: Any 
 
 
 def planned(model: nn.Module, section: CompressionConfig) -> list[Planned]:
-    """Return what each layer gets, in the order in which it is made final.
+    """Return the techniques of all layers, in the order of cleaning.
 
     Raises:
-        ConfigError: a pattern finds no layer that can have the technique, a layer is in two groups of one, or related
-            layers are not as many.
+        ConfigError: a pattern matches no layer that supports the technique, a layer is in two groups of a technique, or
+            the numbers of layers and related layers differ.
     """
     return [item for technique in _KINDS for item in _planned(model, section, technique)]
 
@@ -208,7 +208,7 @@ def _planned(model: nn.Module, section: CompressionConfig, technique: str) -> It
                 related = _related(model, technique, where, names, settings.related_modules[position])
             for name, others in zip(names, related, strict=True):
                 if seen.get(name) == group and not others:
-                    continue  # two of its patterns find it
+                    continue  # two patterns of the group match the layer
                 if name in seen:
                     raise ConfigError(
                         f"{where}.modules: found {pattern!r}, which names {name!r}, that is in {seen[name]} too; a "
@@ -221,7 +221,7 @@ def _planned(model: nn.Module, section: CompressionConfig, technique: str) -> It
 def _related(
     model: nn.Module, technique: str, where: str, names: Sequence[str], patterns: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Return for each layer the ones that belong to it, one of each pattern."""
+    """Return the related layers of each layer, one per pattern."""
     found = []
     for pattern in patterns:
         others = _matching(model, pattern, _RELATED[technique])
@@ -246,7 +246,7 @@ def _matching(
 
 
 def is_in(pattern: str, name: str) -> bool:
-    """Whether a name has a part, or matches a pattern; "*" is in all."""
+    """Return whether a name contains or matches a pattern; "*" matches all names."""
     if pattern == "*":
         return True
     try:
@@ -265,15 +265,15 @@ def get_module_name(
     mpu: Any = None,
     verbose: bool = True,
 ) -> tuple[list[str], set[str]]:
-    """Return the layers that a word of `modules` names, and all that were named so far.
+    """Return the layers that match an entry of `modules`, and all layers matched so far.
 
     Args:
-        group_name: for the message.
-        key_word: part of names, or a pattern.
-        exist_module_name: those of groups before.
+        group_name: the name of the group for the message.
+        key_word: a part of names, or a pattern.
+        exist_module_name: the layers of earlier groups.
 
     Raises:
-        ConfigError: a layer is among those.
+        ConfigError: a layer is in an earlier group.
     """
     _refuse_mpu("get_module_name", mpu)
     names = _matching(model, key_word, _KINDS["weight_quantization"])
@@ -308,10 +308,10 @@ def _has(layer: CompressedLayer, technique: str) -> bool:
 
 
 def _check(layers: Mapping[str, nn.Module], plan: Sequence[Planned]) -> None:
-    """Refuse what cannot be prepared or cleaned, before anything changes.
+    """Refuse layers that cannot be prepared or cleaned, before anything changes.
 
     Raises:
-        ConfigError: names the layer.
+        ConfigError: a layer is not supported; the message has its name.
     """
     holders = Counter(id(param) for layer in layers.values() for param in layer.parameters(recurse=False))
     owners: dict[tuple[str, str], str] = {}
@@ -336,7 +336,7 @@ def _check(layers: Mapping[str, nn.Module], plan: Sequence[Planned]) -> None:
 
 
 def _refuse_unseen(item: Planned, layer: nn.Module) -> None:
-    """Refuse a range of inputs that no training has seen, by which all of them would become 0."""
+    """Refuse an input range that was never calibrated, because all inputs would become 0."""
     if item.technique == "activation_quantization" and isinstance(layer, CompressedLayer):
         if layer.has_static_range and not layer.activation_quantizer.x_min_max.any():
             raise ConfigError(
@@ -395,16 +395,16 @@ def fix_compression(
     mask: Tensor | None = None,
     dim_reduction: bool = False,
 ) -> Tensor | None:
-    """Make one technique of one layer final.
+    """Apply one technique of one layer permanently.
 
     Args:
-        module_name: of the layer.
+        module_name: the name of the layer.
         compression_technique: a key of `compression_training`.
-        mask: of another layer, which this one follows; None: its own.
-        dim_reduction: take rows, heads or channels out; else they become zeros.
+        mask: the mask of the layer that this one is related to; None: its own mask.
+        dim_reduction: remove rows, heads or channels; else they become zeros.
 
     Returns:
-        the mask of rows, heads or channels; None where there is none.
+        The mask of rows, heads or channels, or None.
     """
     layer: Any = recursive_getattr(model, module_name)
     if compression_technique == "weight_quantization":
@@ -428,7 +428,7 @@ def fix_compression(
 
 
 def _count_heads(layers: Mapping[str, nn.Module], projections: Sequence[str], mask: Tensor) -> None:
-    """Give the module that holds query, key and value its new number of heads, and their width, where it has them."""
+    """Update the number of heads and their width in the module that holds query, key and value."""
     holder = layers[projections[0].rpartition(".")[0]]
     kept = int(mask.count_nonzero())
     width = getattr(layers[projections[0]], "out_features", None)
@@ -446,11 +446,11 @@ def _count_heads(layers: Mapping[str, nn.Module], projections: Sequence[str], ma
 def module_replacement(
     model: nn.Module, module_name: str, compression_technique: Mapping[str, Any] | None = None, mpu: Any = None
 ) -> None:
-    """Make a layer one that compresses itself, in place.
+    """Convert a layer to its compressible class in place.
 
     Args:
-        module_name: of the layer.
-        compression_technique: None; `init_compression` says what it does.
+        module_name: the name of the layer.
+        compression_technique: must be None; `init_compression` enables techniques.
     """
     _refuse_mpu("module_replacement", mpu)
     if compression_technique is not None:

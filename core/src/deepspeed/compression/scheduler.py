@@ -1,4 +1,4 @@
-"""`compression_scheduler` switches each technique on at its step, and lowers the bits of weights by step."""
+"""`compression_scheduler` enables each technique at its step, and reduces the bits of weights over the steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,17 +20,17 @@ __all__ = ["compression_scheduler"]
 
 @absent_members("compression.scheduler:compression_scheduler")
 class compression_scheduler:  # DeepSpeed's name
-    """Keeps the layers of a model at the techniques of a step. All follows from the number of steps.
+    """Enables and configures the techniques of all layers. The settings depend only on the number of steps.
 
-    The engine has one (`engine.compression_scheduler`), and moves it before each forward to the steps that it counts,
-    so that a run which goes on from a checkpoint goes on with them. A loop of one's own makes one and calls `step()`
-    after each step of the optimizer.
+    The engine has one (`engine.compression_scheduler`), and before each forward moves it to the engine's step count, so
+    a run resumed from a checkpoint continues the schedule. A custom training loop creates one and calls `step()`
+    after each optimizer step.
 
     Args:
-        model: one that `init_compression` prepared.
-        compression_config: the section `compression_training`, as `get_compression_config` returns it.
-        num_steps: returns the steps so far; None: `step` counts them.
-        rounds_weights: False: somebody rounds them after each step (`moq.py`), and the forward does not.
+        model: a model from `init_compression`.
+        compression_config: the section `compression_training`, as from `get_compression_config`.
+        num_steps: returns the number of steps so far; None: `step` counts them.
+        rounds_weights: False if `moq.py` rounds the weights after each step, and the forward must not.
 
     Raises:
         ConfigError: the model was not prepared with this configuration.
@@ -63,7 +63,7 @@ class compression_scheduler:  # DeepSpeed's name
             for item, layer in self._plan
             if item.technique == "sparse_pruning" and item.shared.method == "snip_momentum"
         }
-        #: what prunes blocks after each step; None: no layer has the method "snip_momentum"
+        #: prunes blocks after each step; None: no layer has the method "snip_momentum"
         self.blocks = BlockPruning(section.sparse_pruning.shared_parameters, blocks) if blocks else None
         self._verbose = section.weight_quantization.shared_parameters.quantize_verbose
         self._counts = num_steps
@@ -73,14 +73,14 @@ class compression_scheduler:  # DeepSpeed's name
 
     @property
     def training_steps(self) -> int:
-        """Steps so far."""
+        """The number of steps so far."""
         return self._counted if self._counts is None else self._counts()
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Count a step, unless the engine does, and move to it.
+        """Count a step, unless the engine counts, and update all layers.
 
         Args:
-            step_zero_check: only move.
+            step_zero_check: update without counting.
         """
         if not step_zero_check:
             self._counted += 1
@@ -89,17 +89,17 @@ class compression_scheduler:  # DeepSpeed's name
         self.check_all_modules()
 
     def check_all_modules(self) -> None:
-        """Move all layers to the step: what begins at it is switched on, what begins later is off."""
+        """Update all layers: enable techniques that have begun, and disable techniques that begin later."""
         num_steps = self.training_steps
         if num_steps == self._reached:
             return
         self._reached = num_steps
         for item, layer in self._plan:
-            if not isinstance(layer, CompressedLayer):  # `redundancy_clean` has made an ordinary one of it
+            if not isinstance(layer, CompressedLayer):  # `redundancy_clean` has converted it to an ordinary layer
                 continue
             is_on = num_steps >= item.shared.schedule_offset
             flag = f"{item.technique}_enabled"
-            if is_on != getattr(layer, flag):  # only then: code that torch.compile made depends on it
+            if is_on != getattr(layer, flag):  # write only changes: code from torch.compile depends on the flag
                 setattr(layer, flag, is_on)
                 log.logger.debug(f"{item.technique} of {item.name}: {'on' if is_on else 'off'} after step {num_steps}")
             if item.technique == "weight_quantization" and is_on:
@@ -115,21 +115,21 @@ class compression_scheduler:  # DeepSpeed's name
             log.report(f"weight quantization of {name}: {quantizer.num_bits} bits")
 
 
-#: share of the scores so far that a step keeps
+#: decay factor of the scores per step
 _MOMENTUM = 0.9
 
 
 class BlockPruning:
-    """Takes blocks of weights away, of all layers together, by how little the loss depends on them.
+    """Prunes the blocks of weights, over all layers together, that the loss depends on least.
 
-    The score of an element is |w dL/dw| of the reduced gradient, that of SNIP (Lee et al., arXiv 1810.02340, section
-    4.1), with a momentum: s <- 0.9 s + |w dL/dw| at each step. A block has the mean of its elements. The share that is
-    gone grows as in Zhu, Gupta, "To prune, or not to prune" (arXiv 1710.01878), section 3: with t from 0 at
-    `schedule_offset` to 1 at `schedule_offset_end`, s (1 - (1 - t)^3), every `schedule_offset_stride` steps.
+    The score of an element is |w dL/dw| of the reduced gradient, as in SNIP (Lee et al., arXiv 1810.02340, section
+    4.1), with a momentum: s <- 0.9 s + |w dL/dw| at each step. The score of a block is the mean of its elements. The
+    pruned share grows as in Zhu, Gupta, "To prune, or not to prune" (arXiv 1710.01878), section 3: final share times
+    1 - (1 - t)^3, t from 0 at `schedule_offset` to 1 at `schedule_offset_end`, in strides of `schedule_offset_stride`.
 
     Args:
         shared: the section's `shared_parameters`.
-        layers: by name, those with the method "snip_momentum".
+        layers: name -> layer, for layers with the method "snip_momentum".
 
     Raises:
         ConfigError: blocks do not divide a weight.
@@ -138,7 +138,7 @@ class BlockPruning:
     def __init__(self, shared: SparsePruningShared, layers: Mapping[str, CompressedLayer]) -> None:
         self._shared, self._layers = shared, layers
         self._rows, self._columns = map(int, shared.block_pattern.split("x"))
-        #: makes the mean over ranks of a tensor, in place, where each has gradients of its own
+        #: averages a tensor over ranks in place, if each rank has local gradients
         self.average: Callable[[Tensor], None] | None = None
         for name, layer in layers.items():
             rows, columns = layer.sparse_pruning_mask.flatten(1).shape
@@ -150,18 +150,18 @@ class BlockPruning:
                 )
 
     def share_gone(self, step: int) -> float:
-        """Return which share is gone after so many steps."""
+        """Return the pruned share after `step` steps."""
         first, last = self._shared.schedule_offset, self._shared.schedule_offset_end
         done = 1.0 if step >= last else max(0.0, (step - first) / (last - first))
         return (1.0 - self._shared.dense_ratio) * (1.0 - (1.0 - done) ** 3)
 
     def step_ended(self, step: int, *, applied: bool, scale: float = 1.0) -> None:
-        """Score by the gradients of a step, and choose blocks if it is time. A collective where ranks share scores.
+        """Update the scores with the gradients of a step, and select blocks if due. A collective if ranks share scores.
 
         Args:
-            step: its number, from 1.
-            applied: False: it was skipped, and its gradients count for nothing.
-            scale: what the loss was multiplied by.
+            step: the number of the step, from 1.
+            applied: False if the step was skipped; its gradients are then ignored.
+            scale: the loss scale.
         """
         if applied:
             self._score(scale)
@@ -192,7 +192,7 @@ class BlockPruning:
             mask.copy_(part.view(blocks.shape)[:, None, :, None].expand_as(mask))
 
     def _by_block(self, values: Tensor) -> Tensor:
-        """View a weight's values as (blocks, rows of one, blocks, columns of one)."""
+        """View a weight as (row blocks, rows per block, column blocks, columns per block)."""
         rows, columns = values.flatten(1).shape
         return values.view(rows // self._rows, self._rows, columns // self._columns, self._columns)
 
