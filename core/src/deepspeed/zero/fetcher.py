@@ -112,7 +112,7 @@ class ParamFetcher:
         self._is_evaluated = False
 
     def refuse_left_whole(self) -> None:
-        """Check at the begin of a step that nothing was changed since an evaluation; see [Note: left whole].
+        """Check at the start of a step that nothing was changed since an evaluation; see [Note: left whole].
 
         Raises:
             StateError: names a parameter that was changed.

@@ -288,7 +288,7 @@ class _Change(NamedTuple):
 
 
 class _KeptValue:
-    """`_KeptValue` holds the value of a small parameter from the begin of its outermost context."""
+    """`_KeptValue` holds the value of a small parameter from the start of its outermost context."""
 
     def __init__(self, param: Any) -> None:
         self.param = param

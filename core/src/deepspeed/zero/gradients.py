@@ -228,7 +228,7 @@ class Gradients:
         return any(param.grad is not None for param in self._units.params)
 
     def _open_from_hook(self) -> None:
-        """Open the window from a parameter's hook: no output hook detected the begin of this backward."""
+        """Open the window from a parameter's hook: no output hook detected the beginning of this backward."""
         if self.window.is_left:
             raise StateError(
                 "backward: found gradients of a backward that an exception ended; call engine.zero_grad() before the "

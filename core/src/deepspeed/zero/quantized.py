@@ -2,7 +2,7 @@
 
     all_gather         each rank sends its shard in int8                                              (qwZ)
     reduce_scatter     each rank sends each peer its part in int4, by one all-to-all; the receiver
-                       converts the parts to fp32, adds them in rank order and rounds once             (qgZ)
+                       converts the parts to fp32, adds them in rank order and rounds once            (qgZ)
     ErrorFeedback      adds the int4 rounding error of a rank's gradients to its next gradients       (LoCo)
 
 Source: G. Wang et al., ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3. The all-to-all here has one step, not one within

@@ -2,7 +2,7 @@
 
 `watch.compare_weights_every` enables it; `zero_optimization.enable_sanity_checks` compares before every update.
 `Training.before_update` calls it. A rank may change a weight on its own, for example inside `GatheredParameters`
-without `modifier_rank`, or its memory or kernels may err. It would silently train on with other weights. Copies are
+without `modifier_rank`, or its memory or kernels may err. It would then train on with other weights, silently. Copies:
 
     weights that this rank has whole    on the ranks of dp x sp; experts on the ranks with the same experts
     weights of several pipeline stages  on these stages too
