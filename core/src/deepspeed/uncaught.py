@@ -103,6 +103,11 @@ def report_to_launcher() -> None:
         sys.excepthook = _print_uncaught
 
 
+def has_launcher() -> bool:
+    """Whether the `deepspeed` launcher started this process as a rank, and reads what it reports."""
+    return PIPE_VARIABLE in os.environ or isinstance(sys.excepthook, _Hook)
+
+
 def _show_stacks_when_asked(fd: int) -> None:
     """Make `STACK_SIGNAL` write the stacks of all threads to the launcher's pipe, and announce that to the launcher."""
     if STACK_SIGNAL and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:

@@ -29,10 +29,15 @@ from deepspeed.errors import PluginError, stated
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
 from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN, inside_probe
+from deepspeed.uncaught import has_launcher
 
 # Methods that a class must implement if it does not derive from DeepSpeedAccelerator. The wrapper inherits the rest.
 _OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
 _MISSING = object()
+# in which a rank finds its number on its node, as torchrun, Open MPI, MVAPICH, MPICH and Slurm call it
+_MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_RANKS = ("LOCAL_RANK", *_MPI_LOCAL_RANKS, "SLURM_LOCALID")
+_NOT_LATER = ("", "-1", "0")  # numbers of the first rank, and of none
 
 
 def as_accelerator(candidate: Any) -> DeepSpeedAccelerator:
@@ -330,17 +335,21 @@ def _known_to_torch(built: Any, offer: Offer) -> DeepSpeedAccelerator:
 
 
 def _fall_to_plain(offers: list[Offer]) -> AcceleratorChoice:
+    remedy = ""
     if offers:
         refused = "; ".join(f"{offer.name}: {offer.reason}" for offer in offers)
         why = f"no installed accelerator is available ({refused})"
-        logger.warning(f"{why}; running on the plain CPU device. {VARIABLE}={PLAIN} silences this")
     else:
         why = "no accelerator extension is installed"
-        logger.warning(
-            f"{why}; running on the plain CPU device. {pip_install('ds-ext-cpu')}, or your vendor's ds-ext-<device>; "
-            f"{VARIABLE}={PLAIN} silences this"
-        )
+        remedy = f"{pip_install('ds-ext-cpu')}, or your vendor's ds-ext-<device>; "
+    if not _is_told():
+        logger.warning(f"{why}; running on the plain CPU device. {remedy}{VARIABLE}={PLAIN} silences this")
     return AcceleratorChoice(PlainAccelerator(), None, why)
+
+
+def _is_told() -> bool:
+    """Whether another process of this node warns: the launcher, which chose before its ranks, or the first rank."""
+    return has_launcher() or any(os.environ.get(name, "") not in _NOT_LATER for name in _LOCAL_RANKS)
 
 
 def set_random_seed(seed: int) -> None:

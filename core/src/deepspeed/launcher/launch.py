@@ -177,7 +177,8 @@ def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[]
 def place_ranks(plan: LaunchPlan, accelerator: Any) -> NodePlacement:
     """Choose the number of ranks and the visible devices from the plan and the current accelerator.
 
-    On an accelerator that computes on the host, any number of ranks may start, and no device is hidden.
+    On an accelerator that computes on the host, any number of ranks may start, as slots from 0 on, and no device is
+    hidden.
 
     Raises:
         ConfigError: the plan asks for a device that does not exist.
@@ -193,6 +194,12 @@ def place_ranks(plan: LaunchPlan, accelerator: Any) -> NodePlacement:
     if not slots:
         raise ConfigError(
             f"{flag}: leaves no device of {accelerator.device_name()} to run on ({count} found); `ds_report` shows why"
+        )
+    if shares_host and plan.num_slots is None and slots[-1] >= len(slots) and plan.include is not None:
+        raise ConfigError(
+            f"{flag}: asks for slot {slots[-1]}; {accelerator.device_name()} has no devices to choose from, and runs "
+            f"any number of ranks, as slots 0, 1, ...; ask for {','.join(map(str, range(len(slots))))}, or use "
+            f"--num_accelerators {len(slots)}"
         )
     environment: dict[str, str] = {}
     if flag != "devices" and not shares_host:

@@ -192,6 +192,19 @@ def test_core_alone_is_plain_with_one_warning(shelf, warned):
     assert pip_install("ds-ext-cpu") in message
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "num_warnings"),
+    [
+        *(("LOCAL_RANK", "0", 1), ("LOCAL_RANK", "1", 0), ("SLURM_LOCALID", "3", 0)),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK", "1", 0), ("DS_UNCAUGHT_PIPE", "7:99", 0)),  # the launcher has chosen before
+    ],
+)
+def test_one_process_of_a_node_warns_of_the_plain_device(shelf, monkeypatch, warned, variable, value, num_warnings):
+    monkeypatch.setenv(variable, value)
+    assert type(get_accelerator()) is PlainAccelerator
+    assert len(warned) == num_warnings
+
+
 def test_nothing_available_is_plain_and_says_why(shelf, warned):
     shelf.put("a", available=False, reason="no /dev/a")
     assert type(get_accelerator()) is PlainAccelerator

@@ -102,7 +102,10 @@ def test_no_device_at_all():
 def test_on_the_host_any_number_of_ranks_runs():
     assert place_ranks(LaunchPlan(num_ranks=4), Devices(1, on_host=True)) == NodePlacement(4, {})
     assert place_ranks(LaunchPlan(include=[0, 1]), Devices(1, on_host=True)) == NodePlacement(2, {})
-    assert place_ranks(LaunchPlan(include=[7]), Devices(1, on_host=True)) == NodePlacement(1, {})
+    assert place_ranks(LaunchPlan(include=[7], num_slots=8), Devices(1, on_host=True)) == NodePlacement(1, {})
+    for include, told in (([7], "ask for 0, or use --num_accelerators 1"), ([0, 1, 5], "ask for 0,1,2, or use --num_")):
+        with pytest.raises(ConfigError, match=f"--include: asks for slot {include[-1]}; .* no devices .*{told}"):
+            place_ranks(LaunchPlan(include=include), Devices(1, on_host=True))
 
 
 def commands(plan, num_ranks=2):
