@@ -224,6 +224,17 @@ def test_layers_that_a_policy_names(name, policy):
     run_ranks(2, policy_job, name, policy)
 
 
+def half_policy_job():
+    with pytest.raises(
+        ConfigError, match=r"input of \d+ features .* divided over 2 ranks; name this layer as one whose"
+    ):
+        policy_job("gpt_neo", ("GPTNeoBlock", "attn.attention.out_proj"))
+
+
+def test_a_policy_that_names_too_few_layers():
+    run_ranks(2, half_policy_job)
+
+
 def pipeline_job():
     """As the listings of the tutorials: a pipeline of transformers whose model is an engine."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -361,6 +372,10 @@ WRONG = {
     "a layer that is not there": (
         {"injection_policy": {Block: ("out",)}},
         "found 'out' for Block, which has no such linear layer; it has down, up",
+    ),
+    "a policy's class": (
+        {"injection_policy": {Block: Block}},
+        "found Block for Block; give the names of linear layers .*, of down, up, or leave it out",
     ),
     "a policy of another form": ({"injection_policy": ["down"]}, r"injection_policy: found \['down'\]; give a dict"),
     "zero": ({"zero": {"stage": 3}}, "deepspeed.initialize"),

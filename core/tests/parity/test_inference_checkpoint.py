@@ -86,6 +86,13 @@ def test_files_of_torch_by_json(tp, tmp_path):
     run_ranks(tp, family_job, "bloom", tp, save_bloom_form("bloom", tmp_path))
 
 
+def test_a_folder_by_the_json_of_deepspeeds_tutorial(tmp_path):
+    save_bloom_form("bloom", tmp_path)
+    description = {"type": "DeepSpeed", "version": 0.3, "checkpoint_path": str(tmp_path)}
+    (tmp_path / "tutorial.json").write_text(json.dumps(description))
+    family_job("bloom", 1, str(tmp_path / "tutorial.json"))
+
+
 def pre_shard_job(name, tp, checkpoint, folder):
     first = load(name, tp, checkpoint, save_mp_checkpoint_path=folder)
     again = load(name, tp, f"{folder}/ds_inference_config.json")

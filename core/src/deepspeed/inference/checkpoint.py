@@ -36,7 +36,7 @@ _IN_FOLDERS = (
 )
 _KEYS = (
     *("type", "version", "checkpoints", "parallelization", "mp_size", "tp_size", "base_dir", "dtype"),
-    *("weight_map", "metadata", "division"),
+    *("weight_map", "metadata", "division", "checkpoint_path"),
 )
 _FILE_PER_RANK = ("megatron", "deepspeed", "ds")  # types whose lists have one file per rank by default
 
@@ -109,6 +109,8 @@ def _described(value: Mapping[str, Any], what: str, base_dir: Path) -> Checkpoin
     if own := value.get("base_dir"):
         base_dir = base_dir / _text("base_dir", own)
     kind = _text("type", value.get("type") or "")
+    if "checkpoints" not in value and value.get("checkpoint_path"):  # the form of DeepSpeed's tutorial
+        return read_description(base_dir / _text("checkpoint_path", value["checkpoint_path"]))
     if "checkpoints" not in value and isinstance(value.get("weight_map"), Mapping):  # transformers' index
         paths = _paths("weight_map", list(value["weight_map"].values()), base_dir)
         return CheckpointFiles(what, kind, tuple(sorted(set(paths))))

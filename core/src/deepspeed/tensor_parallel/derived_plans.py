@@ -29,7 +29,7 @@ their outputs are summed over the ranks. The other linear layers of such a modul
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -306,6 +306,15 @@ def check_policy(model: nn.Module, policy: Any) -> None:
                 f"layers are {', '.join(_classes_of_layers(model)) or 'in no list'}"
             )
         inside = {name for module in modules for name in _all_linears(module)}
+        if not isinstance(names, str) and not (
+            isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names)
+        ):
+            shown = names.__name__ if isinstance(names, type) else repr(names)
+            raise ConfigError(
+                f"injection_policy: found {shown} for {cls.__name__}; give the names of linear layers whose "
+                f"outputs are summed over the ranks, of {', '.join(sorted(inside)) or 'none'}, or leave it out: "
+                "the model's own structure is known then"
+            )
         for name in _names(names):
             if not any(_ends(path, name) for path in inside):
                 raise ConfigError(

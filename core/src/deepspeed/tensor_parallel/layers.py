@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from deepspeed.errors import StateError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear, unpack_weight
 from deepspeed.parallel.model_part import whole_shape
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, scatter_sum, sum_gradient, sum_over
@@ -194,7 +194,18 @@ class RowParallelLinear(MayBePacked):
 
 
 def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + bias with this rank's weight."""
+    """Return x W^T + bias with this rank's weight.
+
+    Raises:
+        ConfigError: the input is a part of the features, since the layer before is divided and this one's rule is not
+            that of a layer that ends a divided block.
+    """
+    if x.shape[-1] != layer.in_features == x.shape[-1] * layer.ranks.world_size:
+        raise ConfigError(
+            f"tensor parallelism: found an input of {x.shape[-1]} features for a linear layer of {layer.in_features} "
+            f"inputs, as the layer before it is divided over {layer.ranks.world_size} ranks; name this layer as one "
+            "whose outputs are summed over the ranks, in injection_policy or partition_config"
+        )
     if layer.packed is not None:
         return packed_linear(x, layer.packed, bias)
     return F.linear(x, layer.weight.t() if layer.transposed else layer.weight, bias)
