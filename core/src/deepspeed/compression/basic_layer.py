@@ -1,8 +1,8 @@
-"""The layers that compress themselves while they train: Linear, Embedding, Conv2d, and BatchNorm2d after a convolution.
+"""Compressible layers for training: Linear, Embedding, Conv2d, and BatchNorm2d after a convolution.
 
-An ordinary layer becomes one of these in place (`compressed`), so that its parameters, its hooks and whoever refers to
-it stay; `restored` makes an ordinary one of it again. `compressed_layer.py` has what they do in common; here are the
-forwards, and how rows, columns, heads and channels are taken out.
+`compressed` converts an ordinary layer in place, so its parameters, hooks and references stay valid. `restored` reverts
+it. `compressed_layer.py` has the common base class. This file has the forwards, and the removal of rows, columns,
+heads and channels.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ __all__ = ["BNLayer_Compress", "Conv2dLayer_Compress", "Embedding_Compress", "Li
 
 @absent_members("compression.basic_layer:LinearLayer_Compress")
 class LinearLayer_Compress(CompressedLayer, nn.Linear):
-    """A `torch.nn.Linear` that may lose elements, rows (outputs), or the columns of heads."""
+    """A `torch.nn.Linear` with pruning of elements, rows (outputs), or the columns of heads."""
 
     #: where the method is topk
     sparse_mask_scores: Parameter
@@ -70,14 +70,14 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
         return self.head_pruning_reshape(weight, mask) if kind == "head" else weight * mask
 
     def fix_row_col_pruning_helper(self, mask: Tensor | None = None, dim_reduction: bool = False) -> Tensor:
-        """Prune for good: the rows of this layer, or the columns for rows that another one has lost.
+        """Prune permanently: the rows of this layer, or the columns that match the pruned rows of another layer.
 
         Args:
-            mask: of the other layer's rows; None: the rows here are pruned.
-            dim_reduction: take them out; else they become zeros.
+            mask: the row mask of the other layer; None: prune the rows of this layer.
+            dim_reduction: remove them; else they become zeros.
 
         Returns:
-            the mask that was used.
+            The mask that was used.
         """
         if mask is not None:
             if mask.numel() != self.in_features:
@@ -97,7 +97,7 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
         return mask
 
     def _prune_columns(self, mask: Tensor, dim_reduction: bool) -> None:
-        """Prune columns by the mask of the outputs that come in; of a convolution one output is several columns."""
+        """Prune columns by the mask of the previous layer's outputs. A channel of a convolution has several columns."""
         if self.in_features % mask.numel():
             raise _unrelated(f"a layer of {self.in_features} inputs", f"a layer of {mask.numel()} outputs")
         columns = mask.detach().flatten().repeat_interleave(self.in_features // mask.numel())
@@ -109,21 +109,21 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
                 self.weight.mul_(columns)
 
     def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
-        """Prune the columns for channels that a convolution before this layer has lost."""
+        """Prune the columns of the pruned channels of a previous convolution."""
         self._prune_columns(mask, dim_reduction)
 
     def fix_head_pruning_helper(
         self, mask: Tensor | None = None, num_heads: int | None = None, dim_reduction: bool = False
     ) -> Tensor:
-        """Prune heads for good: the columns of this layer, or the rows of a projection (query, key, value) before it.
+        """Prune heads permanently: the columns of this output projection, or the rows of a query, key or value layer.
 
         Args:
-            mask: of the output projection's heads; None: this is the output projection.
-            num_heads: how many `mask` is of.
-            dim_reduction: take them out; else they become zeros.
+            mask: the head mask of the output projection; None: this is the output projection.
+            num_heads: the number of heads of `mask`.
+            dim_reduction: remove them; else they become zeros.
 
         Returns:
-            the mask that was used.
+            The mask that was used.
         """
         if mask is None:
             mask = self.get_mask("head").detach()
@@ -153,7 +153,7 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
 
 @absent_members("compression.basic_layer:Embedding_Compress")
 class Embedding_Compress(CompressedLayer, nn.Embedding):
-    """A `torch.nn.Embedding` whose weight is quantized."""
+    """A `torch.nn.Embedding` with a quantized weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows, rounded."""
@@ -170,7 +170,7 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):
 
 @absent_members("compression.basic_layer:Conv2dLayer_Compress")
 class Conv2dLayer_Compress(CompressedLayer, nn.Conv2d):
-    """A `torch.nn.Conv2d` that may lose elements or output channels."""
+    """A `torch.nn.Conv2d` with pruning of elements or output channels."""
 
     #: where the method is topk
     sparse_mask_scores: Parameter
@@ -192,14 +192,14 @@ class Conv2dLayer_Compress(CompressedLayer, nn.Conv2d):
         self._enable("channel", ratio, method, self.weight.detach().abs().mean((1, 2, 3), keepdim=True))
 
     def fix_channel_pruning_helper(self, mask: Tensor | None = None, dim_reduction: bool = False) -> Tensor:
-        """Prune for good: the output channels of this layer, or the input channels that another one has lost.
+        """Prune permanently: the output channels of this layer, or the input channels that another layer has pruned.
 
         Args:
-            mask: of the other layer's channels; None: the channels here are pruned.
-            dim_reduction: take them out; else they become zeros.
+            mask: the channel mask of the other layer; None: prune the channels of this layer.
+            dim_reduction: remove them; else they become zeros.
 
         Returns:
-            the mask that was used.
+            The mask that was used.
         """
         if mask is not None:
             self._prune_inputs(mask, dim_reduction)
@@ -241,9 +241,9 @@ class Conv2dLayer_Compress(CompressedLayer, nn.Conv2d):
 
 @absent_members("compression.basic_layer:BNLayer_Compress")
 class BNLayer_Compress(nn.BatchNorm2d):
-    """A `torch.nn.BatchNorm2d` that loses the channels of the convolution before it.
+    """A `torch.nn.BatchNorm2d` that loses the pruned channels of the previous convolution.
 
-    While that one is pruned, its channels are zeros after the norm too, so that the smaller model computes the same.
+    While the convolution is pruned, the norm sets these channels to 0 too, so that the smaller model is equivalent.
     """
 
     #: the convolution, in a tuple: it is no part of this layer
@@ -282,7 +282,7 @@ class BNLayer_Compress(nn.BatchNorm2d):
 
 
 def check_related(layer: nn.Module, other: nn.Module, technique: str) -> None:
-    """Check that `other` takes what `layer` gives, so that it can lose what `layer` has lost.
+    """Check that the sizes of `other` match `layer`, so that `other` can lose the same rows, heads or channels.
 
     Raises:
         ConfigError: the sizes do not fit.
@@ -309,7 +309,7 @@ def _unrelated(found: str, after: str) -> ConfigError:
     return ConfigError(f"related_modules: found {found} for {after}; name the layers that take or make just these")
 
 
-#: ordinary class -> the one that it becomes
+#: ordinary class -> compressible class
 COMPRESSED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: LinearLayer_Compress,
     nn.Embedding: Embedding_Compress,
@@ -320,18 +320,18 @@ _ORDINARY = {made: plain for plain, made in COMPRESSED.items()}
 
 
 def is_compressible(layer: nn.Module, kinds: Sequence[type[nn.Module]] = tuple(COMPRESSED)) -> bool:
-    """Whether a layer is one of these classes itself, or what it becomes: one with a forward of its own is not."""
+    """Return whether a layer's class is one of `kinds` or its compressible class. Subclasses do not count."""
     return type(layer) in kinds or _ORDINARY.get(type(layer)) in kinds
 
 
 def compressed(layer: nn.Module) -> nn.Module:
-    """Make a layer the one that compresses itself, in place; one that is stays."""
+    """Convert a layer to its compressible class in place, unless it already has this class."""
     layer.__class__ = COMPRESSED.get(type(layer), type(layer))
     return layer
 
 
 def restored(layer: nn.Module) -> nn.Module:
-    """Make a layer an ordinary one again, in place, if nothing is left for it to do in a forward."""
+    """Convert a layer back to its ordinary class in place, unless its forward still quantizes."""
     if isinstance(layer, CompressedLayer) and (layer.activation_quantization_method or layer.weight_quantizer):
         return layer
     for name in set(vars(layer)) & _OWN:

@@ -1,10 +1,10 @@
-"""`CompressedLayer`: what layers that compress themselves have in common. Its forward is the ordinary layer's one with
+"""`CompressedLayer`: the base class of compressible layers. Its forward is the ordinary layer's forward with
 
     weight = Q(weight) * masks        input = A(input)        bias = bias * mask of rows or channels
 
-Each technique is enabled once, with its options (`enable_...`), and acts while its flag (`..._enabled`) is set, which
-`scheduler.py` does by step. Masks of method l1 are buffers, made once from the weights as they are then; scores of
-method topk are parameters, which learn by the gradient of the mask. Both are in the state dict.
+Each technique is prepared once with its options (`enable_...`), and acts while its flag (`..._enabled`) is set;
+`scheduler.py` sets the flags by step. Masks of method l1 are buffers, computed once from the current weights. Scores of
+method topk are parameters, trained by the gradient of the mask. Both are in the state dict.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _ALONG = {"row": 0, "channel": 0}
 
 
 class CompressedLayer(nn.Module):
-    """`CompressedLayer` is the base of the layers: its weight is quantized, and so are its inputs."""
+    """The base class of compressible layers: quantization of weight and inputs, and pruning of elements."""
 
     weight: Tensor
     #: as they are before anything is enabled
@@ -101,7 +101,7 @@ class CompressedLayer(nn.Module):
             self.activation_quantizer.train(self.training)
 
     def fix_weight_quantization(self) -> None:
-        """Let the weight be its quantized values, of the target bits, for good."""
+        """Round the weight permanently to the target bits."""
         assert self.weight_quantizer is not None
         self.weight_quantizer.finish()
         with torch.no_grad():
@@ -124,7 +124,7 @@ class CompressedLayer(nn.Module):
         self.sparse_pruning_method, self.sparse_pruning_ratio = method, ratio
 
     def fix_sparse_pruning_helper(self) -> None:
-        """Put the zeros into the weight for good."""
+        """Set pruned elements of the weight permanently to 0."""
         mask = self.get_mask("sparse")
         with torch.no_grad():
             self.weight.mul_(mask)
@@ -167,7 +167,7 @@ class CompressedLayer(nn.Module):
         return weight
 
     def _watched(self, weight: Tensor) -> Tensor:
-        """Return the weight, whose gradients add up in `effects`: how much the loss depends on each element."""
+        """Return the weight with a hook that accumulates weight * gradient per element in `effects`."""
         weight, values = weight.view_as(weight), weight.detach()
 
         def saw(grad: Tensor) -> None:
@@ -178,7 +178,7 @@ class CompressedLayer(nn.Module):
         return weight
 
     def effective_bias(self) -> Tensor | None:
-        """Return the bias that the forward computes with: none of what is pruned."""
+        """Return the bias for the forward, with 0 for pruned rows or channels."""
         bias: Tensor | None = getattr(self, "bias", None)
         if bias is None:
             return None

@@ -1,8 +1,8 @@
-"""`Eigenvalue` estimates how sharply the loss bends along the weights of each layer: the layer's largest eigenvalue.
+"""`Eigenvalue` estimates the curvature of the loss for each layer: the largest eigenvalue of the layer's Hessian block.
 
-Mixture of Quantization lowers the bits of sharper layers later. Source: Shen et al., "Q-BERT" (arXiv 1909.05840),
-section 3.1: the power iteration v <- Hv / |Hv| converges to the eigenvector whose eigenvalue is largest in size. Hv
-comes by a second backward (Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994, section 3).
+Mixture of Quantization reduces the bits of layers with larger eigenvalues later. Source: Shen et al., "Q-BERT" (arXiv
+1909.05840), section 3.1: the power iteration v <- Hv / |Hv| converges to the eigenvector of the largest |eigenvalue|. A
+second backward computes Hv (Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994, section 3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ class Eigenvalue:
 
     Args:
         verbose: log each estimate.
-        max_iter: iterations, at most.
-        tol: an estimate is done when it changes by less than this share of itself.
-        stability: added to the norm that a vector is divided by.
-        gas_boundary_resolution: steps between estimates; for the caller.
-        layer_name: of the list of layers in the module.
-        layer_num: how many of them; 0: all.
+        max_iter: maximum number of iterations.
+        tol: relative change at which the iteration stops.
+        stability: added to the norm in the normalization of a vector.
+        gas_boundary_resolution: number of steps between estimates; used by the caller.
+        layer_name: the name of the list of layers in the module.
+        layer_num: number of layers; 0: all.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Eigenvalue:
         self.layer_num = layer_num
 
     def get_layers(self, module: nn.Module) -> list[nn.Module]:
-        """Return the layers. Raises ConfigError where the name is of no list, or the list is shorter."""
+        """Return the layers. Raises ConfigError if the name is unknown, or there are fewer layers than `layer_num`."""
         inner = getattr(module, "module", module)
         try:
             found = inner.get_submodule(self.layer_name)
@@ -73,12 +73,12 @@ class Eigenvalue:
 
         Args:
             module: the model, or an engine around it.
-            device: of the random vectors; default: of the parameters.
-            scale: what the loss was multiplied by.
+            device: the device of the random vectors; default: the device of the parameters.
+            scale: the loss scale.
 
         Returns:
-            id of each weight (2-D and more) of a layer -> its layer's eigenvalue as `post_process` has it, and the
-            number of the layer. Empty, with a warning, if no gradient has a graph.
+            id of each weight (2-D and more) of a layer -> (eigenvalue of the layer after `post_process`, number of the
+            layer). Empty, with a warning, if no gradient has a graph.
         """
         layers = self.get_layers(module)
         grads: dict[Tensor, Tensor] = {
@@ -96,11 +96,11 @@ class Eigenvalue:
         device: torch.device | str | None = None,
         scale: float = 1.0,
     ) -> list[float]:
-        """Estimate every layer; 0 for one on which no gradient depends.
+        """Estimate every layer; the estimate is 0 for a layer without gradients with a graph.
 
         Args:
-            grads: of parameters, with their graph.
-            device, scale: as for `compute_eigenvalue`.
+            grads: parameter -> gradient with its graph.
+            device, scale: see `compute_eigenvalue`.
         """
         values = []
         for number, layer in enumerate(layers):
@@ -111,7 +111,7 @@ class Eigenvalue:
         return values
 
     def by_weight(self, layers: Sequence[nn.Module], values: Sequence[float]) -> dict[int, tuple[float, int]]:
-        """Return what `compute_eigenvalue` does, of estimates."""
+        """Convert estimates to the result of `compute_eigenvalue`."""
         processed = self.post_process(values)
         return {
             id(param): (processed[number], number)
@@ -123,12 +123,12 @@ class Eigenvalue:
     def largest(
         self, grads: Sequence[Tensor], params: Sequence[Tensor], device: torch.device | str | None = None
     ) -> float:
-        """Estimate the eigenvalue of the Hessian of `params` that is largest in size.
+        """Estimate the eigenvalue with the largest absolute value of the Hessian of `params`.
 
         Args:
-            grads: of the loss with respect to `params`, with their graph.
+            grads: the gradients of the loss with respect to `params`, with their graph.
         """
-        chance = torch.Generator().manual_seed(0)  # dropout and the like stay those of a run without estimates
+        chance = torch.Generator().manual_seed(0)  # own generator: estimates must not change dropout in the run
         vector = self.normalize(
             [torch.randn(param.shape, generator=chance).to(device or param.device, param.dtype) for param in params]
         )
@@ -144,21 +144,21 @@ class Eigenvalue:
         return previous
 
     def nan_to_num(self, x: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors with 0 in place of what is not finite."""
+        """Return the tensors with inf and nan replaced by 0."""
         return [torch.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in x]
 
     def normalize(self, v: Sequence[Tensor]) -> list[Tensor]:
-        """Return the vector at length 1; one of zeros stays."""
+        """Return the vector with length 1. A zero vector does not change."""
         norm = self.inner_product(v, v).sqrt() + self.stability
         return [torch.where(norm > 0, each / norm, each).detach() for each in v]
 
     def inner_product(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the products of all elements, in fp32 where they are of fewer bits."""
+        """Return the sum of the products of all elements, computed at least in fp32."""
         wide = torch.promote_types(xs[0].dtype, torch.float32)
         return torch.stack([(x.to(wide) * y.to(wide)).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def post_process(self, value_list: Sequence[float]) -> list[float]:
-        """Return sizes as shares of the largest; what is not finite is 1, and so are all where none is."""
+        """Return |values| / the largest finite |value|; 1 where not finite, and 1 for all if none is above 0."""
         sizes = torch.tensor(value_list, dtype=torch.float64).abs()
         highest = sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
         if highest == 0.0:

@@ -1,7 +1,7 @@
-"""`student_initialization`: a student of fewer layers begins as some of the layers of its teacher.
+"""`student_initialization`: initializes a student model of fewer layers with layers of its teacher.
 
-Source: Wu et al., "Extreme Compression for Pre-trained Transformers Made Simple and Efficient" (arXiv 2206.01859):
-layers that are skipped evenly, then distillation, which is the loss of the script.
+Source: Wu et al., "Extreme Compression for Pre-trained Transformers Made Simple and Efficient" (arXiv 2206.01859): skip
+layers evenly, then distill. The script's loss does the distillation.
 """
 
 import torch
@@ -13,13 +13,13 @@ from deepspeed.errors import ConfigError
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: ConfigSource) -> None:
-    """Copy weights and buffers of the teacher into a student of fewer layers, as `layer_reduction` says.
+    """Copy weights and buffers of the teacher to a student of fewer layers, as configured by `layer_reduction`.
 
-    The student's layer i begins as the teacher's layer `teacher_layer[i]`, and modules of `other_module_name` as
-    those of the same name.
+    The student's layer i gets the values of the teacher's layer `teacher_layer[i]`. Modules in `other_module_name` get
+    the values of the teacher's module of the same name.
 
     Raises:
-        ConfigError: a module is not there, or is another one in the teacher; the student then has its own values.
+        ConfigError: a module is missing, or differs in the teacher. The student is then unchanged.
     """
     settings = compression_section(read_config(deepspeed_config)).layer_reduction
     student, teacher = inner_of(student_model), inner_of(teacher_model)
@@ -51,7 +51,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
 
 
 def _pairs(settings: LayerReductionConfig) -> list[tuple[str, str]]:
-    """Names in student and teacher of what is copied."""
+    """Return (name in the student, name in the teacher) of the modules to copy."""
     where = "compression_training.layer_reduction"
     kept, layers = settings.keep_number_layer, settings.teacher_layer
     if layers and not settings.module_name_prefix:

@@ -1,8 +1,8 @@
-"""Rounding and choosing as training sees them: the forward has few values, the backward passes gradients through.
+"""Quantizers and masks for training: the forward rounds values, and the backward passes gradients through unchanged.
 
-A gradient with respect to what was rounded is taken for one with respect to the value before it: the straight-through
-estimator (Bengio, Leonard, Courville, arXiv 1308.3432, section 5). The roundings themselves are those of
-`ops/quantizer/groups.py` and, with a range from outside, of `torch.fake_quantize_per_tensor_affine`.
+This is the straight-through estimator (Bengio, Leonard, Courville, arXiv 1308.3432, section 5): the gradient of the
+rounded value is used as the original value's gradient. `ops/quantizer/groups.py` does the rounding, or with a given
+range `torch.fake_quantize_per_tensor_affine`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _TERNARY_THRESHOLD = 0.7
 
 
 class _Straight(torch.autograd.Function):
-    """A function whose gradient goes to its first argument as it comes."""
+    """A function that passes its gradient unchanged to its first argument."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
@@ -46,7 +46,7 @@ class SymQuantizer(_Straight):
         num_groups: int = 1,
         stochastic: bool = False,
     ) -> Tensor:
-        """Return what `fake_quantize` does."""
+        """Call `fake_quantize`."""
         _refuse_range(min_value, max_value)
         return fake_quantize(input, num_groups, num_bits, stochastic=stochastic)
 
@@ -64,16 +64,16 @@ class AsymQuantizer(_Straight):
         num_groups: int = 1,
         stochastic: bool = False,
     ) -> Tensor:
-        """Return what `fake_quantize(symmetric=False)` does."""
+        """Call `fake_quantize(symmetric=False)`."""
         _refuse_range(min_value, max_value)
         return fake_quantize(input, num_groups, num_bits, symmetric=False, stochastic=stochastic)
 
 
 class TernaryQuantizer(_Straight):
-    """Gives each group three values: -a, 0 and a.
+    """Rounds each group to three values: -a, 0 and a.
 
     Source: Li, Zhang, Liu, "Ternary Weight Networks" (arXiv 1605.04711), section 2.3: with t = 0.7 mean|w|, elements
-    of at least t in size keep their sign, and a is the mean size of these.
+    with |w| > t become a with their sign, and a is the mean |w| of these elements.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class TernaryQuantizer(_Straight):
 
 
 class BinaryQuantizer(_Straight):
-    """Gives each group two values: -a and a, with a the mean size (0 stays 0).
+    """Rounds each group to two values: -a and a, with a = mean|w| (0 stays 0).
 
     Source: Rastegari et al., "XNOR-Net" (arXiv 1603.05279), section 3.1, equation 6.
     """
@@ -106,7 +106,7 @@ class BinaryQuantizer(_Straight):
 
 
 class TopKBinarizer(torch.autograd.Function):
-    """Makes a mask of scores: 1 for the highest, 0 for the others. Scores get the gradient of the mask.
+    """Computes a mask from scores: 1 for the highest, 0 for the others. The scores get the gradient of the mask.
 
     Source: Sanh, Wolf, Rush, "Movement Pruning" (arXiv 2005.07683), section 4, with its Appendix A.1.
     """
@@ -117,7 +117,7 @@ class TopKBinarizer(torch.autograd.Function):
 
         Args:
             inputs: the scores.
-            threshold: share of ones; with `sigmoid` a score has to exceed it.
+            threshold: the share of ones; with `sigmoid`, the threshold of the sigmoid.
             sigmoid: compare the sigmoid of each score.
         """
         if sigmoid:
@@ -134,24 +134,24 @@ class TopKBinarizer(torch.autograd.Function):
 
 
 def num_kept(total: int, ratio: float) -> int:
-    """Return how many of `total` stay: as many as torch.nn.utils.prune leaves with amount 1 - ratio; at least one."""
+    """Return the number of `total` to keep, like torch.nn.utils.prune with amount 1 - ratio, but at least one."""
     return max(1, total - round((1 - ratio) * total))
 
 
 class WeightQuantizer:
-    """Rounds a weight to the bits of the step that training is at.
+    """Rounds a weight to a number of bits that decreases with the steps.
 
     Args:
-        start_bits: bits at first.
-        target_bits: bits in the end.
-        period: steps after which there is one bit less.
-        symmetric: around 0; False: from the minimum to the maximum of a group. 2 and 1 bits are symmetric.
-        num_groups: scales per weight.
-        stochastic: round at random, right on average.
-        mixed_ratio: share of the rounded value that each step adds; None: all of it from the first step on.
+        start_bits: initial number of bits.
+        target_bits: final number of bits.
+        period: number of steps per bit.
+        symmetric: True uses a range around 0; False uses the minimum to the maximum of a group.
+        num_groups: number of scales per weight.
+        stochastic: round stochastically (unbiased).
+        mixed_ratio: increase per step of the share of the rounded value; None: the share is 1 from the first step on.
 
     Raises:
-        ConfigError: 1 or 2 bits are not symmetric, or are to be stochastic.
+        ConfigError: 1 or 2 bits are requested with an asymmetric range or stochastic rounding.
     """
 
     def __init__(
@@ -177,17 +177,17 @@ class WeightQuantizer:
         self.share = 1.0 if mixed_ratio is None else 0.0
 
     def move_to(self, num_steps: int) -> None:
-        """Move to the bits of a step, counted from the first that quantizes."""
+        """Set the bits for a step, counted from the first step that quantizes."""
         self.num_bits = max(self.target_bits, self.start_bits - num_steps // self.period)
         if self.mixed_ratio is not None:
             self.share = min(1.0, self.mixed_ratio * num_steps)
 
     def finish(self) -> None:
-        """Move to the end of all schedules."""
+        """Set the final bits and share."""
         self.num_bits, self.share = self.target_bits, 1.0
 
     def __call__(self, weight: Tensor, *, trains: bool = True) -> Tensor:
-        """Return the rounded weight; its gradient is the weight's. Rounding at random is for training alone."""
+        """Return the rounded weight, with a straight-through gradient. Stochastic rounding is used only in training."""
         rounded = self._round(weight, stochastic=self.stochastic and trains)
         return rounded if self.share == 1.0 else torch.lerp(weight, rounded, self.share)
 
@@ -203,10 +203,10 @@ class WeightQuantizer:
 
 
 class QuantAct(nn.Module):
-    """Rounds inputs within a range that training follows: range <- m range + (1 - m) (minimum, maximum).
+    """Rounds inputs within a running range: range <- m range + (1 - m) (minimum, maximum), updated in training.
 
-    The range is the buffer `x_min_max`, and so in checkpoints; it stays as it is in evaluation, and for inputs with an
-    infinity or NaN. Inputs beyond it are cut, and get no gradient; before there is a range they pass as they are.
+    The range is the buffer `x_min_max`, so checkpoints include it. Evaluation, and inputs with inf or nan, do not
+    change it. Inputs outside the range are clipped and get no gradient. Without a range, inputs are not rounded.
     Source: Jacob et al., arXiv 1712.05877, section 3.1.
 
     Args:
@@ -223,15 +223,15 @@ class QuantAct(nn.Module):
         self.register_buffer("x_min_max", torch.zeros(2))
 
     def forward(self, x: Tensor, num_bits: int, *args: Any) -> Tensor:
-        """Return `x`, rounded to `num_bits`; in training the range follows it first."""
+        """Return `x` rounded to `num_bits`. In training, update the range first."""
         if self.training:
             with torch.no_grad():
                 seen = torch.stack(x.detach().aminmax()).to(self.x_min_max.dtype)
                 moved = self.act_range_momentum * self.x_min_max + (1 - self.act_range_momentum) * seen
-                # the first inputs are the range; an overflow is none, and would stay in it for good
+                # the first inputs set the range; an overflow must not enter the range, because it would never leave
                 moved = torch.where(self.x_min_max.any(), moved, seen)
                 self.x_min_max.copy_(torch.where(seen.isfinite().all(), moved, self.x_min_max))
-        if not self.x_min_max.any():  # no training has seen inputs: a range of nothing would round all to 0
+        if not self.x_min_max.any():  # no range yet: an empty range would round all inputs to 0
             return x
         low, high = self.x_min_max.float()
         if self.quant_mode == "symmetric":
@@ -239,7 +239,7 @@ class QuantAct(nn.Module):
             scale, zero, bottom = torch.maximum(-low, high) / top, torch.zeros_like(low), -top
         else:
             bottom, top = 0, 2**num_bits - 1
-            low, high = low.clamp_max(0), high.clamp_min(0)  # 0 is a level, as torch has it
+            low, high = low.clamp_max(0), high.clamp_min(0)  # the range must include 0, as torch requires
             scale = (high - low) / top
             zero = (-low / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
         scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
