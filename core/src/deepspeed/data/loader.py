@@ -67,7 +67,9 @@ class RepeatingLoader:
             sampler.set_epoch(self._epoch)
 
 
-def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = False) -> None:
+def check_data(
+    asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = False, may_be_empty: bool = True
+) -> None:
     """Refuse arguments that cannot make a loader.
 
     Args:
@@ -75,6 +77,7 @@ def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = 
         dataset: the argument.
         collate_fn: the collate function; None for torch's.
         is_sampled: whether a sampler is given, which knows the length.
+        may_be_empty: False where the samples are to be trained on.
 
     Raises:
         ConfigError: an argument is invalid; the message has the type found.
@@ -87,6 +90,8 @@ def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = 
         raise ConfigError(
             f"{found}; give a dataset with __len__ and __getitem__, or an IterableDataset of torch.utils.data"
         )
+    if not may_be_empty and not isinstance(dataset, IterableDataset) and len(dataset) == 0:
+        raise ConfigError(f"{found} without a sample; give what to train on, or leave it out for a loader of your own")
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(f"collate_fn is {type(collate_fn).__name__}; give a function that makes a batch of samples")
 

@@ -5,6 +5,7 @@ Only this file and `sharding.py` read the root of the configuration.
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ from deepspeed.precision.policy import cast_buffers, cast_floating
 from deepspeed.tensor_parallel.ranks import ranks_asked_by
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.managed import (
+    refuse_inference,
     refuse_managed,
     refuse_meta,
     refuse_sharded,
@@ -152,9 +154,9 @@ def initialize_as(
         arguments: all of `initialize`, by name.
     """
     report_to_launcher()
-    if arguments["mpu"] is not None:  # some ranks of the world may have no part in it
-        return _initialize(engine_type, **arguments)
-    with together("initialize"):
+    # some ranks of the world may have no part in it
+    all_ranks = nullcontext() if arguments["mpu"] is not None else together("initialize")
+    with torch.inference_mode(False), all_ranks:  # what an engine makes is trained later
         return _initialize(engine_type, **arguments)
 
 
@@ -184,7 +186,7 @@ def _initialize(
     refuse_unshaped(chain(model.named_parameters(), model.named_buffers()), "initialize")
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     if training_data is not None:
-        check_data("initialize: training_data", training_data, collate_fn)
+        check_data("initialize: training_data", training_data, collate_fn, may_be_empty=False)
     source = config_source(args, config, config_params)
     settings = DeepSpeedConfig(source, batch_required=False)
     if settings.log_level is not None:
@@ -196,6 +198,8 @@ def _initialize(
             "batches of samples; for batches of tokens call "
             "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed with the engine, and use its loader"
         )
+    if optimizer is not None or settings.optimizer is not None or settings.zero_optimization.stage == 3:
+        refuse_inference(model.named_parameters())
     refuse_wrapped(model, settings.zero_optimization.stage)
     refuse_inner_pipeline(model)
     warn_of_shared_memory(model, settings.zero_optimization.stage)

@@ -590,7 +590,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """
         self._refuse_destroyed("load_checkpoint")
         self.sharding.states.require_unmoved("load_checkpoint")
-        with self._saving.one_at_a_time("load_checkpoint"):
+        # states that are made within torch.inference_mode could not be updated after it
+        with torch.inference_mode(False), self._saving.one_at_a_time("load_checkpoint"):
             return self._saving.load(
                 load_dir,
                 tag,

@@ -78,8 +78,16 @@ def choose_optimizer(
     Raises:
         ConfigError: the argument is no optimizer, or the optimizer has nothing to train.
     """
+    make = given if callable(given) and not isinstance(given, Optimizer) else None
+    is_made = make is not None or (given is None and section is not None)
+    trains = [param.requires_grad for param in module.parameters()]
+    if is_made and not params and trains and not any(trains):
+        log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
+        return None  # a frozen reference model, with the configuration of the trained one
     if given is not None:
-        optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
+        if make is not None:
+            _refuse_nothing_to_train("initialize() was given a callable that makes one", params, module)
+        optimizer = given if make is None else make(params)
         if not isinstance(optimizer, Optimizer):
             found = "gave" if callable(given) else "is"
             raise ConfigError(
@@ -101,11 +109,7 @@ def choose_optimizer(
         return optimizer
     if section is None:
         return None
-    trains = [param.requires_grad for param in module.parameters()]
-    if not params and trains and not any(trains):
-        log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
-        return None  # a frozen reference model, with the configuration of the trained one
-    _refuse_nothing_to_train(section.type, params, module)
+    _refuse_nothing_to_train(f"the config names {section.type}", params, module)
     if "optimizer.type" in unresolved:
         raise ConfigError('optimizer.type: found "auto", which Hugging Face\'s Trainer fills in; give a value')
     if section.type.lower() == "muon":
@@ -126,20 +130,20 @@ def _refuse_step_with_arguments(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
-    """Refuse an optimizer of the config that would have no parameters: else the first step would blame the config."""
+def _refuse_nothing_to_train(asked: str, params: list[Any], module: torch.nn.Module) -> None:
+    """Refuse an optimizer of no parameters: else the first step, or torch, would blame the config."""
     given = _members(params)
     if any(getattr(param, "requires_grad", True) for param in given):
         return
     num_trainable = sum(param.requires_grad for param in module.parameters())
     raise ConfigError(
-        f"optimizer: the config names {name}, and "
+        f"optimizer: {asked}, and "
         + ("model_parameters holds only frozen parameters" if given else "there are no parameters for it")
         + f" (the model has {num_trainable} that train)"
         + (
             "; leave model_parameters out to train them all; a generator can be read only once"
             if num_trainable
-            else '; leave "optimizer" out for an engine that only evaluates'
+            else "; leave the optimizer out for an engine that only evaluates"
         )
     )
 

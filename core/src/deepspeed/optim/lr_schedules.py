@@ -205,10 +205,9 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        _check_positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.min_lr = lr_range_test_min_lr
-        self.step_size = lr_range_test_step_size
-        self.step_rate = lr_range_test_step_rate
+        self.min_lr = _checked_rates("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _checked_positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = _checked_number("lr_range_test_step_rate", lr_range_test_step_rate)
         self.staircase = lr_range_test_staircase
         self._begin()
 
@@ -259,18 +258,23 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        _check_positive("cycle_first_step_size", cycle_first_step_size)
-        if decay_step_size < 0:
+        self.decay_step_size = _checked_number("decay_step_size", decay_step_size)
+        if self.decay_step_size < 0:
             raise ConfigError(f"decay_step_size: found {decay_step_size!r}, but it must be at least 0 (0: no decay)")
-        self.cycle_min_lr, self.cycle_max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
-        self.cycle_min_mom, self.cycle_max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        self.first_step_size = cycle_first_step_size
+        self.cycle_min_lr = _checked_rates("cycle_min_lr", cycle_min_lr)
+        self.cycle_max_lr = _checked_rates("cycle_max_lr", cycle_max_lr)
+        self.decay_lr_rate = _checked_number("decay_lr_rate", decay_lr_rate)
+        self.cycle_min_mom = _checked_rates("cycle_min_mom", cycle_min_mom)
+        self.cycle_max_mom = _checked_rates("cycle_max_mom", cycle_max_mom)
+        self.decay_mom_rate = _checked_number("decay_mom_rate", decay_mom_rate)
+        self.first_step_size = _checked_positive("cycle_first_step_size", cycle_first_step_size)
         # negative numbers mean "not given", as on the command line
-        self.second_step_size = _given(cycle_second_step_size, otherwise=cycle_first_step_size)
-        self.first_stair_count = max(0, cycle_first_stair_count)
-        self.second_stair_count = _given(cycle_second_stair_count, otherwise=self.first_stair_count)
+        self.second_step_size = _given("cycle_second_step_size", cycle_second_step_size, otherwise=self.first_step_size)
+        self.first_stair_count = _given("cycle_first_stair_count", cycle_first_stair_count, otherwise=0)
+        self.second_stair_count = _given(
+            "cycle_second_stair_count", cycle_second_stair_count, otherwise=self.first_stair_count
+        )
         self.total_size = self.first_step_size + self.second_step_size
-        self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and self._has_betas()
         self._begin()
 
@@ -315,6 +319,11 @@ class OneCycle(Schedule):
     def _write(self) -> list[float]:
         moms = self.get_mom()
         if moms is not None:
+            if max(moms) >= 1:
+                warn_once(
+                    f"OneCycle: decay_mom_rate {self.decay_mom_rate} has raised betas[0] to 1 or more, and the "
+                    "momentum grows without bound; give 0 to keep cycle_max_mom, or a negative rate to lower it"
+                )
             for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
                 group["betas"] = (mom, _SECOND_BETA, *group["betas"][2:])
         return super()._write()
@@ -345,7 +354,8 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_min_lr, self.warmup_max_lr = warmup_min_lr, warmup_max_lr
+        self.warmup_min_lr = _checked_rates("warmup_min_lr", warmup_min_lr)
+        self.warmup_max_lr = None if warmup_max_lr is None else _checked_rates("warmup_max_lr", warmup_max_lr)
         self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
         # a subclass calls `_begin` itself after it has set its attributes
@@ -424,11 +434,9 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
-            if not 0.0 <= ratio <= 1.0:
-                raise ConfigError(f"{name}: found {ratio!r}, but it must be in [0, 1]")
         self.total_num_steps = _checked_count("total_num_steps", total_num_steps)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_min_ratio = _checked_ratio("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = _checked_ratio("cos_min_ratio", cos_min_ratio)
         self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
         _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
@@ -469,9 +477,36 @@ def _checked_count(name: str, value: Any, remedy: str = "") -> int:
     return int(count)
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
+def _checked_number(name: str, value: Any, kind: str = "a finite number") -> float:
+    """`value` as a finite number; an integer stays one, and YAML gives a number such as 1e-4 as text."""
+    try:
+        number = float(value) if isinstance(value, str) else number_in(value)
+    except ValueError:
+        number = None
+    if number is None or not math.isfinite(number):
+        raise ConfigError(f"{name}: found {value!r}, but it must be {kind}")
+    return value if isinstance(value, int) else number
+
+
+def _checked_rates(name: str, value: Any) -> float | list[float]:
+    kind = "a finite number, or a list of one for each param group"
+    if isinstance(value, list | tuple):
+        return [_checked_number(name, each, kind) for each in value]
+    return _checked_number(name, value, kind)
+
+
+def _checked_positive(name: str, value: Any) -> float:
+    number = _checked_number(name, value, "positive")
+    if not number > 0:
         raise ConfigError(f"{name}: found {value!r}, but it must be positive")
+    return number
+
+
+def _checked_ratio(name: str, value: Any) -> float:
+    number = _checked_number(name, value, "in [0, 1]")
+    if not 0.0 <= number <= 1.0:
+        raise ConfigError(f"{name}: found {value!r}, but it must be in [0, 1]")
+    return number
 
 
 def _warn_if_short(name: str, total_num_steps: int, warmup_num_steps: int) -> None:
@@ -479,10 +514,11 @@ def _warn_if_short(name: str, total_num_steps: int, warmup_num_steps: int) -> No
         warn_once(f"{name}: total_num_steps {total_num_steps} is less than warmup_num_steps {warmup_num_steps}")
 
 
-def _given(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None or value < 0 else value
+def _given(name: str, value: float | None, otherwise: float) -> float:
+    number = otherwise if value is None else _checked_number(name, value)
+    return otherwise if number < 0 else number
 
 
-def _stairs(steps: int, num_steps: int, count: int) -> float:
+def _stairs(steps: float, num_steps: float, count: float) -> float:
     """Return `steps / num_steps`, rounded down to one of `count` stairs if `count` is not 0."""
     return math.floor(steps * count / num_steps) / count if count else steps / num_steps

@@ -119,6 +119,20 @@ def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
         )
 
 
+def refuse_inference(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters that `torch.inference_mode` made: autograd takes none, and none can be sharded.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    for name, tensor in named:
+        if tensor.is_inference():
+            raise ConfigError(
+                f"initialize: parameter {name!r} was made within torch.inference_mode(), where no parameter can be "
+                "trained or sharded; make the model outside of it, and evaluate in torch.no_grad() where one is needed"
+            )
+
+
 def warn_of_shared_memory(module: torch.nn.Module, stage: int) -> None:
     """Warn once about parameters that share memory, before an engine of `stage` is built around `module`. Plain torch
     changes such parameters together, but sharding copies each elsewhere, so they are then trained apart."""

@@ -91,7 +91,7 @@ class OptimizerUpdate:
             )
         all_params = [group["params"] for group in groups]
         widened: Tensor | None = None
-        if self._used != self._used_before:
+        if self._used != self._used_before or not self._passes:  # without parameters there is nothing to be used
             self._passes = [self._pass(batches, len(groups)) for batches in self._orders]
             self._used_before = list(self._used)
         the_pass = self._passes[self._num_steps % len(self._passes)]

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 SGD = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+ADAM = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -285,6 +286,37 @@ def test_what_is_no_dataset(given):
     engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=SGD)
     with pytest.raises(ConfigError, match=r"deepspeed_io: dataset is \w+"):
         engine.deepspeed_io(given)
+
+
+@pytest.mark.parametrize("given", [[], (), torch.utils.data.TensorDataset(torch.zeros(0, 4))])
+def test_a_dataset_without_a_sample(given):
+    with pytest.raises(ConfigError, match=r"training_data is \w+ without a sample; give what to train on, or leave it"):
+        deepspeed.initialize(model=nn.Linear(4, 2), training_data=given, config=SGD)
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=SGD)
+    assert list(engine.deepspeed_io(given, route="eval")) == []
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_that_inference_mode_builds_or_loads_trains_after_it(tmp_path, stage):
+    def build():
+        return deepspeed.initialize(model=nn.Linear(4, 2), config={**ADAM, "zero_optimization": {"stage": stage}})[0]
+
+    def step(engine):
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+        return engine.module.weight.detach().clone()
+
+    trained = build()
+    step(trained)
+    trained.save_checkpoint(tmp_path)
+    model = nn.Linear(4, 2)
+    with torch.inference_mode():
+        engine, *_ = deepspeed.initialize(model=model, config={**ADAM, "zero_optimization": {"stage": stage}})
+        engine.load_checkpoint(tmp_path)
+        with pytest.raises(ConfigError, match=r"'weight' was made within torch.inference_mode\(\), where no parameter"):
+            build()
+    assert torch.equal(step(engine), step(trained))
 
 
 def test_a_loader_in_the_place_of_a_dataset():

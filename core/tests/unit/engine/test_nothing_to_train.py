@@ -29,7 +29,7 @@ def exhausted(model):
         (
             nn.Identity(),
             lambda model: model.parameters(),
-            r"no parameters .*has 0 that train\); leave \"optimizer\" out",
+            r"no parameters .*has 0 that train\); leave the optimizer out",
         ),
         (nn.Identity(), lambda model: None, r"no parameters .*has 0 that train"),
         (nn.Linear(4, 2).requires_grad_(False), lambda model: model.parameters(), "only frozen .*has 0 that train"),
@@ -41,6 +41,43 @@ def test_an_optimizer_with_nothing_to_train(model, params, message, stage):
     config = {**SGD, "zero_optimization": {"stage": stage}}
     with pytest.raises(ConfigError, match=f"optimizer: the config names SGD, and .*{message}"):
         deepspeed.initialize(model=model, model_parameters=params(model), config=config)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_frozen_model_with_an_optimizer_of_the_script(stage, tmp_path, lines):
+    """It steps as torch's does, which finds no gradient, and trains what is unfrozen and added."""
+    warn_once.cache_clear()
+    model = nn.Linear(4, 2).requires_grad_(False)
+    start = model.weight.clone()
+    config = {"train_batch_size": 4, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.step()
+    assert engine.global_steps == 1
+    assert any("step" in text and "no backward" in text for level, text in lines if level == "WARNING")
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(model.weight, start)
+    model.weight.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [model.weight]})
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+    assert torch.allclose(model.weight, start - 0.4)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_callable_that_finds_nothing_to_train(stage):
+    def make(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    frozen = nn.Linear(4, 2).requires_grad_(False)
+    engine, optimizer, *_ = deepspeed.initialize(model=frozen, optimizer=make, config=config)
+    assert optimizer is None
+    engine.destroy()
+    with pytest.raises(ConfigError, match=r"given a callable that makes one, and there are no parameters .* has 2"):
+        deepspeed.initialize(model=nn.Linear(4, 2), model_parameters=[], optimizer=make, config=config)
 
 
 def test_groups_may_be_generators():

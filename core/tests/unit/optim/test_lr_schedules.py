@@ -257,11 +257,46 @@ def test_one_value_per_group_and_groups_added_later():
         (lambda o: LRRangeTest(o, lr_range_test_step_size=0), "^lr_range_test_step_size: found 0"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0), "^cycle_first_step_size: found 0"),
         (lambda o: OneCycle(o, 0.1, 0.2, decay_step_size=-1), "^decay_step_size: found -1"),
+        (lambda o: WarmupLR(o, warmup_max_lr=math.nan), "^warmup_max_lr: found nan, .* a finite number"),
+        (lambda o: WarmupLR(o, warmup_min_lr=[math.inf]), "^warmup_min_lr: found inf, .* one for each param group"),
+        (lambda o: WarmupLR(o, warmup_min_lr="fast"), "^warmup_min_lr: found 'fast'"),
+        (lambda o: WarmupDecayLR(o, 10, warmup_max_lr=True), "^warmup_max_lr: found True"),
+        (lambda o: WarmupDecayLR(o, 10, warmup_min_lr=math.nan), "^warmup_min_lr: found nan"),
+        (lambda o: WarmupCosineLR(o, 10, cos_min_ratio=math.nan), "^cos_min_ratio: found nan"),
+        (lambda o: WarmupCosineLR(o, 10, warmup_min_ratio=None), "^warmup_min_ratio: found None"),
+        (lambda o: LRRangeTest(o, lr_range_test_min_lr=math.nan), "^lr_range_test_min_lr: found nan"),
+        (lambda o: LRRangeTest(o, lr_range_test_step_rate=math.inf), "^lr_range_test_step_rate: found inf"),
+        (lambda o: LRRangeTest(o, lr_range_test_step_size=math.nan), "^lr_range_test_step_size: found nan"),
+        (lambda o: OneCycle(o, math.nan, 0.2), "^cycle_min_lr: found nan"),
+        (lambda o: OneCycle(o, 0.1, None), "^cycle_max_lr: found None"),
+        (lambda o: OneCycle(o, 0.1, 0.2, decay_lr_rate=math.nan), "^decay_lr_rate: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, decay_mom_rate=math.nan), "^decay_mom_rate: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=math.nan), "^cycle_max_mom: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_min_mom=[math.nan]), "^cycle_min_mom: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, decay_step_size=math.nan), "^decay_step_size: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=math.nan), "^cycle_second_step_size: found nan"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_first_stair_count="two"), "^cycle_first_stair_count: found 'two'"),
     ],
 )
 def test_wrong_values_are_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make(Face(1.0))
+
+
+def test_a_momentum_that_a_decay_raises_to_one_is_told(lines):
+    optimizer = Face(1.0, betas=(0.9, 0.99))
+    schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=1, decay_step_size=1, decay_mom_rate=0.2)
+    said = []
+    for _ in range(4):
+        schedule.step()
+        said.append(sum("decay_mom_rate 0.2 has raised betas[0] to 1 or more" in text for _, text in lines))
+    assert said == [0, 0, 1, 1]
+
+
+def test_text_that_yaml_gives_for_a_number_is_one():
+    schedule = WarmupLR(Face(1.0), warmup_min_lr="1e-4", warmup_max_lr=["1e-2"], warmup_num_steps=2)
+    schedule.step(7)
+    assert schedule.get_last_lr() == [1e-2]
 
 
 def _parsed(*words):
