@@ -13,7 +13,7 @@ from deepspeed.comm.torch_group import forget
 from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
-from deepspeed.zero import GatheredParameters, gather
+from deepspeed.zero import GatheredParameters, gather, module_hooks
 from torch import nn
 
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -384,3 +384,48 @@ def test_what_the_modifier_rank_changes_is_the_same_at_every_stage(keys):
     for stage in (0, 1, 2):
         for found in run_ranks(2, change_on_one_rank, stage, keys):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of low rank, as peft's LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(20, 2, bias=False), nn.Linear(2, 20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+    def merged(self) -> nn.Linear:
+        self.base.weight.data += self.b.weight @ self.a.weight
+        return self.base
+
+
+def merge(inside: bool) -> tuple[bool, list[str]]:
+    """Whether a model with its merged adapter computes as before, and the warnings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(nn.Linear(20, 20)), nn.Tanh())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+    }
+    x, said = torch.randn(4, 20), []
+    before = model(x)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(module_hooks, "warn_once", said.append)
+        with GatheredParameters(list(model.parameters()), modifier_rank=0) if inside else contextlib.nullcontext():
+            model[0] = model[0].merged()
+        after = engine(x)
+        engine(x)
+    engine.destroy()
+    return torch.allclose(before, after, atol=1e-6), said
+
+
+def test_an_adapter_that_is_merged_while_sharded_is_a_warning():
+    for is_same, said in run_ranks(2, merge, False):
+        assert not is_same
+        assert len([each for each in said if "0.a.weight and what else its module trains left the model" in each]) == 1
+    assert run_ranks(2, merge, True) == [(True, []), (True, [])]

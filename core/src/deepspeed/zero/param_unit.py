@@ -109,6 +109,7 @@ class ParamUnit:
         self.status = ZeroParamStatus.AVAILABLE
         self.num_users = 0  # modules that use the unit in a running forward
         self.num_contexts = 0  # open `GatheredParameters` that hold the unit whole
+        self.num_changes_seen = -1  # `num_changes` when the latest `GatheredParameters` ended
         self.num_gradients = 0  # expected in a backward, one for each parameter; 0 if they do not train
         self.num_missing = 0  # of these, still to arrive; negative if more arrived than expected
         self.num_changes = 0  # of the shards
@@ -406,6 +407,7 @@ class ParamUnit:
             is_left: whether an exception ended it. If not, an assignment on a single rank stays, as one from outside.
         """
         self.num_contexts -= 1
+        self.num_changes_seen = self.num_changes
         if self.num_contexts == 0:
             self.accept_changes()
             if self.is_sharded or is_left:

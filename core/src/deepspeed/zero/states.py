@@ -174,7 +174,7 @@ class OutsideChanges:
         places = {key: place for key, place in _places_in(module).items() if key in own}
         self._params = [own[key] for key in places]
         self._places = list(places.values())
-        self._links = _links_in(module)
+        self._links = links_in(module)
         homes = [pair for unit in units for pair in unit.homes()]
         self._placed = [param for param, _ in homes]
         self._homes = [home for _, home in homes]
@@ -290,7 +290,7 @@ class OutsideChanges:
         self._forms = [form for param, form in forms if id(param) in now]
         self._params = [param for param in self._params if id(param) in now]
         self._places = [now[id(param)] for param in self._params]
-        self._links = _links_in(self._module)
+        self._links = links_in(self._module)
 
 
 def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
@@ -323,7 +323,7 @@ def _places_in(module: Module) -> dict[int, _ParamPlace]:
     return places
 
 
-def _links_in(module: Module) -> list[_Link]:
+def links_in(module: Module) -> list[_Link]:
     """Return each module's place in its parent, so that a replaced module is detected."""
     return [
         _Link(each._modules, name, child)
