@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm.torch_group import forget, group_backend
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import nn
@@ -144,6 +144,27 @@ def test_different_paths_are_noticed_at_the_end_of_an_evaluation() -> None:
         assert num_compared == 2
         own, other = ("left", "right") if rank == 0 else ("right", "left")
         assert re.match(rf"rank {rank} makes .* \({own}.weight\) where rank {1 - rank} .* \({other}.weight\)", message)
+
+
+def without_engine_job() -> None:
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    x = torch.ones(1, 8)
+    with pytest.raises(
+        StateError, match=r"Linear needs its parameter weight, .* no engine gathers it; call the engine"
+    ):
+        model(x)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        expected = model(x)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    torch.testing.assert_close(engine(x), expected)
+    assert all(len(each._forward_pre_hooks) == 1 for each in model.modules())  # the engine's own
+    engine.destroy()
+
+
+def test_a_model_of_zero_init_says_that_it_needs_an_engine() -> None:
+    run_ranks(2, without_engine_job)
 
 
 CHANGED = "StateError: parameter left.weight: found a value of shape .8, 8. that was put into it outside"

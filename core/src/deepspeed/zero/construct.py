@@ -31,7 +31,7 @@ from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.training import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.ops.quantizer.layers import WeightToStore, await_values, store_layers, weights_to_store
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
@@ -39,7 +39,7 @@ from deepspeed.zero.gather import GatheredParameters, register_external_paramete
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta
 from deepspeed.zero.offload.policy import choose_shard_home
-from deepspeed.zero.param_marks import ZeroParamStatus
+from deepspeed.zero.param_marks import WITHOUT_ENGINE, ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.redistribute import watch
 from deepspeed.zero.unit_groups import UnitRanks
@@ -236,6 +236,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 with in_call(_NAME):
                     self._create_unit(param, name, self._ranks_of(param), dtype=dtype, from_first_rank=True)
         watch(module)
+        for each in module.modules():
+            if WITHOUT_ENGINE not in each.__dict__ and any(map(unit_of, each.parameters(recurse=False))):
+                each.__dict__[WITHOUT_ENGINE] = each.register_forward_pre_hook(_refuse_without_engine)
 
     def _arrive(self) -> None:
         """Wait for the other ranks once, before the first collective; a missing rank is named."""
@@ -275,6 +278,19 @@ class Init(contextlib.AbstractContextManager["Init"]):
             return UnitRanks.over(self._ranks)
         groups._create_expert_and_data_parallel(int(name.removeprefix(EXPERT_PREFIX)))  # once; all ranks are here
         return UnitRanks.over(comm.group_backend(groups._get_expert_data_parallel_group(name)))
+
+
+def _refuse_without_engine(module: Module, args: Any) -> None:
+    """Raise for a forward that would compute with empty tensors; torch raises about their shapes, or nothing."""
+    for name, param in module.named_parameters(recurse=False):
+        unit = unit_of(param)
+        if unit is None or unit.hooks is not None or unit.status is ZeroParamStatus.AVAILABLE or Init._depth > 0:
+            continue
+        raise StateError(
+            f"zero.Init: the forward of {type(module).__name__} needs its parameter {name}, which is sharded, and no "
+            "engine gathers it; call the engine of deepspeed.initialize(model=...), or the model inside "
+            "deepspeed.zero.GatheredParameters(list(model.parameters()))"
+        )
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -44,7 +44,7 @@ from deepspeed.zero.backward_window import is_in_backward, tensors_in
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
-from deepspeed.zero.param_marks import ZeroParamStatus
+from deepspeed.zero.param_marks import WITHOUT_ENGINE, ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.redistribute import load_parts, saved_part, whole_of_parts
 from deepspeed.zero.states import links_in
@@ -112,6 +112,8 @@ class ModuleHooks:
         """Register the hooks on `module` and all its submodules; libraries remove them and register them again."""
         for each in module.modules():
             each.ds_external_parameters = _ExternalParameters(each)  # type: ignore[assignment]
+            if (hook := each.__dict__.pop(WITHOUT_ENGINE, None)) is not None:
+                hook.remove()
         if not any(unit.is_sharded for unit in self.param_coordinator.units):
             return
         for each in module.modules():
@@ -210,9 +212,8 @@ class ModuleHooks:
             if not was_whole and any(param.requires_grad for param in unit.params):
                 warn_once(
                     f"zero stage 3: {unit.names[0]} and what else its module trains left the model while they were "
-                    "sharded. Code that merged them into other weights (merge_and_unload) read empty tensors and added "
-                    "nothing; load the last checkpoint, and merge inside "
-                    "deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
+                    "sharded. A merge of them into other weights (merge_and_unload) added nothing; load a checkpoint, "
+                    "and merge inside deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
                 )
 
     def _computed_again(self, units: list[ParamUnit]) -> None:

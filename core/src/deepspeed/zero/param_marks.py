@@ -40,6 +40,8 @@ LEGAL_MOVES = {
 
 
 _ids = itertools.count()
+#: attribute of a module of `zero.Init`: the handle of a hook that refuses its forward until an engine has the module
+WITHOUT_ENGINE = "_ds_without_engine"
 #: attribute of a small parameter that a context holds; see `gather.py`
 KEPT = "_ds_kept_value"
 
