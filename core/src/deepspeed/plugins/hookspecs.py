@@ -265,7 +265,7 @@ def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
 
 @hookspec(firstresult=True)
 def ds_launcher(name: str) -> "Any | None":
-    """Provide a launcher that starts ranks on many hosts. The `deepspeed` command calls it when `--launcher` is given,
+    """Provide a launcher that starts ranks on many hosts. Called by the `deepspeed` command when `--launcher` is given,
     in feature plugins only (no accelerator is chosen there). The process has no torch: do not import torch.
 
     Args:
