@@ -1,7 +1,7 @@
-"""Counts of faults that the kernel keeps of this host, for the hook `ds_device_faults`.
+"""Fault counts of this host from the kernel, for the hook `ds_device_faults`.
 
 Memory: EDAC, one pair of counts per memory controller (Documentation/driver-api/edac.rst). Heat: how often the cores
-that this process may use were slowed down. Virtual machines and hosts without these drivers have neither.
+that this process may use were throttled. Virtual machines and hosts without these drivers have neither.
 """
 
 import functools
@@ -15,7 +15,7 @@ def count(root: Path = Path("/")) -> dict[str, int]:
     """Count each kind of fault since the kernel's driver started.
 
     Args:
-        root: in whose place tests have a folder of theirs.
+        root: the root of the file system; tests replace it.
     """
     system = root / _SYSTEM
     controllers = sorted((system / "edac/mc").glob("mc[0-9]*"))
@@ -32,12 +32,12 @@ def count(root: Path = Path("/")) -> dict[str, int]:
 
 @functools.cache
 def _cores() -> tuple[int, ...]:
-    """Return the cores that this process might use when they were first counted: others would seem to be new faults."""
+    """Return the usable cores at the first call: old faults of a core that is added later would look like new ones."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file of the kernel; None: there is none, or it cannot be read here."""
+    """Return the number in a kernel file; None if the file does not exist or cannot be read."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""bf16 and fp16 on processors without instructions for them, where torch multiplies matrices element by element, or as
-oneDNN emulates them.
+"""Speed up bf16 and fp16 matrix products on processors without instructions for these dtypes. There, torch multiplies
+element by element, or uses oneDNN's emulation.
 
-The engine says what it computes in (`CPU_Accelerator.prepare_dtype`). Where torch would be slow at that, its products
-of such matrices, and the backward of its attention, are replaced by ones that multiply in fp32 and round each result
-once (`csrc/half_matmul/`). That counts for the whole process, from then on; `DS_OPS_DISABLE=half_matmul` leaves torch
-as it is.
+The engine passes its compute dtype to `CPU_Accelerator.prepare_dtype`. If torch would be slow with this dtype, torch's
+matrix products and the backward of its attention are replaced by kernels that multiply in fp32 and round each result
+once (`csrc/half_matmul/`). The replacement affects the whole process from then on. `DS_OPS_DISABLE=half_matmul`
+prevents it.
 """
 
 import torch
@@ -13,15 +13,15 @@ from deepspeed.log import warn_once
 from deepspeed.ops import registry
 
 OP = "half_matmul"
-# torch's question for whether oneDNN has instructions of this processor for a dtype
+# torch's functions that return whether oneDNN supports a dtype on this processor
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of `dtype` by instructions of this processor. True where that is not known:
-    this torch is built without oneDNN.
+    """Return whether torch multiplies matrices of `dtype` with instructions of this processor. True if that is unknown,
+    because this torch is built without oneDNN.
 
-    oneDNN takes bf16 on every processor with AVX-512, and emulates it on those without AVX512_BF16 and AMX.
+    oneDNN accepts bf16 on every processor with AVX-512, and emulates bf16 on processors without AVX512_BF16 and AMX.
     """
     if dtype not in _QUESTIONS or not torch.backends.mkldnn.is_available():
         return True
@@ -31,9 +31,9 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Make torch's products of `dtype` quick in this process; the first time on a machine, the kernel is compiled.
+    """Make torch's matrix products of `dtype` fast in this process. The first call on a machine compiles the kernel.
 
-    Where it cannot be, a warning says so once.
+    If the kernel is not available, a warning says so once.
     """
     if is_fast(dtype):
         return

@@ -1,4 +1,4 @@
-"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+"""Hook implementations, the only entry point of this extension. Importing this module does not import torch."""
 
 import os
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ _PRIORITY = 0
 
 @hookimpl
 def ds_probe() -> Offer:
-    """The CPU is always there."""
+    """Offer the CPU, which is always available."""
     nodes = len(usable_nodes())
     return Offer("cpu", _PRIORITY, reason=f"{counted(_num_cores(), 'core')} on {counted(nodes, 'NUMA node')}")
 
 
 @hookimpl
 def ds_accelerator() -> "CPU_Accelerator":
-    """The accelerator, with torch behind it."""
+    """Build the accelerator. This imports torch."""
     from ds_ext_cpu.accelerator import CPU_Accelerator
 
     return CPU_Accelerator()
@@ -39,7 +39,7 @@ def ds_accelerator() -> "CPU_Accelerator":
 
 @hookimpl
 def ds_op_builders() -> Mapping[str, type]:
-    """The host kernels, which serve every device whose tensors come to the host."""
+    """Return the builders of the host kernels, which serve tensors in host memory with any accelerator."""
     from ds_ext_cpu.op_builder import builders
 
     return builders()
@@ -47,8 +47,8 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | None":
-    """gloo's groups: ranks of one machine read each other's memory. `ccl` is registered with torch, and its groups
-    are served."""
+    """Provide the collectives for gloo groups, where ranks of one machine read each other's memory, and for `ccl`
+    groups. Without a group, register `ccl` with torch if `name` contains it."""
     if group is None:
         if "ccl" in (entry.rpartition(":")[2] for entry in name.split(",")):
             from ds_ext_cpu.comm.ccl import register
@@ -68,7 +68,7 @@ def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | 
 
 @hookimpl
 def ds_device_faults() -> Mapping[str, int]:
-    """Count the host's, whatever the device is called: it is the one that this extension stands for."""
+    """Count the faults of the host, whatever the device index: the host is the device of this extension."""
     return faults.count()
 
 

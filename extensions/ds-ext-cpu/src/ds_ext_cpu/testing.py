@@ -1,4 +1,4 @@
-"""For tests: groups of `ccl` in the warm ranks of `deepspeed.testing.distributed`."""
+"""Test helpers: `ccl` groups among the reused ranks of `deepspeed.testing.distributed`."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _LONG = timedelta(seconds=60)
 def ccl_group(
     transport: str = "", timeout: timedelta = _LONG, ranks: Sequence[int] | None = None
 ) -> Iterator[torch_dist.ProcessGroup]:
-    """A group of this library, beside the gloo group that the ranks have. All ranks enter and leave together."""
+    """Create a `ccl` group in addition to the ranks' gloo group. All ranks enter and leave the context together."""
     os.environ[ccl.TRANSPORT_VARIABLE] = transport
     ccl.register()
     group = torch_dist.new_group(ranks, timeout=timeout, backend="ccl")
@@ -31,7 +31,7 @@ def ccl_group(
 
 
 def raised_by(call: Callable[[], object]) -> str:
-    """The text of what `call` raises; all ranks have raised when this returns."""
+    """Return the text of the DistError that `call` raises, or "". All ranks call this; it ends in a barrier."""
     try:
         call()
         text = ""

@@ -1,4 +1,4 @@
-"""Opening the file of one operation: what is there, whether it does O_DIRECT, and which alignment that needs."""
+"""`open_file` opens the file of one operation, with O_DIRECT if possible, and finds the required alignment."""
 
 import errno
 import mmap
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from deepspeed.errors import counted
 
-#: O_DIRECT is not used for offsets and addresses that need more than this
+#: O_DIRECT is not used if it requires a larger alignment of offsets or addresses
 _LARGEST_ALIGN = 4096
 _NOTHING_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class OpenFile(NamedTuple):
-    """A file that is open for one operation, which closes it.
+    """A file that is open for one operation. The operation closes the file.
 
     Fields:
-        direct_fd: opened with O_DIRECT; -1: the file system or the size of the range does not permit that.
-        plain_fd: through the page cache.
-        memory_align, file_align: in bytes, of addresses, and of offsets and lengths; the latter at least a page.
+        direct_fd: descriptor opened with O_DIRECT; -1 if the file system or the size of the range does not permit it.
+        plain_fd: descriptor for I/O through the page cache.
+        memory_align, file_align: alignment in bytes of addresses, and of offsets and lengths (at least a page).
     """
 
     direct_fd: int
@@ -28,24 +28,24 @@ class OpenFile(NamedTuple):
     file_align: int
 
     def close(self) -> None:
-        """Close both; only where no operation was made of it."""
+        """Close both descriptors. Only for a file that was not passed to an operation."""
         for fd in (self.direct_fd, self.plain_fd):
             if fd >= 0:
                 os.close(fd)
 
 
 def open_file(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile:
-    """The file at `path`, checked for a read, or created and given its space for a write.
+    """Open the file at `path`. For a read, check that the range exists; for a write, create the file and reserve space.
 
     Args:
         io: the compiled module.
-        path: of a regular file; for a write it may be missing.
-        write: else it is read.
+        path: path of a regular file. For a write, the file may be missing.
+        write: whether the operation is a write.
         offset, length: the range in bytes.
 
     Raises:
-        OSError: the file cannot be opened or is no regular file, the range is not in it, the file system is full. The
-            message has the range, the error its errno and file.
+        OSError: the file cannot be opened or is not a regular file, the range of a read is not in the file, or the file
+            system is full. The message has the range; the error has the errno and the file name.
     """
     try:
         return _open(io, path, write, offset, length)
@@ -54,7 +54,7 @@ def open_file(io: Any, path: str, write: bool, offset: int, length: int) -> Open
 
 
 def describe(code: int, path: str, write: bool, offset: int, length: int, reason: str | None = None) -> OSError:
-    """The error of one operation: an OSError of the class that belongs to `code`, with file, range and reason."""
+    """Return the error of one operation: an OSError of the subclass for errno `code`, with file, range and reason."""
     action = "write" if write else "read"
     return OSError(
         code, f"{reason or os.strerror(code)}: {action} of {counted(length, 'byte')} at offset {offset}", path
@@ -66,10 +66,10 @@ def _open(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        mode = stat.S_IFREG  # a write creates it
+        mode = stat.S_IFREG  # a write creates the file
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
+    if not stat.S_ISREG(mode):  # opening a pipe would block until its other end is opened
         raise OSError(errno.EINVAL, "not a regular file")
     plain = os.open(path, flags, 0o666)
     opened = OpenFile(-1, plain, 1, mmap.PAGESIZE)
@@ -79,7 +79,7 @@ def _open(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile
             raise OSError(errno.ENODATA, f"the file ends before, it has {counted(size, 'byte')}")
         if write and offset + length > size:
             _reserve(io, plain, offset, length)
-        os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into pages that O_DIRECT writes
+        os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)  # prevents read-ahead into pages that O_DIRECT writes
         if length >= mmap.PAGESIZE:
             opened = _open_direct(io, path, flags & ~os.O_CREAT, opened)
     except BaseException:
@@ -89,18 +89,18 @@ def _open(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile
 
 
 def _reserve(io: Any, fd: int, offset: int, length: int) -> None:
-    """Give a file its space and its length, so that a full disk is found at once and pieces need not extend it."""
+    """Reserve space and set the file length, so a full disk is found at once and no piece has to extend the file."""
     code = io.reserve(fd, offset, length)
     if code not in (0, *_NOTHING_THERE):
         raise OSError(code, os.strerror(code))
 
 
 def _open_direct(io: Any, path: str, flags: int, opened: OpenFile) -> OpenFile:
-    """`opened` with its `direct_fd`, where that is possible."""
+    """Return `opened` with a `direct_fd` if O_DIRECT is possible, else unchanged."""
     try:
         fd = os.open(path, flags | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which means that the file system does not do it
+        if error.errno != errno.EINVAL:  # EINVAL: the file system does not support O_DIRECT
             raise
         return opened
     memory, file = io.alignment(fd)

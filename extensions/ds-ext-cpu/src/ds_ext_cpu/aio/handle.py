@@ -1,7 +1,7 @@
-"""`aio_handle`: reads and writes between tensors and files, with DeepSpeed's methods.
+"""`aio_handle` reads and writes between tensors and files, with DeepSpeed's methods.
 
-One handle has its own workers; they start when the handle is first used. Methods may be called from several threads.
-Read next: `files.py`, and `csrc/aio/engine.cpp` for what a worker does.
+Each handle has its own workers. They start when the handle is first used. Methods may be called from several threads.
+Read next: `files.py`, and `csrc/aio/engine.cpp` for the workers.
 """
 
 import logging
@@ -23,8 +23,8 @@ from ds_ext_cpu.aio.validation import check_equal
 _MAX_BLOCK_BYTES = 1 << 30
 _MAX_DEPTH = 4096
 _MAX_THREADS = 64
-_MAX_FILES = 128  # operations that have files open, two each
-_LOOK_AGAIN_S = 0.2  # how long Ctrl-C may wait
+_MAX_FILES = 128  # operations with open files; each has up to two descriptors
+_LOOK_AGAIN_S = 0.2  # longest delay of Ctrl-C during a wait
 
 
 class _Running(NamedTuple):
@@ -39,23 +39,23 @@ class _Running(NamedTuple):
 
 
 class AsyncIOHandle:
-    """Reads and writes files from and into host tensors, in blocks that are in flight at the same time.
+    """Read files into host tensors and write host tensors to files, with several blocks in flight at the same time.
 
     Args:
-        block_size: bytes of one request; up to 1 GiB.
+        block_size: bytes per request; up to 1 GiB.
         queue_depth: requests in flight per worker; up to 4096.
         single_submit: submit requests one by one instead of in batches.
-        overlap_events: a finished request makes room for the next one at once; otherwise a batch of `queue_depth`
-            requests is finished before the next batch.
-        intra_op_parallelism: workers, which share the requests of each operation. Where threads are the engine, up to
-            64 of `intra_op_parallelism * queue_depth` requests are carried out at the same time.
+        overlap_events: submit the next request as soon as one finishes; otherwise finish a batch of `queue_depth`
+            requests before the next batch.
+        intra_op_parallelism: number of workers, which share the requests of each operation. The engine "threads"
+            processes `intra_op_parallelism * queue_depth` requests at the same time, but at most 64.
 
-    Tensors are contiguous and in host memory, of any dtype. Offsets are in bytes and need no alignment; it is fastest
-    where `file_offset` and the tensor's address are multiples of 4096, since O_DIRECT then moves the bytes without a
-    copy. A write keeps the bytes beside its range, and a file grows to the end of the range. Nothing is synced.
+    Tensors are contiguous, in host memory, and of any dtype. Offsets are in bytes and need no alignment. I/O is fastest
+    if `file_offset` and the tensor's address are multiples of 4096: O_DIRECT then moves the bytes without a copy. A
+    write leaves the bytes outside its range unchanged, and extends the file to the end of the range. Nothing is synced.
 
-    Every method that cannot do what it is asked raises: ValueError or TypeError for a tensor or a range, OSError with
-    errno, file, offset and length for a file. Operations in flight at the same time have no order.
+    Every method raises on failure: ValueError or TypeError for a tensor or a range, OSError with errno, file, offset
+    and length for a file. Operations in flight at the same time have no order.
     """
 
     _io: Any  # the compiled module
@@ -74,8 +74,8 @@ class AsyncIOHandle:
         self._single_submit, self._overlap_events = bool(single_submit), bool(overlap_events)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._running: list[_Running] = []  # asynchronous ones, until `wait`
-        self._held: dict[Any, torch.Tensor] = {}  # operation -> tensor, of those that may be in flight
+        self._running: list[_Running] = []  # asynchronous operations, until `wait`
+        self._held: dict[Any, torch.Tensor] = {}  # operation -> tensor, while the operation may be in flight
         self._engine: Any = None
         self._engine_name = ""
         self._stop: Any = None
@@ -85,54 +85,54 @@ class AsyncIOHandle:
     # ----- operations ------------------------------------------------------------------------------------------------
 
     def read(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Fill `buffer` from `filename`, by one worker. Returns 1, the number of finished operations."""
+        """Fill `buffer` from `filename` with one worker. Returns 1, the number of finished operations."""
         return self._run(self._submit(buffer, filename, file_offset, write=False, one_worker=True))
 
     def write(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Write `buffer` to `filename`, by one worker. Returns 1."""
+        """Write `buffer` to `filename` with one worker. Returns 1."""
         return self._run(self._submit(buffer, filename, file_offset, write=True, one_worker=True))
 
     def pread(self, buffer: torch.Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Fill `buffer` from `filename`, by all workers.
+        """Fill `buffer` from `filename` with all workers.
 
         Args:
-            buffer: is filled.
-            filename: of a regular file.
-            validate: compare with what plain file I/O reads, when it is done.
-            async_: return at once; `wait` finishes it.
+            buffer: the tensor to fill.
+            filename: path of a regular file.
+            validate: after the operation, compare `buffer` with the result of plain file I/O.
+            async_: return at once; `wait` finishes the operation.
             file_offset: in bytes.
 
         Returns:
-            1 when it is done; 0 when it is in flight.
+            1 if the operation is done; 0 if it is in flight.
         """
         return self._parallel(buffer, filename, file_offset, False, validate, async_)
 
     def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Write `buffer` to `filename`, by all workers; arguments and result as those of `pread`."""
+        """Write `buffer` to `filename` with all workers. Arguments and result: see `pread`."""
         return self._parallel(buffer, filename, file_offset, True, validate, async_)
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Fill `buffer` from `filename`, by all workers. Returns 1."""
+        """Fill `buffer` from `filename` with all workers. Returns 1."""
         return self._parallel(buffer, filename, file_offset, False, False, False)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Write `buffer` to `filename`, by all workers. Returns 1."""
+        """Write `buffer` to `filename` with all workers. Returns 1."""
         return self._parallel(buffer, filename, file_offset, True, False, False)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begin to fill `buffer` from `filename`. Returns 0; `wait` finishes it."""
+        """Start to fill `buffer` from `filename`. Returns 0; `wait` finishes the operation."""
         return self._parallel(buffer, filename, file_offset, False, False, True)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begin to write `buffer` to `filename`. Returns 0; `wait` finishes it."""
+        """Start to write `buffer` to `filename`. Returns 0; `wait` finishes the operation."""
         return self._parallel(buffer, filename, file_offset, True, False, True)
 
     def wait(self) -> int:
-        """Finish the asynchronous operations that were begun before. Returns their number.
+        """Finish the asynchronous operations that were started before. Returns their number.
 
         Raises:
-            OSError: of the first operation that failed, after all have ended; the message has the number of the others
-                that failed. The handle can be used again.
+            OSError: the error of the first operation that failed, after all operations have ended. The message says how
+                many others failed. The handle remains usable.
         """
         self._check_usable()
         with self._lock:
@@ -145,7 +145,7 @@ class AsyncIOHandle:
                 error = self._finish(one)
                 count += 1
                 errors += [error] if error is not None else []
-        except BaseException:  # Ctrl-C: what was not waited for stays in flight
+        except BaseException:  # Ctrl-C: the other operations stay in flight
             with self._lock:
                 self._running[:0] = running[count:]
             raise
@@ -154,9 +154,9 @@ class AsyncIOHandle:
         return count
 
     def close(self) -> None:
-        """Finish what is in flight and end the workers; any other call then raises. DeepSpeed has no such method.
+        """Finish the operations in flight and stop the workers. Later operations raise. DeepSpeed has no such method.
 
-        The same happens when the handle is garbage, and at the end of the process.
+        The same happens when the handle is garbage-collected, and at the end of the process.
         """
         self._check_usable()
         with self._lock:
@@ -167,13 +167,13 @@ class AsyncIOHandle:
     # ----- memory ----------------------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor whose memory is aligned to pages and locked, that is, never swapped out.
+        """Create a tensor in page-aligned, locked memory, which is never swapped out.
 
-        Where the limit of locked memory does not permit it, the memory is only aligned, and a warning says so once.
+        If the memory cannot be locked (see `ulimit -l`), it is only aligned, and a warning says so once.
 
         Args:
-            num_elem: its number of elements.
-            example_tensor: has its dtype.
+            num_elem: number of elements of the new tensor.
+            example_tensor: a tensor with the dtype of the new tensor.
 
         Returns:
             An uninitialized tensor of shape (num_elem,).
@@ -183,37 +183,37 @@ class AsyncIOHandle:
         return self._locked.new(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unlock a tensor of `new_cpu_locked_tensor`; its memory is freed with the last reference to it.
+        """Unlock a tensor of `new_cpu_locked_tensor`. Its memory is freed with the last reference to the tensor.
 
         Returns:
-            False for a tensor that this handle did not make, or that is already free.
+            False for a tensor that this handle did not create, or that is already unlocked.
         """
         return self._locked.free(tensor)
 
     # ----- questions -------------------------------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
-        """Bytes of one request."""
+        """Return the bytes per request."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """Requests in flight per worker."""
+        """Return the number of requests in flight per worker."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
-        """Whether requests are submitted one by one."""
+        """Return whether requests are submitted one by one."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
-        """Whether a finished request makes room for the next one at once."""
+        """Return whether the next request is submitted as soon as one finishes."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Workers."""
+        """Return the number of workers."""
         return self._intra_op_parallelism
 
     def get_engine(self) -> str:
-        """What moves the bytes, "io_uring" or "threads". DeepSpeed has no such question."""
+        """Return the engine, "io_uring" or "threads"; starts the engine if necessary. DeepSpeed has no such method."""
         self._started()
         return self._engine_name
 
@@ -249,20 +249,20 @@ class AsyncIOHandle:
         files, place = opened[:2], (buffer.data_ptr(), length, offset)
         try:
             operation = self._io.submit(engine, self._held, buffer, write, *files, *place, *opened[2:], one_worker)
-        except RuntimeError:  # closed by another thread
+        except RuntimeError:  # another thread closed the handle
             opened.close()
             raise
         return _Running(operation, buffer, path, write, offset, bool(validate))
 
     def _await_room(self, engine: Any) -> None:
-        """Wait until few enough operations have files open: others need descriptors as well."""
+        """Wait until fewer than `_MAX_FILES` operations have open files: the process needs descriptors elsewhere."""
         while len(self._held) >= _MAX_FILES:
-            for oldest in list(self._held)[:1]:  # none, if other threads finished all
+            for oldest in list(self._held)[:1]:  # empty if other threads finished all operations
                 if self._io.wait(engine, oldest, _LOOK_AGAIN_S) is not None:
                     self._held.pop(oldest, None)
 
     def _run(self, running: _Running) -> int:
-        """Wait for one operation, and for no other."""
+        """Wait for one operation only."""
         error = self._finish(running)
         if error is not None:
             raise error
@@ -270,7 +270,7 @@ class AsyncIOHandle:
 
     def _finish(self, running: _Running) -> Exception | None:
         while (ended := self._io.wait(self._engine, running.operation, _LOOK_AGAIN_S)) is None:
-            pass  # signals are handled in between
+            pass  # signals are handled between two waits
         self._held.pop(running.operation, None)
         code, offset, length = ended
         if code:
@@ -278,7 +278,7 @@ class AsyncIOHandle:
         return check_equal(running.buffer, running.path, running.offset) if running.validate else None
 
     def _started(self) -> Any:
-        """The engine, which is started when it is first asked for."""
+        """Return the engine. The first call starts it."""
         self._check_usable()
         with self._lock:
             if self._engine is None:
@@ -314,12 +314,12 @@ class AsyncIOHandle:
 
 
 def make_handle_class(io: Any) -> type[AsyncIOHandle]:
-    """The class `aio_handle` over the compiled module `io`."""
+    """Create the class `aio_handle` over the compiled module `io`."""
     return type("aio_handle", (AsyncIOHandle,), {"_io": io, "__doc__": AsyncIOHandle.__doc__})
 
 
 def _stop(io: Any, engine: Any, held: dict[Any, torch.Tensor], pid: int) -> None:
-    """Finish what is in flight, whose tensors `held` holds until then. A child has no workers to stop."""
+    """Finish the operations in flight; `held` keeps their tensors until then. A forked child has no workers to stop."""
     if os.getpid() == pid:
         io.stop(engine)
         held.clear()
@@ -333,7 +333,7 @@ def _checked(name: str, value: int, largest: int) -> int:
 
 
 def _check_buffer(buffer: torch.Tensor) -> None:
-    """Refuse what has no plain bytes in host memory."""
+    """Refuse a buffer that is not a contiguous tensor in host memory."""
     if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"buffer is a {type(buffer).__name__}; it must be a tensor")
     if buffer.device.type != "cpu":
@@ -344,7 +344,7 @@ def _check_buffer(buffer: torch.Tensor) -> None:
 
 
 def _with_count(errors: list[Exception], num_operations: int) -> Exception:
-    """The first of `errors`, with how many of the operations failed."""
+    """Return the first of `errors`, with the number of the other failed operations in its message."""
     first = errors[0]
     if len(errors) == 1 or not isinstance(first, OSError):
         return first

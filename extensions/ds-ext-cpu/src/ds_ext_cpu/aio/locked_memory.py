@@ -1,6 +1,6 @@
-"""Tensors in memory that is aligned to pages and locked; where the limit does not permit it, only aligned.
+"""`LockedTensors` creates tensors in page-aligned, locked memory; if locking fails, the memory is only aligned.
 
-Huge pages are asked for: O_DIRECT then pins one page instead of 512.
+The memory uses huge pages if the kernel has them: O_DIRECT then pins one page instead of 512.
 """
 
 import ctypes
@@ -16,13 +16,13 @@ from deepspeed.log import warn_once
 
 
 class LockedTensors:
-    """The locked tensors of one handle. Their memory lives as long as the tensors do, not as the handle."""
+    """The locked tensors of one handle. Their memory lives as long as the tensors, even without the handle."""
 
     def __init__(self) -> None:
         self._memory: dict[int, weakref.ref[mmap.mmap]] = {}
 
     def new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor of shape (numel,); it begins at a page."""
+        """Return an uninitialized tensor of shape (numel,) that begins at a page boundary."""
         num_bytes = numel * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(0, dtype=dtype)
@@ -35,7 +35,7 @@ class LockedTensors:
         return tensor
 
     def free(self, tensor: torch.Tensor) -> bool:
-        """Unlock; False: it is none of these."""
+        """Unlock `tensor`. Returns False if `tensor` is not one of the locked tensors."""
         found = self._memory.pop(tensor.data_ptr(), None)
         memory = None if found is None else found()
         if memory is None:
@@ -46,19 +46,19 @@ class LockedTensors:
 
 def _private_memory(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _call(name: str, address: int, num_bytes: int) -> int:
-    """The errno of `mlock` or `munlock`; 0: done."""
+    """Call `mlock` or `munlock`. Returns the errno, or 0 on success."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     return 0 if function(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) == 0 else ctypes.get_errno()
 
 
 def _why_not(error: int) -> str:
-    """One text for all sizes, so that it is logged once."""
+    """Return the warning. The text does not depend on the size, so it is logged once."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     told = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
     why = f"{os.strerror(error)}, {errno.errorcode.get(error, error)}; the limit of locked memory is {told}"

@@ -1,4 +1,4 @@
-"""Which engine moves the bytes: io_uring where the kernel permits it, else threads; `DS_AIO_ENGINE` chooses by hand."""
+"""Choose the I/O engine: io_uring if the kernel permits it, else threads. `DS_AIO_ENGINE` overrides the choice."""
 
 import ctypes
 import errno
@@ -10,7 +10,7 @@ from deepspeed.errors import ConfigError
 VARIABLE = "DS_AIO_ENGINE"
 ENGINES = ("io_uring", "threads")
 
-# The same numbers on every architecture.
+# System call numbers and constants; the same on every architecture.
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _PARAMS_BYTES = 120
 _REGISTER_PROBE = 8
@@ -20,10 +20,10 @@ _SUPPORTED = 1
 
 
 def choose_engine() -> str:
-    """The engine for a new handle, "io_uring" or "threads". Called when a handle is first used.
+    """Return the engine for a new handle, "io_uring" or "threads". Called when a handle is first used.
 
     Raises:
-        ConfigError: `DS_AIO_ENGINE` names no engine, or io_uring where it cannot be used.
+        ConfigError: `DS_AIO_ENGINE` is not an engine, or is io_uring and io_uring cannot be used.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *ENGINES):
@@ -37,7 +37,7 @@ def choose_engine() -> str:
 
 
 def describe_engine() -> str:
-    """The engine, and whether O_DIRECT works in the folder of temporary files, for `ds_report`."""
+    """Describe the engine, and whether O_DIRECT works in the folder of temporary files, for `ds_report`."""
     try:
         engine = choose_engine()
     except ConfigError as error:
@@ -49,7 +49,7 @@ def describe_engine() -> str:
 
 
 def io_uring_obstacle() -> str:
-    """Why io_uring cannot be used in this process; "" when it can. Makes a small ring and closes it."""
+    """Return why io_uring cannot be used in this process; "" if it can. Creates a small ring and closes it."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(_SETUP, 1, ctypes.create_string_buffer(_PARAMS_BYTES))
     if fd < 0:
@@ -57,7 +57,7 @@ def io_uring_obstacle() -> str:
     try:
         if libc.syscall(_ENTER, fd, 0, 0, 0, None, 0) < 0:
             return f"io_uring_enter: {_errno_text()}"
-        # struct io_uring_probe: 16 bytes of head, then 8 per operation, with the flags in bytes 2 and 3
+        # struct io_uring_probe: a header of 16 bytes, then 8 bytes per operation, with the flags in bytes 2 and 3
         probe = ctypes.create_string_buffer(16 + 8 * _NUM_PROBED)
         if libc.syscall(_REGISTER, fd, _REGISTER_PROBE, probe, _NUM_PROBED) < 0:
             return "the kernel is older than 5.6"

@@ -1,4 +1,4 @@
-"""What `validate=True` does: read the range again by plain file I/O and compare."""
+"""`check_equal` implements `validate=True`: it reads the range again with plain file I/O, and compares."""
 
 import errno
 
@@ -8,7 +8,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 def check_equal(buffer: torch.Tensor, path: str, offset: int) -> Exception | None:
-    """None when the file has the bytes of `buffer` at `offset`; else what differs, or what reading it raised."""
+    """Return None if the file has the bytes of `buffer` at `offset`; else the difference or read error."""
     view = memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""Boards: how ranks that read each other's memory tell each other where to read, and up to where they have read.
+"""Boards, on which ranks that read each other's memory announce their buffers and the collectives that they have done.
 
-Used by `direct.py`. A board is a little memory that one rank writes and its peers read; `meet` tells them where it is.
-A rank writes 64 bits at a time, and on x86-64 others see its writes in their order: `peer_memory.is_supported`.
+Used by `direct.py`. A board is a small memory block that one rank writes and its peers read; `meet` exchanges the
+addresses. A rank writes 64 bits at a time. On x86-64, peers see the writes in order: see `peer_memory.is_supported`.
 """
 
 import ctypes
@@ -22,29 +22,29 @@ from torch.distributed import ProcessGroup
 from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
 from ds_ext_cpu.comm.waiting import pauses
 
-#: collectives of one group that a rank may have announced and a peer not yet done
+#: maximum number of collectives of one group that a rank has announced and a peer has not done yet
 NUM_SLOTS = 256
-#: epochs that a rank has left, of which its board says what was done; a slow peer may look for the end of an older step
+#: number of past epochs with an entry on the board; a slow peer may still look for the end of an older step
 NUM_LEFT = 1024
-#: numbers of collectives in one epoch: [Note: epochs] in direct.py
+#: bits of a collective's number that count within an epoch: [Note: epochs] in direct.py
 EPOCH_BITS = 32
 
-#: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
+#: Boards outlive their groups: a peer may read a board after this rank's group is gone, to see what was done.
 _boards: list["Board"] = []
 _HEAD_WORDS, _LEFT_WORDS, _SLOT_WORDS = 2, 2, 5
-#: of the text that says what a collective is; a longer one is cut
+#: size of the text that describes a collective; longer texts are cut
 _TEXT_BYTES = 256
-#: what a rank that cannot go on says it has done: an epoch that no peer can join
+#: `done` of a rank that cannot continue: a number in an epoch that no peer can join
 NOTHING_MORE = 2**62
-#: what the slot of a nonce announces, of which no collective is made
 _VARIABLE = "DS_COMM_DIRECT"
+#: content of the slot that announces a nonce instead of a collective
 _NONCE = (0, 0)
 
 
 class What:
-    """What a collective does; it must be the same on all ranks.
+    """The description of a collective, which must be equal on all ranks.
 
-    A board holds the digest, to compare, and the address of the text, which a peer reads to name the difference.
+    A board holds the digest, which peers compare, and the address of the text, which peers read to report a difference.
     """
 
     def __init__(self, text: str) -> None:
@@ -56,31 +56,31 @@ class What:
 
 @functools.lru_cache(maxsize=4096)
 def what(kind: str, numel: int, dtype: torch.dtype, detail: str = "") -> What:
-    """A collective of `kind` on `numel` elements; the same in every step, so it is made once."""
+    """Describe a collective of `kind` on `numel` elements. Cached, because every step has the same collectives."""
     text = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}"
     return What(f"{text} ({detail})" if detail else text)
 
 
 def epoch_of(number: int) -> int:
-    """The epoch of a collective: [Note: epochs] in direct.py."""
+    """Return the epoch of a collective: [Note: epochs] in direct.py."""
     return number >> EPOCH_BITS
 
 
 def _left(epoch: int) -> int:
-    """The index of the first word on a board that says what was done of an epoch."""
+    """Return the index of the first board word of the entry of a past epoch."""
     return _HEAD_WORDS + _LEFT_WORDS * (epoch % NUM_LEFT)
 
 
 def _slot(number: int) -> int:
-    """The index of the first word of a collective's slot on a board."""
+    """Return the index of the first board word of a collective's slot."""
     return _HEAD_WORDS + _LEFT_WORDS * NUM_LEFT + _SLOT_WORDS * (number % NUM_SLOTS)
 
 
 class Board:
-    """What a rank tells its peers. Words of 64 bits: done, check; per epoch that it left, what was done of it, check;
-    per slot number, address, digest and address of what it is, check.
+    """The board of this rank. Its 64-bit words: done, check; per past epoch: done, check; per slot: number, address of
+    the buffer, digest and address of the `What`, check.
 
-    A check, made of the words before it by xor, shows a reader that what it saw was written together.
+    A check is computed from the words before it. It shows a reader that these words belong together.
     """
 
     def __init__(self) -> None:
@@ -93,18 +93,18 @@ class Board:
         return ctypes.addressof(self._words)
 
     def announce(self, number: int, address: int, what: tuple[int, int]) -> None:
-        """The buffer of this collective is ready to be read there. `what`: its digest, and the address of its text."""
+        """Announce the buffer of a collective, which peers can read now. `what`: digest and address of its text."""
         slot, (digest, text) = _slot(number), what
         self._words[slot : slot + _SLOT_WORDS] = [number, address, digest, text, number ^ address ^ digest ^ text]
 
     def set_done(self, number: int) -> None:
-        """Nothing of the peers is needed any more for the collectives up to this one."""
+        """Record that this rank has read all that it needs for the collectives up to `number`."""
         self._words[0:_HEAD_WORDS] = [number, ~number]
 
     def leave(self, done: int, number: int) -> None:
-        """As `set_done(number)` of another epoch, when the last one was `done` of this one."""
+        """Leave the epoch of `done`, the last collective done in it, and set `done` to `number`, in another epoch."""
         at = _left(epoch_of(done))
-        self._words[at : at + _LEFT_WORDS] = [done, ~done]  # first: a peer looks for it when it sees the other epoch
+        self._words[at : at + _LEFT_WORDS] = [done, ~done]  # before `set_done`: peers that see the new epoch read it
         self.set_done(number)
 
 
@@ -113,24 +113,24 @@ class PeerGone(CommError):
 
 
 class PeerLeft(PeerFailed):
-    """A rank left its collectives unfinished, or cannot go on. `done` is what its board says."""
+    """A rank left its collectives unfinished, or cannot continue. `done` is the value on the rank's board."""
 
     def __init__(self, rank: int, done: int) -> None:
         super().__init__(f"rank {rank} left a collective of this group unfinished; its own output says why")
         self.done = done
 
     def name_cause(self, cause: str) -> None:
-        """Say what failed first: the rank may have left because another one did. "" where that is not known."""
+        """Add the first failure to the message: the rank may have left because another rank failed. "" if unknown."""
         self.cause = cause
         if cause:
             self.args = (f"{self} ({cause})",)
 
 
 class Peer:
-    """Another rank: its memory, and its board there.
+    """The memory and the board of another rank.
 
     Args:
-        rank: in the whole job, for messages.
+        rank: global rank, for messages.
     """
 
     def __init__(self, rank: int, process: int, board: int) -> None:
@@ -141,13 +141,13 @@ class Peer:
         self._done = 0
 
     def read(self, address: int, into: torch.Tensor) -> None:
-        """Fill `into` with what lies at `address` there."""
+        """Fill `into` from the peer's memory at `address`."""
         self._read(address, into.data_ptr(), into.numel() * into.element_size())
 
     def announced(self, number: int) -> tuple[int, tuple[int, int]] | None:
-        """The address of its buffer for this collective, and the digest and the text's address of what it is.
+        """Return the address of the peer's buffer for a collective, and the digest and text address of its `What`.
 
-        None while it has not announced it, or when its slot was used again.
+        None if the peer has not announced the collective yet, or has reused its slot.
         """
         self._read(self._board + 8 * _slot(number), ctypes.addressof(self._words), 8 * _SLOT_WORDS)
         found, address, digest, text, check = self._words
@@ -155,38 +155,38 @@ class Peer:
         return (address, (digest, text)) if found == number and is_whole else None
 
     def announces(self, number: int) -> tuple[int, tuple[int, int]] | None:
-        """As `announced`, for a rank that is to read from it.
+        """Return the same as `announced`; for a rank that will read from the peer.
 
         Raises:
-            PeerLeft: it will not announce it any more. It may have done so, and read what it needs, and left: then a
-                collective of its next epoch may have taken the slot.
+            PeerLeft: the peer will not announce the collective any more. The peer may also have announced it, finished
+                and left; then a collective of its next epoch may have reused the slot.
         """
         found = self.announced(number)
         if found is None and self.is_beyond(number):
-            found = self.announced(number)  # before it left
+            found = self.announced(number)  # the peer may have announced it before it left
             if found is None:
                 raise PeerLeft(self.rank, self._done)
         return found
 
     def text(self, address: int) -> str:
-        """What a collective is, from the address that was announced with it."""
+        """Return the description of a collective, from the announced text address."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         self._read(address, ctypes.addressof(buffer), _TEXT_BYTES)
         return buffer.value.decode(errors="replace")
 
     def words(self, address: int, count: int) -> list[int]:
-        """That many words of 64 bits from its memory."""
+        """Return `count` 64-bit words of the peer's memory at `address`."""
         words = (ctypes.c_int64 * count)()
         self._read(address, ctypes.addressof(words), 8 * count)
         return list(words)
 
     def is_done(self, number: int) -> bool:
-        """Whether it has read what it needs for the collectives up to this one.
+        """Return whether the peer has read all that it needs for the collectives up to `number`.
 
-        One whose process has ended needs nothing any more. If it crashed, the next read from it says so.
+        True if the peer's process has ended. If the process crashed, the next read from the peer raises.
 
         Raises:
-            PeerLeft: it has not, and is in a later epoch.
+            PeerLeft: the peer has not read it, and is in a later epoch.
         """
         epoch = epoch_of(number)
         try:
@@ -201,7 +201,7 @@ class Peer:
         raise PeerLeft(self.rank, self._done)
 
     def is_beyond(self, number: int) -> bool:
-        """Whether it is in a later epoch, or has ended: it reads nothing any more of the epoch of `number`."""
+        """Return whether the peer has ended or left the epoch of `number`, so it reads no more buffers of it."""
         try:
             self._look_for((epoch_of(number) + 1) << EPOCH_BITS)
         except PeerGone:
@@ -209,13 +209,13 @@ class Peer:
         return epoch_of(self._done) > epoch_of(number)
 
     def _look_for(self, number: int) -> None:
-        """Read up to where it is done, if it was not done with `number` when we last looked."""
+        """Update `_done` from the peer's board, unless `_done` has reached `number` already."""
         if self._done < number:
             done = self._word_at(0)
             self._done = self._done if done is None else done
 
     def _word_at(self, index: int) -> int | None:
-        """A word of its board that stands there before its check; None while it is being written."""
+        """Return a word of the peer's board that is followed by its check; None while the peer is writing it."""
         self._read(self._board + 8 * index, ctypes.addressof(self._words), 16)
         word, check, *_ = self._words
         return word if check == ~word else None
@@ -237,16 +237,16 @@ class Peer:
 
 
 class _Facts(NamedTuple):
-    """What ranks tell each other when they connect."""
+    """The values that ranks exchange when they connect."""
 
     may_read: int
     process: int
     board: int
-    nonce: int  # stands on its board, so that nobody takes another process, or another machine's, for it
+    nonce: int  # also on the board: detects another process, or a process of another machine
 
 
 class Meeting(NamedTuple):
-    """What a rank has of a group whose ranks can read each other."""
+    """The result of `meet`, for a group of ranks that can read each other's memory."""
 
     board: Board
     peers: dict[int, Peer]  # by rank in the group
@@ -254,15 +254,14 @@ class Meeting(NamedTuple):
 
 
 def meet(group: ProcessGroup) -> Meeting | None:
-    """Exchange boards, if every rank of `group` can read the memory of every other. Called by all ranks together.
-
-    `DS_COMM_DIRECT=0` on any of them says no.
+    """Exchange boards if every rank of `group` can read the memory of every other; else return None. Called by all
+    ranks together. `DS_COMM_DIRECT=0` on any rank makes the result None.
 
     Raises:
-        CommError: the variable is something else than 0 or 1, or `DS_COMM_PAUSE` is no share.
+        CommError: `DS_COMM_DIRECT` is neither 0 nor 1, or `DS_COMM_PAUSE` is not a number from 0 to 1.
     """
     pauses()
-    wanted = _is_wanted() and is_supported()  # first: an error of it comes before peers wait
+    wanted = _is_wanted() and is_supported()  # first: it may raise, and must do so before peers wait
     rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
     board, nonce = Board(), secrets.randbits(60)
     board.announce(nonce, board.address, _NONCE)
@@ -297,9 +296,9 @@ def _is_wanted() -> bool:
 
 
 def _blindness(peer: Peer, facts: _Facts) -> str | None:
-    """Why this rank cannot read that one's memory; None: it can."""
+    """Return why this rank cannot read the peer's memory; None if it can."""
     try:
         found = peer.announced(facts.nonce)
-    except CommError as error:  # the kernel forbids it, or the process is another machine's
+    except CommError as error:  # the kernel forbids it, or the process is on another machine
         return str(error)
     return None if found == (facts.board, _NONCE) else f"rank {peer.rank} is on another machine"

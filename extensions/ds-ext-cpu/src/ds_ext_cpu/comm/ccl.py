@@ -1,10 +1,10 @@
-"""`ccl`: a process group of torch between the processes of one host, in C++ (`csrc/comm/`).
+"""`ccl` is a torch process group between the processes of one host, implemented in C++ (`csrc/comm/`).
 
-`deepspeed.init_distributed(dist_backend="ccl")` registers it; who uses torch.distributed alone calls `register()`
-before `torch.distributed.init_process_group("ccl")`. Where oneCCL's binding for torch is installed, that one is `ccl`.
+`deepspeed.init_distributed(dist_backend="ccl")` registers `ccl`; programs without DeepSpeed call `register()` before
+`torch.distributed.init_process_group("ccl")`. If oneCCL's binding for torch is installed, `ccl` is that binding.
 
-Here the ranks meet: they make sure that they are on one host, and map one segment of shared memory, whose name is gone
-as soon as all have it. What a rank left that was killed before that is removed by the next one that starts.
+`connect` checks that all ranks are on one host, and maps one shared memory segment. The segment's name is removed when
+all ranks have mapped it. A segment that a killed rank left is removed when the next group is created (`sweep`).
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from ds_ext_cpu.op_builder.comm import CCLCommBuilder
 #: import name of Intel's oneCCL binding, which registers itself with torch
 ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 TRANSPORT_VARIABLE = "DS_CCL_TRANSPORT"
-_FOLDER = Path("/dev/shm")  # noqa: S108 -- where the system has shared memory
+_FOLDER = Path("/dev/shm")  # noqa: S108 -- the system's shared memory
 _REMEDY = 'ask for gloo: init_distributed(dist_backend="gloo")'
 
 
 def register() -> None:
-    """Make `ccl` known to torch.distributed; idempotent. Compiles nothing: the first process group does."""
+    """Register `ccl` with torch.distributed; idempotent. The library is compiled later, by the first process group."""
     if importlib.util.find_spec(ONECCL_MODULE) is not None:
         importlib.import_module(ONECCL_MODULE)
     elif "ccl" not in torch_dist.Backend.backend_list:
@@ -43,10 +43,10 @@ def register() -> None:
 
 
 def transport(group: torch_dist.ProcessGroup | None = None) -> str:
-    """How the bytes of `group` (None: all ranks) travel: `"read"`, from the memory of peers, or `"shm"`.
+    """Return the transport of `group` (None: all ranks): `"read"`, from the memory of peers, or `"shm"`.
 
     Raises:
-        CommError: the group is not one of this library.
+        CommError: the group does not use this library.
     """
     group = torch_dist.group.WORLD if group is None else group
     library: Any = None if group is None else group._get_backend(torch.device("cpu"))
@@ -56,22 +56,22 @@ def transport(group: torch_dist.ProcessGroup | None = None) -> str:
 
 
 def _create(options: Any, _: object) -> torch_dist.ProcessGroup:
-    """Called by torch, on all ranks of a group together."""
+    """Create the group's backend. torch calls this on all ranks of a group together."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return connect(options.store, options.group_rank, ranks, options.timeout)
 
 
 def connect(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """The library's end of a group; all its ranks call it together.
+    """Create the `ProcessGroupCCL` of a group. All ranks of the group call this together.
 
     Args:
-        store: of this group alone.
-        rank: of this process in the group.
-        ranks: those of the group, by their number in the job.
-        timeout: how long a peer is waited for, here and in collectives that say nothing else.
+        store: a store that only this group uses.
+        rank: the rank of this process in the group.
+        ranks: the global ranks of the group.
+        timeout: how long to wait for a peer, here and in collectives without their own timeout.
 
     Raises:
-        CommError: the ranks are not on one host, or are too many, or there is no shared memory for them.
+        CommError: the ranks are not on one host, there are too many, or there is not enough shared memory.
         OpUnavailable: the library cannot be compiled here.
     """
     wish = os.environ.get(TRANSPORT_VARIABLE, "").strip()
@@ -96,7 +96,7 @@ def connect(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -
 
 @contextlib.contextmanager
 def _segment(store: Store, rank: int, ranks: Sequence[int], module: Any) -> Iterator[int]:
-    """A descriptor of the shared memory; its name lasts as long as the context of the first rank."""
+    """Open the shared memory and yield its descriptor. Its name exists until the first rank leaves this context."""
     if rank > 0:
         answer = store.get("segment").decode()
         if not answer.startswith(_PREFIX):
@@ -126,14 +126,14 @@ def _segment(store: Store, rank: int, ranks: Sequence[int], module: Any) -> Iter
 
 
 def sweep(module: Any) -> None:
-    """Remove the segments of processes of this user, in this name space of processes, that have ended."""
+    """Remove the segments of ended processes of this user and this PID namespace."""
     user, space = os.getuid(), _name_space()
     for path in _FOLDER.glob(f"{_PREFIX}*"):
         found = _NAME.fullmatch(path.name)
         if found is None or (int(found["user"]), int(found["space"])) != (user, space):
             continue
         if module.start_time(int(found["process"])) != int(found["start"]):
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # another one was faster, or it is not ours
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # removed by another process, or not ours
                 path.unlink()
 
 
@@ -150,7 +150,7 @@ def _name_space() -> int:
 
 
 def _host() -> str:
-    """What processes that can share memory have in common: the machine's boot, and the file system of the memory."""
+    """Return an id that is equal on processes that can share memory: the boot id, and the device of /dev/shm."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{_FOLDER.stat().st_dev}"
 
@@ -171,7 +171,7 @@ def _make(name: str, num_bytes: int) -> int:
     path = _FOLDER / name
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # later a lack of memory would end the process
+        os.posix_fallocate(descriptor, 0, num_bytes)  # without this, a later lack of memory would kill the process
     except OSError as error:
         os.close(descriptor)
         path.unlink()

@@ -1,7 +1,7 @@
-"""`GroupBackend` over `ccl`: the engine's collectives in a group of their own, which a rank that fails can leave.
+"""`CCLGroup` is the `GroupBackend` over `ccl`. The engine's collectives have their own group, which a rank can leave.
 
-Offered by `plugin.py` for groups over this library. The model's own collectives stay in the group that it knows: they
-may come between the engine's at other places on each rank. After a failure the ranks meet again, and make a new one.
+`plugin.py` provides it for `ccl` groups. The model's own collectives stay in the original group, because each rank may
+issue them at a different place among the engine's collectives. After a failure, the ranks create a new own group.
 """
 
 import sys
@@ -20,27 +20,27 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from ds_ext_cpu.comm.ccl import connect
 
-# Beyond it a byte costs little less, and less of the last bucket is waited for.
+# Larger buckets hardly lower the cost per byte, and lengthen the wait for the last bucket.
 _BUCKET_BYTES = 8 << 20
 
 
 def is_served(group: ProcessGroup) -> bool:
-    """Whether `group` is one of this library, and not of another one that is called ccl."""
+    """Return whether `group` uses this library, and not another library with the name ccl."""
     return hasattr(group._get_backend(torch.device("cpu")), "transport")
 
 
 class CCLGroup(TorchGroup):
-    """A group over `ccl`."""
+    """The collectives of one group over `ccl`."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """A reduce-scatter is one operation, and ranks that differ are told so."""
+        """The library has a native reduce-scatter, and detects ranks that issue different collectives."""
         return replace(
             super().capabilities, preferred_bucket_bytes=_BUCKET_BYTES, preferred_all_reduce_bytes=_BUCKET_BYTES
         )
 
     def connect(self) -> None:
-        """Make the group of these collectives alone; again after a failure."""
+        """Create the own group of these collectives, also after a failure."""
         if self._is_connected:
             return
         if self.world_size > 1:
@@ -49,7 +49,7 @@ class CCLGroup(TorchGroup):
         self._is_connected = True
 
     def transport(self, device_type: str) -> Transport:
-        """One operation of the library for each collective."""
+        """Return a transport that runs each collective as one operation of the library."""
         return _Named(self.own_group, self._explained)
 
     def barrier(self) -> None:
@@ -58,13 +58,13 @@ class CCLGroup(TorchGroup):
         _NamedWork(torch_dist.barrier(group=self.own_group, async_op=True), "a barrier", self._explained).wait()
 
     def messages(self) -> "_Messages | None":
-        """Messages in the same group. Called by all ranks together, after `connect`."""
+        """Return messages in the own group. Called by all ranks together, after `connect`."""
         return None if self.world_size == 1 else _Messages(self)
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave `works`, which go on by themselves; after a failure peers that wait for them raise."""
+        """Leave `works`, which the library continues. After a failure, peers that wait for this rank raise."""
         own = self.own_group
-        super().abandon([], failed=failed)  # records the cause, before a peer asks for it
+        super().abandon([], failed=failed)  # records the cause before a peer reads it
         if failed and own is not self.group:
             reason = sys.exc_info()[1]
             text = f"rank {torch_dist.get_rank()} failed" + (f": {first_line(reason)}" if reason else "")
@@ -80,17 +80,17 @@ _Explain = Callable[[RuntimeError, str], CommError]
 
 
 class _NamedWork:
-    """A work whose failure names the rank that failed first."""
+    """A work that raises an error with the rank that failed first."""
 
     def __init__(self, work: Any, what: str, explain: _Explain) -> None:
         self._work, self._what, self._explain = work, what, explain
 
     def poll(self) -> bool:
-        """Whether it is over; a failure is for `wait` to raise."""
+        """Return whether the work is over; only `wait` raises failures."""
         return bool(self._work.is_completed() if isinstance(self._work, torch_dist.Work) else self._work.poll())
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the work."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -100,7 +100,7 @@ class _NamedWork:
 
 
 class _Named(TensorCollectives):
-    """The library's collectives, as works that name the rank which failed."""
+    """The library's collectives, wrapped in `_NamedWork`."""
 
     def __init__(self, group: ProcessGroup, explain: _Explain) -> None:
         super().__init__(group)
@@ -138,23 +138,23 @@ class _Named(TensorCollectives):
 
 
 class _Messages:
-    """As `deepspeed.comm.backend.Messages`."""
+    """Implements `deepspeed.comm.backend.Messages`."""
 
     def __init__(self, group: CCLGroup) -> None:
         self._group = group
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to send."""
+        """Start a send."""
         work = torch_dist.isend(tensor, group=self._group.own_group, tag=tag, group_dst=peer)
         return _NamedWork(work, f"a send to rank {self._group.watch.ranks[peer]}", self._group._explained)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to receive."""
+        """Start a receive."""
         work = torch_dist.irecv(tensor, group=self._group.own_group, tag=tag, group_src=peer)
         return _NamedWork(work, f"a receive from rank {self._group.watch.ranks[peer]}", self._group._explained)
 
     def abandon(self) -> None:
-        """The group is left by `CCLGroup.abandon`, and its messages with it."""
+        """Do nothing: `CCLGroup.abandon` leaves the group and its messages."""
 
 
 def _library(group: ProcessGroup) -> Any:
@@ -162,7 +162,7 @@ def _library(group: ProcessGroup) -> Any:
 
 
 def _group_over(store: PrefixStore, rank: int, ranks: Sequence[int], timeout: Any) -> ProcessGroup:
-    """A group that torch has no record of, and that ends when nothing refers to it."""
+    """Create a group that torch does not register, so it ends with the last reference to it."""
     own, kind = ProcessGroup(store, rank, len(ranks)), ProcessGroup.BackendType.CUSTOM
     own._set_default_backend(kind)
     own._register_backend(torch.device("cpu"), kind, connect(store, rank, ranks, timeout))

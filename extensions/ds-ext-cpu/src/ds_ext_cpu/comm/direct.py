@@ -1,7 +1,7 @@
-"""The collectives between ranks of one machine: each reads what it needs from the memory of the others.
+"""Collectives between ranks of one machine: each rank reads the data that it needs from the memory of its peers.
 
-One `DirectQueue` per group, from `connect`, asked for by `reading_group.py`; None where the ranks are not all on one
-machine or may not read each other's memory. No byte goes through a socket, and no thread is woken:
+`reading_group.py` calls `connect`, which returns one `DirectQueue` per group, or None if the ranks are not all on one
+machine or may not read each other's memory. No data goes through a socket, and no thread is woken:
 
     rank 0                                      rank 1, owner of the piece
     announce(n, address of flat_N)
@@ -9,15 +9,15 @@ machine or may not read each other's memory. No byte goes through a socket, and 
                                                 done = n
     sees it: flat_N may be written again
 
-Announcements and `done` stand on a *board* (`boards.py`), which a rank writes and its peers read. A rank does its
-collectives in the order of issue, and looks at the boards whenever it issues one or waits (`waiting.py`); nothing
-happens in between. So a wait ends when the peers have come to that collective *and* issue or wait for one after it,
-as ranks of one program do that wait at the same places.
+A rank writes announcements and `done` on its *board* (`boards.py`), and its peers read the board. A rank runs its
+collectives in the order of issue. It reads the boards only when it issues a collective or waits (`waiting.py`). So a
+wait for a collective ends when each peer has issued this collective *and* then issues another one or waits. This holds
+for the ranks of one program, which wait at the same places.
 
 [Note: epochs] A rank that leaves its collectives unfinished (`abandon`) begins an epoch: its numbers continue at the
-next multiple of 2**32, and its `done` says so. A peer that needs anything of the old epoch from it raises `PeerLeft` at
-once and begins the next epoch, too, also where the rank has left that one meanwhile: then it raises there again. When
-all ranks are in one epoch they can go on: every buffer of the epochs before was dropped.
+next multiple of 2**32, and so does its `done`. A peer that needs data of the old epoch from this rank raises `PeerLeft`
+at once, and begins the next epoch, too. If the rank has left that epoch meanwhile, the peer raises there again. When
+all ranks are in the same epoch, they can continue: every buffer of earlier epochs was dropped.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
@@ -53,28 +53,28 @@ from ds_ext_cpu.comm.waiting import lock, queues, wait_until
 
 
 def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
-    """The queue of `group`; None where not every rank can read every other's memory. Called by all ranks together."""
+    """Return the queue of `group`; None if a rank cannot read another's memory. Called by all ranks together."""
     meeting = meet(group)
     return None if meeting is None else DirectQueue(group, staging, meeting)
 
 
 class _Abandoned(NamedTuple):
-    """Collectives that a rank left unfinished; a peer in an epoch before `number` may still read their buffers."""
+    """Collectives that this rank left unfinished. Peers up to the epoch of `number` may read their buffers."""
 
     number: int
     peers: list[Peer]
     works: list[Work]
 
 
-#: Outlives the queues, as boards do.
+#: Outlives the queues, like the boards.
 _abandoned: list[_Abandoned] = []
 
 
 class DirectQueue:
     """The collectives of one group, in the order of issue, which is the same on all ranks.
 
-    A collective that failed cannot be made again, since part of a sum may be in its buffer. So from then on every call
-    raises the first failure, at once, until `abandon`; for ever where a peer has ended.
+    A failed collective cannot be repeated, since its buffer may hold part of a sum. So after a failure, every call
+    raises the first failure at once, until `abandon`. If a peer's process has ended, calls raise forever.
     """
 
     def __init__(self, group: ProcessGroup, staging: StagingPool, meeting: Meeting) -> None:
@@ -84,13 +84,13 @@ class DirectQueue:
         self.board, self.peers, first_epoch = meeting
         self._ranks = torch_dist.get_process_group_ranks(group)
         self._timeout_s = timeout_of(group).total_seconds()
-        self.done = 0  # the last collective for which this rank has read
-        self._first = self._next = 1  # numbers of the epoch's collectives, from the first to the one to come
+        self.done = 0  # the last collective for which this rank has read all data
+        self._first = self._next = 1  # numbers of the epoch's first and next collective
         self._open: deque[Reading] = deque()
-        self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
+        self._unannounced: deque[Reading] = deque()  # the part of `_open` that waits for a slot on the board
         self._failure: CommError | None = None
-        self._is_dead = False  # a peer has ended: `abandon` does not take the failure back
-        self._left_epoch = first_epoch  # in which the failure was
+        self._is_dead = False  # a peer has ended: `abandon` does not clear the failure
+        self._left_epoch = first_epoch  # the epoch of the failure
         self._failures = FailureRecord(group)
         with lock:
             self._begin_epoch(first_epoch)
@@ -100,7 +100,7 @@ class DirectQueue:
     # ----- one call per collective -----------------------------------------------------------------------------------
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
-        """As `GroupBackend.all_reduce`: each rank sums one part, and reads the others' when they are summed."""
+        """See `GroupBackend.all_reduce`. Each rank sums one part, then reads the summed parts of its peers."""
         is_ = what("an all-reduce", full_N.numel(), full_N.dtype, tag)
         size = -(-full_N.numel() // self.world_size)
         places = dict(enumerate(full_N.split(size)))  # a buffer of few elements has fewer parts than ranks
@@ -114,13 +114,13 @@ class DirectQueue:
         )
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
-        """As `GroupBackend.reduce_scatter`."""
+        """See `GroupBackend.reduce_scatter`."""
         is_ = what("a reduce-scatter", full_N.numel(), full_N.dtype, tag)
         everyone, parts = list(self.peers), [(self.rank * shard_S.numel(), shard_S)]
         return self._issue(lambda number: Sum(self, number, full_N, is_, everyone, everyone, parts=parts))
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
-        """As `GroupBackend.all_gather`."""
+        """See `GroupBackend.all_gather`."""
         is_ = what("an all-gather", full_N.numel(), full_N.dtype, tag)
         everyone, places = list(self.peers), full_N.split(shard_S.numel())
         _copy_own(shard_S, places[self.rank])
@@ -128,7 +128,7 @@ class DirectQueue:
         return self._issue(lambda number: Copy(self, number, shard_S, is_, everyone, everyone, parts=parts))
 
     def broadcast(self, tensor_N: torch.Tensor, source: int, tag: str) -> Work:
-        """As `GroupBackend.broadcast`."""
+        """See `GroupBackend.broadcast`."""
         is_ = what(f"a broadcast from rank {source} of the group", tensor_N.numel(), tensor_N.dtype, tag)
         is_source = self.rank == source
         sources, readers = ([], list(self.peers)) if is_source else ([source], [])
@@ -143,7 +143,7 @@ class DirectQueue:
         input_N: torch.Tensor,
         tag: str,
     ) -> Work:
-        """As `GroupBackend.all_to_all`."""
+        """See `GroupBackend.all_to_all`."""
         is_ = what("an all-to-all", self.world_size, output_N.dtype, tag)
         _copy_own(inputs[self.rank], outputs[self.rank])
         everyone = list(self.peers)
@@ -154,10 +154,10 @@ class DirectQueue:
     # ----- order -----------------------------------------------------------------------------------------------------
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `GroupBackend.abandon`."""
+        """Leave the works in flight unfinished. Does not block. See [Note: epochs] and `GroupBackend.abandon`."""
         if not (failed or works):
             return
-        if failed:  # first, so that peers which see this rank leave find the cause
+        if failed:  # first, so peers that see this rank leave find the cause
             self._failures.record(epoch_of(self._next) if self._failure is None else self._left_epoch)
         with lock:
             self._keep(works)
@@ -167,11 +167,11 @@ class DirectQueue:
                 self._failure = None
 
     def epoch(self) -> tuple[str, int]:
-        """A name for the epochs, and the present one."""
+        """Return a name for the group's epochs, and the current epoch."""
         return self._failures.name, epoch_of(self._next)
 
     def join_epoch(self, epoch: int) -> None:
-        """Leave what is in flight, and begin this later epoch. Waits for nothing."""
+        """Leave the works in flight, and begin the later epoch `epoch`. Does not block."""
         with lock:
             if not self._is_dead:
                 self._keep([])
@@ -179,8 +179,8 @@ class DirectQueue:
                 self._failure = None
 
     def wait_until(self, is_over: Callable[[], bool], number: int, text: str) -> None:
-        """Go on with the collectives of all groups until `is_over`, which is about the collective `number`, for errors
-        `text`."""
+        """Advance the queues of all groups until `is_over()` is True. `number` and `text` are the number and the
+        description of the collective that `is_over` checks."""
         wait_until(
             self,
             lambda: self._look(is_over, number),
@@ -191,21 +191,21 @@ class DirectQueue:
         )
 
     def poll(self, is_over: Callable[[], bool], number: int) -> bool:
-        """`is_over`, which is about the collective `number`, after advancing. Waits for nothing."""
+        """Return `is_over()`, which advances the queue and checks the collective `number`. Does not block."""
 
         def is_over_here() -> bool:
             try:
                 return is_over()
-            except PeerLeft:  # for a wait to raise, as in `_advance_unless_left`
+            except PeerLeft:  # only a wait raises this, as in `_advance_unless_left`
                 return False
 
         with lock:
             return self._look(is_over_here, number)
 
     def _issue(self, make: Callable[[int], Reading], *, announce: bool = True) -> Reading:
-        """Append a collective; waits for nothing.
+        """Append a collective. Does not block.
 
-        It is announced at once if its slot on the board is free, else as soon as it is.
+        The collective is announced as soon as its slot on the board is free.
         """
         issued: list[Reading] = []
 
@@ -226,14 +226,14 @@ class DirectQueue:
         return issued[0]
 
     def has_free_slot(self, number: int) -> bool:
-        """Whether no rank needs the collective any more whose slot on the board `number` takes."""
+        """Return whether the board slot for `number` is free: all ranks are done with the collective that used it."""
         before = number - NUM_SLOTS
         return before < self._first or (
             self.done >= before and all(peer.is_done(before) for peer in self.peers.values())
         )
 
     def _look(self, look: Callable[[], bool], number: int) -> bool:
-        """What `look` answers, after it advanced. Called under the lock; what fails here fails the queue."""
+        """Return `look()`. Called under the lock. An exception of `look` makes the queue fail."""
         if self._failure is not None:
             raise self._failure
         if number < self._first:
@@ -249,37 +249,37 @@ class DirectQueue:
         except CommError as error:
             self._leave(error)
             raise
-        except BaseException as error:  # such as an interrupt, in the middle of something
+        except BaseException as error:  # for example Ctrl-C during a read
             self._failures.record(epoch_of(self._next))
             cause = first_line(error)
             self._leave(CommError(f"a collective was interrupted: {cause}; leave it (`abandon`) before the next one"))
             raise
 
     def _advance_unless_left(self) -> bool:
-        """Advance; True. A peer that left is for a wait to raise: this rank may be about to fail by itself, like its
-        peer, and then its own exception is what the user expects."""
+        """Advance, and return True. Only a wait raises `PeerLeft`: this rank may be about to fail by itself, like the
+        peer, and then the user expects this rank's own exception."""
         with contextlib.suppress(PeerLeft):
             self.advance()
         return True
 
     def advance(self) -> None:
-        """Do the collectives whose turn it is and whose peers are ready; waits for none."""
+        """Run the next collectives in order as long as their peers are ready. Does not block."""
         self._announce()
         while self._open and self._open[0].run():
             self.done = self._open.popleft().number
             self.board.set_done(self.done)
 
     def _announce(self) -> None:
-        """Put the collectives on the board that have a slot now, in the order of issue."""
+        """Announce the collectives that have a free slot now, in the order of issue."""
         while self._unannounced and self.has_free_slot(self._unannounced[0].number):
             reading = self._unannounced.popleft()
             if not reading.is_announced:
                 reading.announce()
 
     def go_on(self) -> None:
-        """Advance for a wait elsewhere."""
+        """Advance while a thread waits in another queue."""
         if self._open and self._failure is None:
-            with contextlib.suppress(CommError):  # kept, for the callers of this queue
+            with contextlib.suppress(CommError):  # `_failure` keeps it for the callers of this queue
                 self._look(self._advance_unless_left, self._next)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -290,7 +290,7 @@ class DirectQueue:
         self.board.leave(left, self.done)
 
     def _follow(self, error: PeerLeft) -> None:
-        """Let the other peers know, too. Calls raise `error` until this rank has dropped its buffers."""
+        """Leave the epoch, too, so other peers see it. Calls raise `error` until `abandon` or `join_epoch`."""
         self._failure, self._left_epoch = error, epoch_of(self._next)
         error.name_cause(self._failures.first(self._left_epoch))
         self._keep([])
@@ -300,14 +300,14 @@ class DirectQueue:
             self._die(CommError(str(error)))
 
     def _keep(self, works: Sequence[Work]) -> None:
-        """Keep buffers that peers may be reading, and drop those that they cannot."""
+        """Keep the buffers that peers may still read, and drop the others."""
         _drop_unread()
         kept = [*works, *self._open]
         if kept:
             _abandoned.append(_Abandoned(self._next, list(self.peers.values()), kept))
 
     def _leave(self, failure: CommError) -> CommError:
-        """Every call raises `failure` until `abandon`, and peers that need this rank in this epoch raise, too."""
+        """Leave the epoch: calls raise `failure` until `abandon`, and peers that need this rank in this epoch raise."""
         self._left_epoch = epoch_of(self._next)
         self._failures.claim(self._left_epoch, failure)
         self._keep([])
@@ -316,7 +316,7 @@ class DirectQueue:
         return failure
 
     def _die(self, failure: CommError) -> None:
-        """From now on every call raises `failure`, and peers that need this rank raise, too."""
+        """Fail forever: every call raises `failure`, and peers that need this rank raise."""
         self._keep([])
         self._failure, self._is_dead = failure, True
         self._open.clear()
@@ -324,20 +324,20 @@ class DirectQueue:
         self.board.leave(self.done, NOTHING_MORE)
 
     def _never(self, number: int, text: str) -> CommError | None:
-        """Of peers that wait for this rank elsewhere, where they do not advance: what to raise."""
+        """Return the error if peers wait for this rank elsewhere, where they do not advance; else None."""
         try:
             with lock:
                 behind = self._behind(number)
-        except PeerLeft:  # for the next look at the boards, which leaves, too
+        except PeerLeft:  # the next look at the boards raises it
             return None
         return parted.find(self._ranks, text, lambda rank, _: rank in behind)
 
     def num_started(self) -> dict[str, int]:
-        """For `deepspeed.comm.parted`."""
+        """Return the number of the last issued collective, for `deepspeed.comm.parted`."""
         return {self._failures.name: self._next - 1}
 
     def _behind(self, number: int) -> list[int]:
-        """The ranks, as the job counts them, that have not come to the end of a collective."""
+        """Return the global ranks of the peers that have not finished a collective."""
         return [peer.rank for peer in self.peers.values() if not peer.is_done(number)]
 
     def _late(self, number: int) -> CommError:
@@ -350,7 +350,7 @@ class DirectQueue:
 
 
 def _drop_unread() -> None:
-    """Drop the buffers of abandoned collectives that no peer reads any more."""
+    """Drop the buffers of abandoned collectives that no peer can read any more."""
     _abandoned[:] = [old for old in _abandoned if not all(peer.is_beyond(old.number) for peer in old.peers)]
 
 

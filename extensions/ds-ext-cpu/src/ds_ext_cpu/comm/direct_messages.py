@@ -1,15 +1,15 @@
-"""Messages between two ranks of one machine: the receiver reads the sender's tensor, where it lies.
+"""Messages between two ranks of one machine: the receiver reads the tensor in the sender's memory.
 
-One `DirectMessages` per group, from `ReadingGroup.messages`, used by `deepspeed.comm.point_to_point`.
+`ReadingGroup.messages` creates one `DirectMessages` per group for `deepspeed.comm.point_to_point`.
 
     sender                                      receiver
     slot n of the lane = address of the tensor
                                                 sees it, reads the tensor, taken = n
     sees it: the tensor may be written again
 
-A *lane* is what one rank sends to another one with one tag; its messages are numbered from 1 on, and the receives of
-that tag are made in the same order. What a rank sends, and what it has taken, stands in its `Lanes`, which its peers
-read. Nothing happens between calls: a message moves when the receiver waits, for it or for anything else.
+A *lane* holds the messages from one rank to another with one tag. Messages are numbered from 1, and received in the
+order in which they were sent. A rank writes the messages that it sends, and the number that it has taken, into its
+`Lanes`, and its peers read them. A message moves only while the receiver waits, for this message or something else.
 """
 
 import ctypes
@@ -27,18 +27,18 @@ from torch.distributed import ProcessGroup
 from ds_ext_cpu.comm.boards import Peer, PeerGone, What, what
 from ds_ext_cpu.comm.waiting import lock, queues, wait_until
 
-#: tags are 0 to this; messages of a lane that wait for the receiver
+#: number of tags, from 0; maximum number of messages of a lane that wait for the receiver
 NUM_TAGS, _NUM_SLOTS = 8, 32
-#: words of 64 bits: whether the rank left; what it has taken; number, address, digest and address of the text
+#: 64-bit words, each entry with a check: left; taken; slot (number, address, digest and address of the text)
 _LEFT_WORDS, _TAKEN_WORDS, _SLOT_WORDS = 2, 2, 5
 
-#: Lanes, and tensors that were being sent by a rank which left, outlive their groups: peers may still read them.
+#: Lanes, and tensors that this rank was sending when it left, outlive their groups: peers may still read them.
 _kept: list[object] = []
 
 
 class Lanes:
-    """What a rank tells its peers. Beside each word or slot stands a check, which shows that it was written as a
-    whole."""
+    """The messages and counts that this rank shows its peers. A check after each entry shows that the entry is
+    complete."""
 
     def __init__(self, world_size: int) -> None:
         self._words = (ctypes.c_int64 * lane_word(world_size, 0))()
@@ -53,39 +53,39 @@ class Lanes:
         return ctypes.addressof(self._words)
 
     def leave(self) -> None:
-        """This rank left its messages unfinished."""
+        """Record that this rank left its messages unfinished."""
         self._words[0:_LEFT_WORDS] = [1, ~1]
 
     def set_taken(self, source: int, tag: int, number: int) -> None:
-        """The messages up to this one were read."""
+        """Record that this rank has read the messages up to `number`."""
         at = lane_word(source, tag)
         self._words[at : at + _TAKEN_WORDS] = [number, ~number]
 
     def announce(self, to: int, tag: int, number: int, address: int, is_: What) -> None:
-        """This message can be read there."""
+        """Announce that a message can be read at `address`."""
         at = slot_word(to, tag, number)
         check = number ^ address ^ is_.digest ^ is_.address
         self._words[at : at + _SLOT_WORDS] = [number, address, is_.digest, is_.address, check]
 
 
 def lane_word(rank: int, tag: int) -> int:
-    """Where the words of the lane begin that has to do with this rank."""
+    """Return the index of the first word of the lane to or from `rank`."""
     return _LEFT_WORDS + (rank * NUM_TAGS + tag) * (_TAKEN_WORDS + _SLOT_WORDS * _NUM_SLOTS)
 
 
 def slot_word(rank: int, tag: int, number: int) -> int:
-    """Where the words of the slot begin in which this message is announced."""
+    """Return the index of the first word of the slot of a message."""
     return lane_word(rank, tag) + _TAKEN_WORDS + _SLOT_WORDS * (number % _NUM_SLOTS)
 
 
 class DirectMessages:
     """The messages of this rank in one group.
 
-    After a failure every call raises it: what was announced cannot be taken back. `PointToPoint.connect` makes others.
+    After a failure, every call raises it: announcements are final. `PointToPoint.connect` then creates a new object.
 
     Args:
-        group: this process is a member of it.
-        peers: by rank in the group.
+        group: a process group that includes this process.
+        peers: the peers by rank in the group.
     """
 
     def __init__(self, group: ProcessGroup, peers: dict[int, Peer]) -> None:
@@ -102,7 +102,7 @@ class DirectMessages:
             queues.add(self)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> "DirectMessage":
-        """Announce a contiguous tensor to the rank `peer` of the group; waits for nothing."""
+        """Announce a contiguous tensor to the rank `peer` of the group. Does not block."""
         with lock:
             self._refuse_failed()
             lane = self._outgoing.setdefault((peer, tag), _Outgoing())
@@ -114,7 +114,7 @@ class DirectMessages:
         return message
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> "DirectMessage":
-        """Receive into a contiguous tensor of the numel and dtype that is sent; waits for nothing."""
+        """Start to receive into a contiguous tensor, with the numel and dtype of the sent one. Does not block."""
         with lock:
             self._refuse_failed()
             lane = self._incoming.setdefault((peer, tag), _Incoming())
@@ -124,7 +124,7 @@ class DirectMessages:
         return message
 
     def abandon(self) -> None:
-        """This rank failed: peers that wait for it raise, and name it. Waits for nobody."""
+        """Report that this rank failed: peers that wait for its messages raise and name this rank. Does not block."""
         self._failures.record(0)
         with lock:
             self._lanes.leave()
@@ -137,7 +137,7 @@ class DirectMessages:
             )
 
     def go_on(self) -> None:
-        """Do what can be done without waiting, for a wait elsewhere; a failure is raised to who waits here."""
+        """Advance while a thread waits in another queue. A failure is kept for the callers of this object."""
         if self._failure is None:
             try:
                 self._advance()
@@ -145,10 +145,10 @@ class DirectMessages:
                 self._failure = error
 
     def is_over(self, message: "DirectMessage") -> bool:
-        """Whether it has arrived, or was taken. Advances all lanes. Called under the lock.
+        """Advance all lanes, and return whether the message was received or taken. Called under the lock.
 
         Raises:
-            CommError: the peer left or ended before that, or sends something else.
+            CommError: the peer left or ended before that, or sends a tensor of another numel or dtype.
         """
         self._refuse_failed()
         try:
@@ -190,7 +190,7 @@ class DirectMessages:
             self._lanes.announce(message.peer, message.tag, message.number, address, message.what)
 
     def _is_taken(self, lane: "_Outgoing", number: int) -> bool:
-        """Also where the peer's process has ended, which needs nothing any more; the next receive from it says so."""
+        """Return whether the peer has taken a message or has ended. If it ended, the next receive from it raises."""
         if lane.num_taken < number:
             message = lane.open[0]
             at = self._theirs[message.peer] + 8 * lane_word(self._rank, message.tag)
@@ -203,7 +203,7 @@ class DirectMessages:
         return lane.num_taken >= number
 
     def _take(self, message: "DirectMessage") -> bool:
-        """Read the message, if it is announced."""
+        """Read the message if it is announced. Returns whether it was read."""
         peer = self._peers[message.peer]
         at = self._theirs[message.peer] + 8 * slot_word(self._rank, message.tag, message.number)
         number, address, digest, text, check = peer.words(at, _SLOT_WORDS)
@@ -242,12 +242,12 @@ class DirectMessages:
         return self._failure
 
     def rank_of(self, peer: int) -> int:
-        """The global rank of a rank of the group."""
+        """Return the global rank of a rank of the group."""
         return self._peers[peer].rank
 
 
 class _Outgoing:
-    """A lane to a peer; `open` holds all messages that it has not taken, of which `unannounced` wait for a slot."""
+    """A lane to a peer. `open`: messages that the peer has not taken. `unannounced`: those that wait for a slot."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_taken = 0
@@ -281,17 +281,17 @@ class DirectMessage:
         return f"a {self._kind} rank {self._messages.rank_of(self.peer)} ({self.what.text})"
 
     def finish(self) -> None:
-        """The tensor is its owner's again."""
+        """Mark the message as over: its owner may use the tensor again."""
         self.is_over = True
 
     def poll(self) -> bool:
-        """Whether it is complete; an error is for `wait` to raise."""
+        """Return whether the message is over; only `wait` raises errors."""
         if not self.is_over:
             with lock:
                 self._messages.go_on()
         return self.is_over
 
     def wait(self) -> None:
-        """Return when a send was taken, or a receive has arrived."""
+        """Wait until the peer has taken the send, or the receive has arrived."""
         if not self.is_over:
             self._messages.wait_for(self)

@@ -1,6 +1,6 @@
-"""All-reduces by gloo's point-to-point messages, with the sum made here, in the order of ranks.
+"""All-reduces over gloo's point-to-point messages. The sum is computed here, in the order of ranks.
 
-One `MessageQueue` per group, made by `reading_group.py`, which says where messages beat gloo's own all-reduce.
+`reading_group.py` creates one `MessageQueue` per group, and decides when it is used instead of gloo's all-reduce.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
@@ -12,13 +12,13 @@ import torch.distributed as torch_dist
 from deepspeed.comm.transports import StagingPool, add_in_rank_order
 from torch.distributed import ProcessGroup
 
-# Tags of our messages start here, out of the way of tags that users give to send and recv.
+# Tags of these messages start here, above the tags that users pass to send and recv.
 FIRST_TAG = 1 << 20
 NUM_TAGS = 1 << 20
 
 
 class MessageQueue:
-    """What this rank has in flight in one group: tags in the order of issue, and sums that are still to be added."""
+    """The all-reduces of this rank in one group: the next tag, and the all-reduces whose sums are still to be added."""
 
     def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
         self.staging = staging
@@ -29,44 +29,44 @@ class MessageQueue:
         self._num_tags = 0
 
     def all_reduce(self, full_N: torch.Tensor) -> "AllReduce":
-        """Sum into every rank; waits for nobody."""
+        """Start an in-place all-reduce. Does not block."""
         return AllReduce(self, full_N)
 
     def next_tag(self) -> int:
-        """A tag for one message between each two ranks."""
+        """Return a tag for one message between each pair of ranks."""
         tag = FIRST_TAG + self._num_tags % NUM_TAGS
         self._num_tags += 1
         return tag
 
     def peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that not everyone sends to rank 0 first."""
+        """Return the other ranks, starting with the next one, so that not all ranks send to rank 0 first."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> torch_dist.Work:
-        """Start to send; `peer` is a rank of the group."""
+        """Start a send to the rank `peer` of the group."""
         work = torch_dist.isend(tensor, group=self._group, tag=tag, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> torch_dist.Work:
-        """Start to receive; `peer` is a rank of the group."""
+        """Start a receive from the rank `peer` of the group."""
         work = torch_dist.irecv(tensor, group=self._group, tag=tag, group_src=peer)
         assert work is not None
         return work
 
     def sum_through(self, last: "AllReduce") -> None:
-        """Make the sums of `last` and of all that were issued before it.
+        """Compute the sums of `last` and of all all-reduces that were issued before it.
 
-        In the order of issue on every rank, whatever the order of the waits: sending sums back then cannot wait for a
-        rank which itself waits for this one.
+        Every rank computes them in the order of issue, whatever the order of the waits. So no rank waits for a sum from
+        a rank that waits for it.
         """
         while not last.is_summed:
             self.unsummed.popleft().sum_and_return()
 
 
 class AllReduce:
-    """Everyone sends each part of its buffer to one rank, which adds what came in the order of ranks and sends the sum
-    back. Part r is rank r's; a buffer of few elements has fewer parts than ranks."""
+    """An all-reduce: each rank sends part r of its buffer to rank r, which adds the parts in the order of ranks and
+    sends the sum back. A buffer of few elements has fewer parts than ranks."""
 
     def __init__(self, queue: MessageQueue, full_N: torch.Tensor) -> None:
         self.is_summed = False
@@ -77,22 +77,22 @@ class AllReduce:
         numel = self._own.numel() * (queue.world_size - 1)
         self._buffer, staged = queue.staging.take(numel, full_N.dtype, full_N.device)
         self._staged = dict(zip(queue.peers(), staged.split(self._own.numel()), strict=True)) if numel else {}
-        # Receives before sends: a message that finds its receive posted needs no extra round.
+        # Receives before sends: a message for a posted receive needs no extra round trip.
         self._receives = [queue.receive(slot, peer, self._tag) for peer, slot in self._staged.items()]
         self._messages = [queue.send(self._parts[rank], rank, self._tag) for rank in self._owners()]
         queue.unsummed.append(self)
 
     def poll(self) -> bool:
-        """Whether it was waited for: of gloo's messages nobody can say before that whether they came."""
+        """Return whether `wait` has returned: before that, gloo cannot say whether messages have arrived."""
         return self.is_summed and not self._messages
 
     def wait(self) -> None:
-        """Make the sums that are due, send them back, and return when the buffer has all of them."""
+        """Compute the pending sums, send them back, and return when all sums are in the buffer."""
         self._queue.sum_through(self)
         self._finish()
 
     def sum_and_return(self) -> None:
-        """Wait for the messages to this rank, add them, and send the sum to everyone. The oldest of the queue only."""
+        """Wait for the messages to this rank, add them, and send the sum to all ranks. Only for the oldest one."""
         for work in self._receives:
             work.wait()
         queue = self._queue
@@ -102,7 +102,7 @@ class AllReduce:
         queue.staging.give_back(self._buffer)
         self._receives, self._staged, self._buffer = [], {}, None
         self.is_summed = True
-        self._finish()  # the parts of others are about to be overwritten
+        self._finish()  # the receives below overwrite the parts of other ranks
         self._messages = [queue.receive(self._parts[rank], rank, self._return_tag) for rank in self._owners()]
         if self._own.numel() > 0:
             self._messages += [queue.send(self._own, peer, self._return_tag) for peer in queue.peers()]

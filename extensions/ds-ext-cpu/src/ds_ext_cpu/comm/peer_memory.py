@@ -1,8 +1,8 @@
-"""The memory of another process of this machine, read straight into ours: process_vm_readv(2), on Linux.
+"""`read_memory` reads the memory of another process of this machine with process_vm_readv(2), on Linux.
 
-Used by `direct.py`. The kernel copies once, from the buffer of one rank into that of the other; over a socket every
-byte is copied twice, by two threads that must be woken for it. It allows this between processes of one user, unless a
-container's rules or Yama (`/proc/sys/kernel/yama/ptrace_scope` above 0) forbid it; nothing here changes such a setting.
+Used by `boards.py`. The kernel copies the data once, from one rank's buffer to the other's. A socket copies the data
+twice, and wakes two threads for it. The kernel permits reads between processes of one user, unless a container's rules
+or Yama (`/proc/sys/kernel/yama/ptrace_scope` above 0) forbid them. This module does not change such settings.
 """
 
 import ctypes
@@ -20,20 +20,20 @@ class _Range(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether this system has the call, and a processor on which another one sees stores in the order they were made.
+    """Return whether this system has the call, and the processor makes stores visible to other cores in program order.
 
-    Without that order (on ARM) a peer could see that a buffer is announced before it sees what is in it.
+    Without that order (on ARM), a peer could see the announcement of a buffer before the buffer's content.
     """
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and _process_vm_readv() is not None
 
 
 def read_memory(process: int, source: int, target: int, num_bytes: int) -> None:
-    """Copy `num_bytes` bytes from the address `source` in the process with that id to our own address `target`.
+    """Copy `num_bytes` bytes from the address `source` in the process with id `process` to our address `target`.
 
     Raises:
-        ProcessLookupError: there is no such process any more.
-        PermissionError: the kernel forbids it.
-        OSError: there is no such memory in it (EFAULT), or another reason.
+        ProcessLookupError: the process does not exist any more.
+        PermissionError: the kernel forbids the read.
+        OSError: the process has no memory at `source` (EFAULT), or another reason.
     """
     call = _process_vm_readv()
     assert call is not None, "is_supported() was not asked"

@@ -1,4 +1,4 @@
-"""`GroupBackend` for host memory: ranks of one machine read each other's memory, others send messages."""
+"""`ReadingGroup` is the `GroupBackend` for host memory: ranks of one machine read memory, others send messages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,33 +14,33 @@ from ds_ext_cpu.comm.direct_messages import DirectMessages
 from ds_ext_cpu.comm.messages import MessageQueue
 from ds_ext_cpu.comm.readings import Reading
 
-# Among more ranks each would look at too many boards.
+# With more ranks, each rank would have to read too many boards.
 MAX_READING_RANKS = 8
 
 
 class ReadingGroup(TorchGroup):
-    """A group over gloo. Up to 8 ranks of one machine read each other's memory, where the kernel lets them.
+    """A group over gloo. Up to 8 ranks of one machine read each other's memory if the kernel permits it.
 
     Args:
-        group: this process is a member of it.
-        staging_bytes: limit on the memory that is kept for values that are still to be added.
+        group: a process group that includes this process.
+        staging_bytes: limit on the memory that is kept to receive values before they are summed.
     """
 
     def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         super().__init__(group, staging_bytes)
         self.queue: DirectQueue | None = None
-        self._has_met = False  # and knows whether ranks read each other's memory
+        self._has_met = False  # whether `connect` has checked if the ranks can read each other's memory
 
     @property
     def capabilities(self) -> Capabilities:
-        """Reading makes a reduce-scatter in one pass, and compares what the ranks issue."""
+        """Direct reads give a native reduce-scatter, and detect ranks that issue different collectives."""
         can = super().capabilities
         by_order = can.matches_by_order and not self.is_direct
         return replace(can, native_reduce_scatter=self.is_direct, matches_by_order=by_order)
 
     @property
     def is_direct(self) -> bool:
-        """Whether ranks read each other's memory."""
+        """Whether the ranks read each other's memory."""
         return self.queue is not None
 
     def connect(self) -> None:
@@ -56,18 +56,18 @@ class ReadingGroup(TorchGroup):
         self._is_connected = True
 
     def transport(self, device_type: str) -> Transport:
-        """Reading or messages for host memory."""
+        """Return direct reads or messages for host memory, the base's transport for a device."""
         if device_type != "cpu":
             return super().transport(device_type)
         return self.queue or _Messages(self.own_group, self.staging)
 
     def messages(self) -> DirectMessages | None:
-        """Messages between two ranks, where they read each other's memory; None elsewhere. Called by all ranks
+        """Return messages between two ranks if the ranks read each other's memory, else None. Called by all ranks
         together, after `connect`."""
         return None if self.queue is None else DirectMessages(self.group, self.queue.peers)
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave `works` unfinished. Ranks that read memory go on when all have abandoned; see `watch.py` else."""
+        """Leave `works` unfinished. Direct reads work again when all ranks have abandoned; for gloo see `watch.py`."""
         works = parts_of(works)
         read = [work for work in works if isinstance(work, Reading)]
         if self.queue is not None:
@@ -88,14 +88,14 @@ class ReadingGroup(TorchGroup):
 
 
 class _Messages(GlooOnHost):
-    """gloo, with all-reduces in the order of ranks: of two ranks a + b is the same whoever adds."""
+    """gloo, but all-reduces of 3 to 8 ranks sum in the order of ranks. For two ranks, a + b equals b + a."""
 
     def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
         super().__init__(group, staging)
         self._messages = MessageQueue(group, staging)
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
-        """gloo's for two ranks and for more than 8, where the sum's latency would be too high; else messages."""
+        """Use messages for 3 to 8 ranks, gloo otherwise: for more ranks, messages would have too much latency."""
         if 2 < self.world_size <= MAX_READING_RANKS:
             return self._messages.all_reduce(full_N)
         return super().all_reduce(full_N, tag)

@@ -1,6 +1,6 @@
-"""The collectives of ranks that read each other's memory: who reads what from whom, and where it goes.
+"""Collectives of ranks that read each other's memory: what each rank reads from which peer, and where it stores it.
 
-`direct.py` makes them and runs them in the order of issue.
+`direct.py` creates these collectives, and runs them in the order of issue.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
@@ -21,20 +21,20 @@ from ds_ext_cpu.comm.boards import PeerGone, PeerLeft, What
 if TYPE_CHECKING:
     from ds_ext_cpu.comm.direct import DirectQueue
 
-#: elements that are read and added at a time: what a core's cache holds
+#: number of elements that are read and added at a time; they fit into a core's cache
 READ_NUMEL = 1 << 17
 
 
 class Reading(ABC):
-    """A collective: done when this rank has read, over when the ranks that read from it are done as well.
+    """A collective. It is done when this rank has read, and over when the ranks that read from this rank are done, too.
 
     Args:
-        queue: of the group.
-        number: in the order of issue.
-        announced_N: the buffer that others read.
-        what: it is.
-        sources: ranks of the group that this one reads from, in order.
-        readers: ranks of the group that read from this one.
+        queue: the queue of the group.
+        number: its number in the order of issue.
+        announced_N: the buffer that peers read.
+        what: its description.
+        sources: ranks of the group that this rank reads from, in order.
+        readers: ranks of the group that read from this rank.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Reading(ABC):
         self._announced_N = announced_N
         self._what = what
         self._sources = sources
-        self._unchecked = set(readers) - set(sources)  # readers that may do another collective
+        self._unchecked = set(readers) - set(sources)  # readers that may run another collective
         self._readers = readers
         self._addresses: dict[int, int] = {}
 
     def announce(self) -> None:
-        """Put on the board where the buffer is."""
+        """Announce the address of the buffer on the board."""
         self._queue.board.announce(self.number, self._address(), (self._what.digest, self._what.address))
         self.is_announced = True
 
@@ -65,8 +65,8 @@ class Reading(ABC):
         return self._announced_N.data_ptr()
 
     def run(self) -> bool:
-        """Read what is to be read, once all sources have announced theirs; whether that was so."""
-        if not self.is_announced:  # its turn has come: the sum before it is in the buffer
+        """Read the data if all sources have announced their buffers. Returns whether they had."""
+        if not self.is_announced:  # all earlier collectives are done: the buffer holds the sum
             if not self._queue.has_free_slot(self.number):
                 return False
             self.announce()
@@ -81,11 +81,11 @@ class Reading(ABC):
         return True
 
     def poll(self) -> bool:
-        """Advance; True when `announced_N` and the results may be used."""
+        """Advance, and return whether `announced_N` and the results may be used."""
         return self._queue.poll(self._is_over, self.number)
 
     def wait(self) -> None:
-        """Return when `announced_N` and the results may be used."""
+        """Wait until `announced_N` and the results may be used."""
         self._queue.wait_until(self._is_over, self.number, self._what.text)
 
     def _is_over(self) -> bool:
@@ -96,7 +96,7 @@ class Reading(ABC):
         peer = self._queue.peers[rank]
         try:
             is_done = peer.is_done(self.number)
-        except PeerLeft:  # because we two do not do the same?
+        except PeerLeft:  # perhaps because the two ranks run different collectives
             if announced := peer.announced(self.number):
                 self._check(rank, announced[1])
             raise
@@ -106,7 +106,7 @@ class Reading(ABC):
         return is_done
 
     def _check_reader(self, rank: int) -> None:
-        """A rank that has read, if it ended since then, may have done what it liked."""
+        """Check that a rank that has read runs the same collective. A rank that has ended since then is not checked."""
         try:
             announced = self._queue.peers[rank].announced(self.number)
         except PeerGone:
@@ -116,10 +116,10 @@ class Reading(ABC):
 
     @abstractmethod
     def _read_all(self) -> None:
-        """Read what this rank needs, and put it where it belongs."""
+        """Read all data that this rank needs, and store the results."""
 
     def _read(self, rank: int, start: int, into: torch.Tensor) -> None:
-        """The elements of that rank's buffer from `start` on."""
+        """Fill `into` with the elements of a rank's buffer from `start` on."""
         self._queue.peers[rank].read(self._addresses[rank] + start * into.element_size(), into)
 
     def _check(self, rank: int, found: tuple[int, int]) -> None:
@@ -135,10 +135,10 @@ class Reading(ABC):
 
 
 class Sum(Reading):
-    """Parts of the buffers of all ranks, added up in the order of ranks.
+    """Sums parts of the buffers of all ranks, in the order of ranks.
 
     Args:
-        parts: where a part begins in the buffers, and where its sum goes: its place in this rank's buffer, or other
+        parts: for each part, its start in the buffers, and the tensor for its sum, in this rank's buffer or in other
             memory.
     """
 
@@ -169,10 +169,10 @@ class Sum(Reading):
 
 
 class Copy(Reading):
-    """Parts of the buffers of other ranks, as they are.
+    """Copies parts of the buffers of other ranks.
 
     Args:
-        parts: the rank, where the part begins in its buffer, and where it goes.
+        parts: for each part, the rank, the start in that rank's buffer, and the target tensor.
     """
 
     def __init__(self, *args: object, parts: Sequence[tuple[int, int, torch.Tensor]], **kwargs: object) -> None:
@@ -185,12 +185,12 @@ class Copy(Reading):
 
 
 class Swap(Reading):
-    """Of each rank's input the part for this rank.
+    """Copies, from each rank's input, the part for this rank.
 
-    What is announced is a table: the address of the input and the offsets of its W parts, and where the last one ends.
+    Each rank announces a table: the address of its input, the offsets of the W parts, and the end of the last part.
 
     Args:
-        outputs: where the part of each rank goes, by rank.
+        outputs: the target tensors for the parts from each rank, by rank.
         inputs: the parts for each rank, by rank.
     """
 

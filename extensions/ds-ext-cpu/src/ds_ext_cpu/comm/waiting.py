@@ -1,11 +1,11 @@
-"""How a rank waits for its peers: it looks at their boards, and goes on with everything that others may wait for.
+"""`wait_until` waits for peers: it reads their boards, and advances all collectives that peers may wait for.
 
 Used by `direct.py` (collectives) and `direct_messages.py` (messages between two ranks).
 
-[Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in a thread
-of its own. One lock serves all queues. It is held for one look at the boards, never while a thread pauses: a thread
-that waits for peers does not keep another one from issuing what those peers wait for. A failure in the queue of another
-group is raised to the callers of that group, not to the thread that saw it.
+[Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in its own
+thread. One lock guards all queues. A thread holds it for one look at the boards, never while it pauses, so a thread
+that waits for peers does not prevent another thread from issuing what those peers wait for. A failure in the queue of
+another group is raised to the callers of that group, not to the thread that found it.
 """
 
 import itertools
@@ -19,24 +19,24 @@ from typing import Protocol
 from deepspeed.comm import parted
 from deepspeed.errors import CommError, stated
 
-#: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
+#: number of looks at the boards before a wait pauses; pauses grow with the time waited, between a minimum and a maximum
 _NUM_LOOKS = 50
 _PAUSE_SHARE = 0.005
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-#: gives another share, and then the first look is followed by a pause
+#: environment variable for another share; if set, the wait pauses after the first look
 _VARIABLE = "DS_COMM_PAUSE"
 
 
 class Queue(Protocol):
-    """What one group has in flight."""
+    """The collectives or messages of one group that are in flight."""
 
     def go_on(self) -> None:
-        """Do what can be done without waiting; what fails is kept for the callers of this queue."""
+        """Advance without waiting. A failure is kept for the callers of this queue."""
 
 
-#: queues in use; a wait in one group goes on with all
+#: queues in use; a wait in one group advances all of them
 queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
-#: guards all queues, what they know of their peers, and their staging: [Note: threads]
+#: guards all queues, their `Peer` objects and their staging buffers: [Note: threads]
 lock = threading.RLock()
 
 
@@ -48,14 +48,14 @@ def wait_until(
     never: Callable[[], CommError | None],
     wait: parted.Wait,
 ) -> None:
-    """Go on with all queues until `is_over`, which advances `queue`.
+    """Advance all queues until `is_over()`, which advances `queue`, is True.
 
     Args:
-        wait: for peers to see, in a long one.
+        wait: a note for peers, which a long wait puts into the store.
 
     Raises:
-        CommError: what `is_over` raises, or `late` gives after `timeout_s` seconds, or `never` in a long wait: peers
-            will not come (`deepspeed.comm.parted`).
+        CommError: the error of `is_over`, the error from `late` after `timeout_s` seconds, or the error from `never` in
+            a long wait, if peers will not come (`deepspeed.comm.parted`).
     """
     noting = parted.Noting(wait)
     try:
@@ -97,12 +97,12 @@ def _wait_until(
 
 
 def pauses() -> tuple[int, float]:
-    """Return the looks before the first pause, and the share of the time waited that a pause takes.
+    """Return the number of looks before the first pause, and the length of a pause as a share of the time waited.
 
-    `boards.meet` calls it too, so that an error comes before peers wait.
+    `boards.meet` also calls this, so an error is raised before peers wait.
 
     Raises:
-        CommError: `DS_COMM_PAUSE` is no number from 0 to 1.
+        CommError: `DS_COMM_PAUSE` is not a number from 0 to 1.
     """
     text = os.environ.get(_VARIABLE, "").strip()
     if not text:

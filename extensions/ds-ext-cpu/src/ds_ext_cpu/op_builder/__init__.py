@@ -1,6 +1,6 @@
-"""Builders of the host kernels in `csrc/`: one file per op here, beside one folder of C++ there.
+"""Builders of the host kernels in `csrc/`. Each op has one file here and one folder of C++ in `csrc/`.
 
-May import `deepspeed.ops.op_builder`. Read next: `cpu_op_builder.py` (what they share), then `adam.py`; to add an op,
+May import `deepspeed.ops.op_builder`. Read next: `cpu_op_builder.py` (the common base), then `adam.py`. To add an op,
 add a line to `_MODULES`.
 """
 
@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def builders() -> dict[str, type]:
-    """Builder name -> class, for the hook `ds_op_builders`."""
+    """Return the builder classes by name, for the hook `ds_op_builders`."""
     return {name: __getattr__(name) for name in _MODULES}
 
 

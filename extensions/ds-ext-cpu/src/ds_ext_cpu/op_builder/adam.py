@@ -1,4 +1,4 @@
-"""Builders of the Adam kernel: one library, asked for by the host's name and by the accelerator's."""
+"""Builders of the Adam kernel: one library under the name of the host op and of the accelerator op."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
@@ -19,7 +19,7 @@ class CPUAdamBuilder(CPUOpBuilder):
 
 
 class FusedAdamBuilder(CPUAdamBuilder):
-    """The same operator for `FusedAdam`, whose parameters lie on the host when the accelerator is the cpu."""
+    """The same operator, for `FusedAdam` when the accelerator is the CPU."""
 
     BUILD_VAR = "DS_BUILD_FUSED_ADAM"
     NAME = "fused_adam"

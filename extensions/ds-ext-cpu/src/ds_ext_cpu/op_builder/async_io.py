@@ -1,4 +1,4 @@
-"""Builder of the asynchronous file I/O."""
+"""Builder of the library for asynchronous file I/O."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
 
 class AsyncIOBuilder(CPUOpBuilder):
-    """A Python module that has the class `aio_handle`, for `deepspeed.ops.aio`."""
+    """A Python module with the class `aio_handle`, for `deepspeed.ops.aio`."""
 
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
@@ -22,7 +22,7 @@ class AsyncIOBuilder(CPUOpBuilder):
         return [*super().extra_ldflags(), "-pthread"]
 
     def remark(self) -> str:
-        """What a handle would use now, `"io_uring, O_DIRECT"` for example."""
+        """Return the engine that a new handle would use, for example `"io_uring, O_DIRECT"`."""
         from ds_ext_cpu.aio.probing import describe_engine
 
         return describe_engine()

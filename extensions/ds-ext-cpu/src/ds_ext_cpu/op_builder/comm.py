@@ -1,12 +1,12 @@
-"""Builder of the communication library between processes of one host."""
+"""Builder of the library for communication between processes of one host."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
 
 class CCLCommBuilder(CPUOpBuilder):
-    """A Python module that has the class `ProcessGroupCCL`, for `ds_ext_cpu.comm.ccl`.
+    """A Python module with the class `ProcessGroupCCL`, for `ds_ext_cpu.comm.ccl`.
 
-    It derives from a class of torch's C++ API, so it is built for one torch: the stable ABI has no process groups.
+    The class derives from a class of torch's C++ API, so a build fits one torch: the stable ABI has no process groups.
     """
 
     BUILD_VAR = "DS_BUILD_CCL_COMM"

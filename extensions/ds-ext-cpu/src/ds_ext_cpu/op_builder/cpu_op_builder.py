@@ -1,4 +1,4 @@
-"""What every builder of a host kernel shares: where the sources are, which torch they need, how they are compiled."""
+"""`CPUOpBuilder` is the base of all builders of host kernels: source paths, minimum torch, compiler flags."""
 
 import os
 import sys
@@ -9,24 +9,24 @@ from deepspeed.ops.op_builder.spec import make_kernel_path
 
 cpu_kernel_path, cpu_kernel_include = make_kernel_path("ds_ext_cpu", "csrc")
 
-# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX, parallel_for. A library built
-# for it runs with every later one.
+# The oldest torch with a stable ABI that has the features of the kernels: lists of tensors, TORCH_BOX, parallel_for. A
+# library that is built for this torch runs with every later torch.
 _MIN_TORCH = "2.10"
 
 
 class CPUOpBuilder(OpBuilder):
     """One library of torch operators in the namespace `ds_cpu`, through torch's stable ABI.
 
-    A subclass says `BUILD_VAR`, `NAME`, `sources` (by `cpu_kernel_path`) and, once the library is loaded,
-    `register_fakes`. With `DS_CPU_SANITIZE=1` in the environment libraries are built with the address and
-    undefined-behaviour sanitizers, which then have to be preloaded: see the README.
+    A subclass defines `BUILD_VAR`, `NAME`, `sources` (with `cpu_kernel_path`) and `register_fakes`, which runs after
+    the library is loaded. If the environment has `DS_CPU_SANITIZE=1`, libraries are built with the address and
+    undefined-behavior sanitizers, which must then be preloaded: see the README.
     """
 
     BUILD_VAR = ""
     NAME = ""
     op_namespace: ClassVar[str | None] = "ds_cpu"
     min_torch: ClassVar[str | None] = _MIN_TORCH
-    #: its sources use system calls of Linux
+    #: whether the sources use Linux system calls
     needs_linux: ClassVar[bool] = False
 
     def __init__(self, name: str | None = None) -> None:
@@ -45,8 +45,8 @@ class CPUOpBuilder(OpBuilder):
         return [cpu_kernel_include("csrc")]
 
     def cxx_args(self) -> list[str]:
-        # No contraction: loops say themselves where they multiply and add in one rounding, so that the end of a tensor
-        # and its middle, and the same formula in two places, give the same numbers.
+        # No contraction: loops use a fused multiply-add only where they say so. So the middle and end of a tensor, and
+        # the same formula in two places, give the same numbers.
         args = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"]
         return [*args, "-g", "-fno-omit-frame-pointer", *_sanitizers()] if _sanitizers() else args
 

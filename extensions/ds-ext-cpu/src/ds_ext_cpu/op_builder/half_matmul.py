@@ -1,4 +1,4 @@
-"""Builder of products of bf16 and fp16 matrices through fp32."""
+"""Builder of the kernel that multiplies bf16 and fp16 matrices in fp32."""
 
 from typing import ClassVar
 
@@ -8,8 +8,8 @@ from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 class HalfMatmulBuilder(CPUOpBuilder):
     """`torch.ops.ds_cpu.{enable_half_matmul, is_half_matmul_enabled}`, for `ds_ext_cpu.half_matmul`.
 
-    It replaces operators of torch's own and calls torch's kernels, so it is built for one torch: the stable ABI has no
-    address of a kernel that was replaced.
+    The library replaces torch operators and calls torch's kernels, so a build fits one torch: the stable ABI does not
+    give the address of a replaced kernel.
     """
 
     BUILD_VAR = "DS_BUILD_HALF_MATMUL"

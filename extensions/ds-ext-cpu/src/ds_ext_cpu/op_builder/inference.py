@@ -1,4 +1,4 @@
-"""Builder of a transformer's building blocks: norms, gelu and rotary embedding."""
+"""Builder of transformer kernels: norms, gelu and rotary embedding."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
@@ -13,7 +13,7 @@ class InferenceBuilder(CPUOpBuilder):
         return [cpu_kernel_path("transformer_inference/transformer_inference.cpp")]
 
     def cxx_args(self) -> list[str]:
-        # where the loops want a fused multiply-add they say so; elsewhere every instruction set gives the same bits
+        # loops use a fused multiply-add only where they say so; otherwise all instruction sets give the same bits
         return [*super().cxx_args(), "-ffp-contract=off"]
 
     def register_fakes(self) -> None:

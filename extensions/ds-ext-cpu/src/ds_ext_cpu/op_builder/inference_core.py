@@ -1,4 +1,4 @@
-"""Builder of a step of generation: linear layers with plain and quantized weights, the gate, and whole layers."""
+"""Builder of generation kernels: linear layers with plain and quantized weights, the gate, and whole layers."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 

@@ -1,4 +1,4 @@
-"""Builders of the LAMB kernel: one library, asked for by the host's name and by the accelerator's."""
+"""Builders of the LAMB kernel: one library under the name of the host op and of the accelerator op."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
@@ -19,7 +19,7 @@ class CPULambBuilder(CPUOpBuilder):
 
 
 class FusedLambBuilder(CPULambBuilder):
-    """The same operator for `FusedLamb`, whose parameters lie on the host when the accelerator is the cpu."""
+    """The same operator, for `FusedLamb` when the accelerator is the CPU."""
 
     BUILD_VAR = "DS_BUILD_FUSED_LAMB"
     NAME = "fused_lamb"

@@ -1,4 +1,4 @@
-"""Builders of the Lion kernel: one library, asked for by the host's name and by the accelerator's."""
+"""Builders of the Lion kernel: one library under the name of the host op and of the accelerator op."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
@@ -19,7 +19,7 @@ class CPULionBuilder(CPUOpBuilder):
 
 
 class FusedLionBuilder(CPULionBuilder):
-    """The same operator for `FusedLion`, whose parameters lie on the host when the accelerator is the cpu."""
+    """The same operator, for `FusedLion` when the accelerator is the CPU."""
 
     BUILD_VAR = "DS_BUILD_FUSED_LION"
     NAME = "fused_lion"

@@ -1,4 +1,4 @@
-"""Builder of the quantizer: quantization by group, fake quantization, and back."""
+"""Builder of the quantizer: quantization by group, fake quantization, and dequantization."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 

@@ -1,4 +1,4 @@
-"""Builder of attention over a cache of keys and values."""
+"""Builder of the kernel for attention over a KV cache."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
