@@ -1,7 +1,7 @@
-"""CUDA_Accelerator: NVIDIA GPUs through `torch.cuda`; only what differs from what the base asks of any device.
+"""`CUDA_Accelerator` supports NVIDIA GPUs through `torch.cuda`. It overrides only what differs from the base class.
 
-Streams, events, graphs, memory figures and pinned memory are the base's: `torch.cuda` has all of it under torch's
-common names.
+Streams, events, graphs, memory statistics and pinned memory come from the base class, because `torch.cuda` has them
+under torch's common names.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 from ds_ext_cuda import devices
 
-# compute capability (major) from which the hardware computes in a format
+# lowest compute capability (major) that supports a format
 _FP16_FROM, _BF16_FROM, _TRITON_FROM = 7, 8, 8
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """NVIDIA GPUs. Building one asks no driver and opens no device."""
+    """NVIDIA GPUs. Creating the object does not query the driver, and opens no device."""
 
     _name = "cuda"
     _communication_backend_name = "nccl"
@@ -25,10 +25,10 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     # ----- device ----------------------------------------------------------------------------------------------------
 
     def device_count(self) -> int:
-        """How many GPUs this process can use.
+        """Return the number of GPUs that this process can use.
 
-        From the kernel's files and `CUDA_VISIBLE_DEVICES` as long as torch has opened none: no NVML, no device context,
-        and a process may still fork. From torch once it has.
+        Until torch initializes CUDA, the number comes from the kernel's files and `CUDA_VISIBLE_DEVICES`, without NVML
+        or a device context, so the process can still fork. After that, the number comes from torch.
         """
         if not torch.backends.cuda.is_built():
             return 0
@@ -37,29 +37,29 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return devices.visible(devices.present()[0])
 
     def is_available(self) -> bool:
-        """Whether torch is a CUDA build and `device_count()` is above 0; opens no device."""
+        """Return whether torch is a CUDA build and `device_count()` is above 0. Opens no device."""
         return self.device_count() > 0
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator that ops on `device_index` draw from when none is given. Opens the device: it is its own."""
+        """Return the default generator of ops on `device_index`. Initializes CUDA, since the device has its own."""
         torch.cuda.init()
         return super().default_generator(device_index)
 
     # ----- communication, profiler -----------------------------------------------------------------------------------
 
     def communication_backend_version(self) -> Any:
-        """NCCL's version as a tuple, for example `(2, 27, 3)`; None with a torch that has no NCCL."""
+        """Return NCCL's version as a tuple, for example `(2, 27, 3)`; None if torch has no NCCL."""
         return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Open a named NVTX range, which Nsight shows; nests. With a CPU build of torch, a range of its profiler."""
+        """Open a named NVTX range for Nsight; ranges nest. With a CPU build of torch, open a torch profiler range."""
         if torch.backends.cuda.is_built():
             torch.cuda.nvtx.range_push(msg)
         else:
             super().range_push(msg)
 
     def range_pop(self, domain: str | None = None) -> None:
-        """Close the innermost range of this thread; nothing happens when none is open."""
+        """Close the innermost range of this thread. Does nothing if no range is open."""
         if torch.backends.cuda.is_built():
             torch.cuda.nvtx.range_pop()
         else:
@@ -68,25 +68,25 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     # ----- dtypes ----------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Whether the current device computes in bfloat16: capability 8.0 and later. torch emulates it before."""
+        """Return whether the current device computes in bfloat16: capability 8.0 or later. Below, torch emulates it."""
         return self._capability() >= (_BF16_FROM, 0)
 
     def is_fp16_supported(self) -> bool:
-        """Whether the current device computes in float16 at speed: capability 7.0 and later."""
+        """Return whether the current device computes fast in float16: capability 7.0 or later."""
         return self._capability() >= (_FP16_FROM, 0)
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for the current device: capability 8.0 and later."""
+        """Return whether Triton compiles for the current device: capability 8.0 or later."""
         return self._capability() >= (_TRITON_FROM, 0)
 
     def _capability(self) -> tuple[int, int]:
-        """(0, 0) where there is no device to ask."""
+        """Return the capability of the current device; (0, 0) without a device."""
         return torch.cuda.get_device_capability() if self.is_available() else (0, 0)
 
     # ----- environment -----------------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """The settings of NCCL, and where libraries and programs are found, which all hosts must share."""
+        """Return the prefixes of settings that all hosts must share: NCCL, and paths of libraries and programs."""
         return ["NCCL", "LD_LIBRARY", "PATH"]
 
     def visible_devices_envs(self) -> list[str]:

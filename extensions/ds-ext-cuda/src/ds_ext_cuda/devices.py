@@ -1,8 +1,8 @@
-"""Which NVIDIA devices this machine has and this process may use, and whether the driver's library is there.
+"""Find the NVIDIA devices of this machine that this process may use, and check that the driver's library loads.
 
-Devices are read from the file system, without NVML and torch: an answer costs less than a millisecond. The library is
-loaded and not initialized, which takes milliseconds at the first time. Neither makes a device context, and a process
-that forks later is as it was. Asked by the probe; devices also by the accelerator before torch has opened one.
+`present` reads the file system, without NVML and torch, in less than a millisecond. `driver_obstacle` loads the library
+without initializing it, which takes milliseconds the first time. Neither creates a device context, so the process can
+still fork. The probe calls both. The accelerator counts devices here until torch initializes CUDA.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ from pathlib import Path
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DRIVER = "libcuda.so.1"
 
-# what a driver leaves behind, in the order in which it is believed: a container sees all of /proc, and its own nodes
+# traces of the driver, the most reliable first: a container sees all of /proc, but only its own device nodes
 _NODES = re.compile(r"nvidia\d+")
 _PROC = "proc/driver/nvidia/gpus"
-# one node for all devices -> how it comes, and what shows that they are NVIDIA's
+# node that stands for all devices -> its platform, and a path that exists only for NVIDIA devices
 _SINGLE = {
     "dev/dxg": ("through WSL", "usr/lib/wsl/lib/libcuda.so.1"),
     "dev/nvmap": ("on a Tegra", "dev/nvmap"),
@@ -25,12 +25,12 @@ _SINGLE = {
 
 
 def present(root: Path = Path("/")) -> tuple[int, str]:
-    """How many NVIDIA devices the kernel shows to this process, and where that was seen.
+    """Return the number of NVIDIA devices that the kernel shows to this process, and where they were found.
 
-    WSL and Tegra boards show one node for all; they count as 1.
+    WSL and Tegra boards have one node for all devices, which counts as 1.
 
     Args:
-        root: in whose place tests have a folder of theirs.
+        root: the root of the file system; tests replace it.
 
     Returns:
         `(2, "/dev/nvidia0, /dev/nvidia1")`, or `(0, "no /dev/nvidia0, ...")`.
@@ -48,10 +48,10 @@ def present(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def visible(count: int, environment: Mapping[str, str] = os.environ) -> int:
-    """How many of `count` devices `CUDA_VISIBLE_DEVICES` leaves to this process, by the driver's rules.
+    """Return how many of `count` devices `CUDA_VISIBLE_DEVICES` leaves to this process, by the driver's rules.
 
-    The list counts up to its first entry that is no device, so that `-1` and an empty list hide all; an entry that
-    stands twice makes the whole list invalid. A `MIG-` entry is one slice, and a process sees at most one of those.
+    The list ends at its first entry that is not a device, so `-1` and an empty list hide all devices. A duplicate entry
+    makes the whole list invalid. A `MIG-` entry is one slice of a device, and a process sees at most one slice.
     """
     stated = environment.get(VISIBLE_DEVICES)
     if stated is None:
@@ -69,10 +69,10 @@ def visible(count: int, environment: Mapping[str, str] = os.environ) -> int:
 
 
 def driver_obstacle() -> str | None:
-    """Why the driver's library cannot be loaded; None: it is loaded now.
+    """Load the driver's library. Returns None, or why the library cannot be loaded.
 
-    A container that was given the device nodes and no driver has no such library, or an empty file in its place.
-    `cuInit` is not called: a driver that loads and does not start is found by whoever opens a device.
+    A container with the device nodes but without the driver has no such library, or an empty file in its place.
+    `cuInit` is not called, so a driver that loads but does not start fails later, when a device is opened.
     """
     try:
         ctypes.CDLL(DRIVER)
@@ -92,5 +92,5 @@ def _is_number(entry: str) -> bool:
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # not there, or hidden from this process
+    except OSError:  # the folder does not exist, or is hidden from this process
         return []

@@ -1,8 +1,8 @@
-"""Counts of faults that the driver keeps of an NVIDIA device, for the hook `ds_device_faults`, by NVML.
+"""Fault counts of an NVIDIA device from NVML, for the hook `ds_device_faults`.
 
-NVML is read through NVIDIA's own package, `nvidia-ml-py` (`pip install ds-ext-cuda[faults]`). It waits for nothing that
-runs on the device. The name by which it knows a device comes from torch, which initializes CUDA in this process. Slices
-of a device (MIG) have no counts of their own.
+NVML is called through NVIDIA's package `nvidia-ml-py` (`pip install ds-ext-cuda[faults]`), and does not wait for work
+on the device. NVML finds a device by its UUID. The UUID comes from torch, which initializes CUDA in this process.
+Slices of a device (MIG) have no counts of their own.
 """
 
 import functools
@@ -12,14 +12,14 @@ _NO_NVML = "faults are counted by NVIDIA's package nvidia-ml-py, which is missin
 
 
 def count(index: int | None) -> dict[str, int]:
-    """Count each kind of fault since the driver started; a kind that this device does not count is left out.
+    """Count each kind of fault since the driver started. Kinds that this device does not count are left out.
 
     Args:
-        index: of the device among those that this process sees; None, the host: nothing is counted.
+        index: index of the device among the devices that this process sees; None is the host, which has no counts here.
 
     Raises:
         ImportError: NVIDIA's package is not installed.
-        pynvml.NVMLError: the driver's library does not start, or knows no such device.
+        pynvml.NVMLError: the driver's library does not start, or does not know the device.
     """
     if index is None:
         return {}
@@ -41,7 +41,7 @@ def count(index: int | None) -> dict[str, int]:
     for kind, read in readers.items():
         try:
             counts[kind] = int(read())
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):  # memory without ECC, a slice of a device
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):  # for example memory without ECC, or a slice
             continue
     return counts
 
@@ -58,7 +58,7 @@ def _nvml() -> Any:
 
 @functools.cache
 def _uuid(index: int) -> str:
-    """Return the name that the driver has for a device, whatever CUDA_VISIBLE_DEVICES makes of its number."""
+    """Return the driver's UUID of a device, which does not depend on CUDA_VISIBLE_DEVICES."""
     import torch
 
     uuid = str(torch.cuda.get_device_properties(index).uuid)

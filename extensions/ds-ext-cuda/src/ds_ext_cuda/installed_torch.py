@@ -1,14 +1,14 @@
-"""For which CUDA the installed torch was built."""
+"""`cuda_of_torch` finds the CUDA version that the installed torch was built for."""
 
 from deepspeed.plugins.hookspecs import torch_build, torch_name
 
 
 def cuda_of_torch() -> tuple[str | None, str]:
-    """The CUDA version of the torch that this process has or would import, and what is said of it.
+    """Return the CUDA version of the torch that this process has imported or would import, and a text for messages.
 
     Returns:
-        `("13.0", "torch 2.13.0+cu130")`; `(None, "torch 2.13.0+cpu is built without CUDA; ...")` for another build,
-        or when there is no torch.
+        `("13.0", "torch 2.13.0+cu130")`; `(None, "torch 2.13.0+cpu is built without CUDA; ...")` for a build without
+        CUDA; also None and a text if torch is not installed.
     """
     build = torch_build()
     cuda, name = build.get("cuda"), torch_name(build)

@@ -1,4 +1,4 @@
-"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+"""Hook implementations, the only entry point of this extension. Importing this module does not import torch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 DS_PLUGIN_API = ">=1.3,<2"
 
-# a real device: above the host's 0
+# above the host's 0, because this is a real device
 _PRIORITY = 100
 
 
 @hookimpl
 def ds_probe() -> Offer:
-    """Whether there is a device that this process may use, a torch that can, and the driver's library."""
+    """Check that this process may use a device, torch is a CUDA build, and the driver's library loads."""
     count, where = devices.present()
     if count == 0:
         return _no(f"no NVIDIA device here ({where})")
@@ -37,7 +37,7 @@ def ds_probe() -> Offer:
 
 @hookimpl
 def ds_accelerator() -> "CUDA_Accelerator":
-    """The accelerator, with torch behind it."""
+    """Build the accelerator. This imports torch."""
     from ds_ext_cuda.accelerator import CUDA_Accelerator
 
     return CUDA_Accelerator()
@@ -45,7 +45,7 @@ def ds_accelerator() -> "CUDA_Accelerator":
 
 @hookimpl
 def ds_op_builders() -> Mapping[str, type]:
-    """The kernels for tensors on a GPU."""
+    """Return the builders of the GPU kernels."""
     from ds_ext_cuda.op_builder import builders
 
     return builders()
@@ -53,7 +53,7 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_device_faults(index: int | None) -> Mapping[str, int]:
-    """Count the device's errors of memory, its replaced rows and its slowdowns."""
+    """Count the device's memory errors, replaced memory rows, and seconds of thermal throttling."""
     return faults.count(index)
 
 

@@ -1,7 +1,7 @@
-"""Builders of the GPU kernels in `csrc/`: one file per op here, beside one folder of CUDA C++ there.
+"""Builders of the GPU kernels in `csrc/`. Each op has one file here and one folder of CUDA C++ in `csrc/`.
 
-May import `deepspeed.ops.op_builder`. Read next: `cuda_op_builder.py` (what they share), `toolkit.py` (which nvcc),
-`architectures.py` (for which GPUs), then `adam.py`; to add an op, add a line to `_MODULES`.
+May import `deepspeed.ops.op_builder`. Read next: `cuda_op_builder.py` (the common base), `toolkit.py` (finds nvcc),
+`architectures.py` (the target GPUs), then `adam.py`. To add an op, add a line to `_MODULES`.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _MODULES = {
 
 
 def builders() -> dict[str, type]:
-    """Builder name -> class, for the hook `ds_op_builders`."""
+    """Return the builder classes by name, for the hook `ds_op_builders`."""
     return {name: __getattr__(name) for name in _MODULES}
 
 

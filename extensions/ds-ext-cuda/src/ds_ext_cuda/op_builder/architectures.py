@@ -1,6 +1,6 @@
-"""For which GPUs a kernel is compiled: machine code for some, and PTX, which a driver compiles for later ones.
+"""Target GPUs of a kernel: machine code for some GPUs, and PTX, which the driver compiles for later GPUs.
 
-Read by `cuda_op_builder.py`. A list is written as torch's `TORCH_CUDA_ARCH_LIST`: "8.0;9.0 10.0+PTX", or "Hopper".
+Used by `cuda_op_builder.py`. Lists have the format of torch's `TORCH_CUDA_ARCH_LIST`: "8.0;9.0 10.0+PTX", or "Hopper".
 """
 
 import re
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from deepspeed.errors import ConfigError, OpUnavailable
 
 VARIABLE = "TORCH_CUDA_ARCH_LIST"
-#: what a library that is to run anywhere is compiled for, as far as the toolkit can; PTX of the last
+#: targets of a portable library, if the toolkit supports them; with PTX of the last one
 PROMISED = (80, 90, 100)
 
 _ENTRY = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
-# torch's names, the longer before the shorter; families that no supported toolkit compiles for are left out
+# torch's names, longer names first; families that no supported toolkit compiles for are left out
 _NAMED = {
     "Volta+Tegra": "7.2",
     "Volta": "7.0+PTX",
@@ -33,9 +33,9 @@ class Architecture:
     """One entry of a list.
 
     Attributes:
-        number: ten times the compute capability: 90 for 9.0.
-        variant: `a` or `f`, code for this chip or family alone; else empty.
-        ptx: PTX beside the machine code.
+        number: ten times the compute capability, for example 90 for 9.0.
+        variant: `a` or `f` for code that only runs on this chip or family; else empty.
+        ptx: whether to add PTX to the machine code.
     """
 
     number: int
@@ -44,22 +44,22 @@ class Architecture:
 
     @property
     def capability(self) -> str:
-        """As users write it: `9.0`, `9.0a`."""
+        """The compute capability as users write it, for example `9.0` or `9.0a`."""
         return f"{self.number // 10}.{self.number % 10}{self.variant}"
 
     @property
     def flags(self) -> list[str]:
-        """For nvcc."""
+        """The flags for nvcc."""
         name = f"{self.number}{self.variant}"
         flags = [f"-gencode=arch=compute_{name},code=sm_{name}"]
         return [*flags, f"-gencode=arch=compute_{name},code=compute_{name}"] if self.ptx else flags
 
     def __str__(self) -> str:
-        """As an entry of a list: `9.0+PTX`."""
+        """Return the entry of a list, for example `9.0+PTX`."""
         return f"{self.capability}{'+PTX' if self.ptx else ''}"
 
     def runs_on(self, card: tuple[int, int]) -> bool:
-        """Whether a card of this capability runs it: code of its generation up to its own, or PTX of any before it."""
+        """Return whether this GPU runs the code: machine code of its generation, or PTX, not newer than the GPU."""
         number = 10 * card[0] + card[1]
         if self.variant == "a":
             return number == self.number
@@ -68,10 +68,10 @@ class Architecture:
 
 
 def parse(text: str, origin: str = VARIABLE) -> list[Architecture]:
-    """The entries of a list, divided by `;`, `,` or spaces, in order and each once.
+    """Return the entries of a list, separated by `;`, `,` or spaces, in order and without duplicates.
 
     Raises:
-        ConfigError: an entry is none; `origin` says where the list stood.
+        ConfigError: an entry is invalid; `origin` names the source of the list.
     """
     for name, meaning in _NAMED.items():
         text = re.sub(rf"\b{re.escape(name)}(?![+\w])", meaning, text)
@@ -85,10 +85,10 @@ def parse(text: str, origin: str = VARIABLE) -> list[Architecture]:
 
 
 def compilable(architectures: Iterable[Architecture], codes: frozenset[int], toolkit: str) -> list[Architecture]:
-    """`architectures`, once it is known that the toolkit compiles for all of them.
+    """Return `architectures` if the toolkit compiles for all of them.
 
     Raises:
-        OpUnavailable: it does not for one; the message says for which it does.
+        OpUnavailable: the toolkit does not compile for one of them; the message lists the supported ones.
     """
     wanted = list(architectures)
     for one in wanted:
@@ -99,13 +99,13 @@ def compilable(architectures: Iterable[Architecture], codes: frozenset[int], too
 
 
 def default(codes: frozenset[int]) -> list[Architecture]:
-    """`PROMISED` as far as the toolkit can, with PTX of the last."""
+    """Return the targets of `PROMISED` that the toolkit supports, with PTX of the last one."""
     numbers = [number for number in PROMISED if number in codes] or [max(codes)]
     return [*map(Architecture, numbers[:-1]), Architecture(numbers[-1], ptx=True)]
 
 
 def of_devices(capabilities: Sequence[tuple[int, int]], codes: frozenset[int]) -> list[Architecture]:
-    """For the cards that are here: machine code for each, or, of one that is newer than the toolkit, PTX before it."""
+    """Return targets for the given GPUs: machine code, or PTX of an older one if the toolkit does not know the GPU."""
     found: dict[Architecture, None] = {}
     for major, minor in sorted(set(capabilities)):
         number = 10 * major + minor

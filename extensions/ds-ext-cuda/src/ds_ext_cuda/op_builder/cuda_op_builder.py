@@ -1,8 +1,8 @@
-"""What every builder of a GPU kernel shares: nvcc compiles, the C++ compiler links, torch's stable ABI binds.
+"""`CUDAOpBuilder` is the base of all builders of GPU kernels: nvcc compiles, the C++ compiler links.
 
-nvcc is driven here and not by `torch.utils.cpp_extension`, whose torch must be a CUDA build and of the toolkit's
-version: libraries made here compile beside any torch, so that a machine without a GPU can check them, and one library
-serves every torch from `min_torch` on. They bring their own static CUDA runtime.
+The builder calls nvcc itself, since `torch.utils.cpp_extension` needs a CUDA build of torch with the toolkit's version.
+Libraries from this builder use torch's stable ABI and compile with any torch, so a machine without a GPU can check
+them. One library serves every torch from `min_torch` on. Libraries contain their own static CUDA runtime.
 """
 
 import dataclasses
@@ -26,31 +26,30 @@ from ds_ext_cuda.op_builder.toolkit import Toolkit, find_toolkit
 cuda_kernel_path, cuda_kernel_include = make_kernel_path("ds_ext_cuda", "csrc")
 
 SKIP_CHECK = "DS_SKIP_CUDA_CHECK"
-# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX, the device guard. A library
-# built for it runs with every later one.
+# The oldest torch with a stable ABI that has the features of the kernels: lists of tensors, TORCH_BOX, the device
+# guard. A library that is built for this torch runs with every later torch.
 _MIN_TORCH = "2.10"
-# in a manifest's `target`, before the GPUs that a library is for
+# separates the names of the target GPUs in a manifest's `target`
 _FOR_GPUS = " for "
-# what follows goes to the host's compiler as it stands
+# flags that nvcc passes to the host compiler
 _FOR_HOST = ("-fPIC", "-fvisibility=hidden")
-# variables whose value nvcc adds to its command line
+# environment variables that nvcc adds to its command line
 _READ_BY_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
 
 def installed_cuda_version(name: str = "") -> tuple[int, int]:
-    """(major, minor) of the CUDA toolkit of this machine; `name` is the op that asks.
+    """Return (major, minor) of the CUDA toolkit of this machine. `name` is ignored; DeepSpeed has it.
 
     Raises:
-        OpUnavailable: there is none.
+        OpUnavailable: there is no toolkit.
     """
     return find_toolkit().version
 
 
 def assert_no_cuda_mismatch(name: str = "") -> bool:
-    """Whether the toolkit and torch are of one CUDA version. Minor versions may differ: CUDA is compatible in them.
-
-    A torch without CUDA differs from none: it can be compiled beside, and the library is for another torch.
-    `DS_SKIP_CUDA_CHECK=1` accepts everything.
+    """Return whether the toolkit and torch have the same CUDA version. False if only the minor versions differ, which
+    CUDA permits. True for a torch without CUDA, since the library is then for another torch, and True with
+    `DS_SKIP_CUDA_CHECK=1`.
 
     Raises:
         OpUnavailable: the major versions differ; the message has both.
@@ -70,8 +69,8 @@ def assert_no_cuda_mismatch(name: str = "") -> bool:
 class CUDAOpBuilder(OpBuilder):
     """One library of torch operators in the namespace `ds_cuda`, through torch's stable ABI.
 
-    A subclass says `BUILD_VAR`, `NAME`, `sources` (by `cuda_kernel_path`) and, once the library is loaded,
-    `register_fakes`; it may override `nvcc_args` and `filter_ccs`.
+    A subclass defines `BUILD_VAR`, `NAME`, `sources` (with `cuda_kernel_path`) and `register_fakes`, which runs after
+    the library is loaded. It may override `nvcc_args` and `filter_ccs`.
     """
 
     BUILD_VAR = ""
@@ -89,43 +88,43 @@ class CUDAOpBuilder(OpBuilder):
         return [cuda_kernel_include("csrc")]
 
     def cxx_args(self) -> list[str]:
-        """All flags of the compile command but the GPUs: nvcc's, and behind `-Xcompiler` those of the host's."""
+        """Return all compile flags except the target GPUs: nvcc's, and after `-Xcompiler` the host compiler's."""
         return [*self.nvcc_args(), *self.version_dependent_macros(), "-Xcompiler", ",".join(_FOR_HOST)]
 
     def nvcc_args(self) -> list[str]:
-        """Flags for nvcc. No fast math and no contraction: sources say where they multiply and add in one rounding."""
-        # USE_CUDA: torch's headers then declare the stream
+        """Return flags for nvcc. No fast math, no contraction: sources say where they use a fused multiply-add."""
+        # USE_CUDA makes torch's headers declare the stream
         return ["-O3", "-std=c++20", "-DUSE_CUDA", "--expt-relaxed-constexpr", "--fmad=false"]
 
     def version_dependent_macros(self) -> list[str]:
-        """Macros that tell sources torch's version: DeepSpeed's `VERSION_GE_1_1`, `_1_3` and `_1_5`, true here."""
+        """Return DeepSpeed's macros for torch's version: `VERSION_GE_1_1`, `_1_3` and `_1_5`, all defined here."""
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     # ----- for which GPUs --------------------------------------------------------------------------------------------
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """nvcc's flags for the GPUs: those of `TORCH_CUDA_ARCH_LIST`, else of `cross_compile_archs` ("8.0;9.0+PTX").
+        """Return nvcc's flags for the GPUs in `TORCH_CUDA_ARCH_LIST`, else in `cross_compile_archs` ("8.0;9.0+PTX").
 
-        Without either, when an op is compiled at its first use: the cards of this machine; otherwise 8.0, 9.0 and 10.0
-        with PTX for later ones, as far as the toolkit has them.
+        Without either list, an op that is compiled at its first use targets the GPUs of this machine. Other builds
+        target 8.0, 9.0 and 10.0, with PTX for later GPUs, as far as the toolkit supports them.
 
         Raises:
-            ConfigError: a list cannot be read.
-            OpUnavailable: the toolkit does not compile for one of them, or `filter_ccs` left none.
+            ConfigError: a list is invalid.
+            OpUnavailable: the toolkit does not compile for a listed GPU, or `filter_ccs` returned no GPU.
         """
         return [
             flag for one in self._kept(self._for_toolkit(find_toolkit(), cross_compile_archs)) for flag in one.flags
         ]
 
     def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
-        """Of capabilities such as `"9.0"` and `"10.0+PTX"` those that the op runs on, each as `[major, minor]`.
+        """Return those `ccs`, such as `"9.0"` and `"10.0+PTX"`, that the op runs on, each as `[major, minor]`.
 
-        Called by `compute_capability_args`; an op that needs a certain GPU leaves others out, and says so.
+        Called by `compute_capability_args` and `describe`. An op with special requirements leaves other GPUs out.
         """
         return [cc.split(".") for cc in ccs]
 
     def _kept(self, chosen: list[Architecture]) -> list[Architecture]:
-        """Those of `chosen` that `filter_ccs` keeps."""
+        """Return the architectures of `chosen` that `filter_ccs` keeps."""
         kept = self.filter_ccs([str(one) for one in chosen])
         if not kept:
             raise OpUnavailable(f"op {self.name!r} runs on none of {', '.join(one.capability for one in chosen)}")
@@ -144,15 +143,15 @@ class CUDAOpBuilder(OpBuilder):
         return architectures.parse(cross_compile_archs, "cross_compile_archs") if cross_compile_archs else None
 
     def _cards(self) -> list[tuple[int, int]]:
-        """The cards that a build is for; empty: for those that we promise."""
+        """Return the capabilities of the GPUs to build for; empty means `PROMISED`."""
         native = os.environ.get(architectures.VARIABLE, "").strip() == "native"
         return _capabilities() if self.jit_mode or native else []
 
     def describe(self) -> BuildSpec:
-        """As the base's, and for which GPUs: what was compiled for others is not taken from the cache."""
+        """Extend the base's spec by the target GPUs, so a library for other GPUs is not taken from the cache."""
         try:
             chosen = self._for_toolkit(find_toolkit())
-        except OpUnavailable:  # a library that another machine left in the cache may be for the cards here
+        except OpUnavailable:  # another machine may have put a library for these GPUs into the cache
             cards = self._cards()
             own = frozenset(10 * major + minor for major, minor in cards)
             chosen = self._stated() or architectures.of_devices(cards, own or frozenset(architectures.PROMISED))
@@ -163,7 +162,7 @@ class CUDAOpBuilder(OpBuilder):
     # ----- how it is compiled ----------------------------------------------------------------------------------------
 
     def toolchain(self) -> Toolchain:
-        """nvcc, with the host's compiler behind it. Raises OpUnavailable without either, or for another CUDA."""
+        """Return nvcc with the host compiler. Raises OpUnavailable if one is missing, or CUDA major versions differ."""
         if not assert_no_cuda_mismatch(self.name):
             logger.info("op %r: CUDA of torch and of the toolkit differ in the minor version", self.name)
         toolkit, host = find_toolkit(), find_compiler()
@@ -174,7 +173,7 @@ class CUDAOpBuilder(OpBuilder):
             *toolchain.command,
             *_host_compiler_option(),
             *self.compute_capability_args(),
-            *("--threads", "0"),  # the GPUs side by side, as many as there are cores
+            *("--threads", "0"),  # compiles for several GPUs in parallel, on all cores
             *("-Xcompiler", f"-ffile-prefix-map={source.parent}=."),
             *flags,
             *("-c", str(source), "-o", str(object_path)),
@@ -183,10 +182,10 @@ class CUDAOpBuilder(OpBuilder):
     def link_command(
         self, toolchain: Toolchain, object_paths: Sequence[Path], library: Path, flags: Sequence[str]
     ) -> list[str]:
-        """By the host's compiler, as `flags` are its.
+        """Return the link command of the host compiler, since `flags` are flags of the host compiler.
 
-        The library needs libtorch.so whether it uses a symbol of it or not: that brings libtorch_cuda.so into the
-        scope in which its weak symbols (the current stream) are looked up.
+        The library must depend on libtorch.so even if it uses none of its symbols: libtorch.so loads libtorch_cuda.so
+        into the scope in which the library's weak symbols (the current stream) are looked up.
         """
         return [
             *find_compiler().command,
@@ -196,20 +195,20 @@ class CUDAOpBuilder(OpBuilder):
         ]
 
     def compile_only(self) -> Path:
-        """The finished library, from the cache or compiled now, whether or not the torch of this process could run it.
+        """Return the library, cached or compiled now, even if the torch of this process cannot run it.
 
-        For tests and for whoever compiles on a machine without a GPU.
+        For tests, and for builds on a machine without a GPU.
 
         Raises:
             OpUnavailable: there is no toolkit, or the build failed (`BuildError`).
         """
-        self.toolchain()  # says why there is none
+        self.toolchain()  # raises if there is none
         return jit.build(self.describe())
 
     # ----- whether it can be loaded ----------------------------------------------------------------------------------
 
     def prepare(self) -> Path:
-        """As the base's: what `load` will look for, which is for the cards here."""
+        """Return the same as the base, but build for the GPUs of this machine, as `load` does."""
         self.jit_mode = True
         return super().prepare()
 
@@ -221,10 +220,10 @@ class CUDAOpBuilder(OpBuilder):
         try:
             return super()._obstacle()
         finally:
-            self.jit_mode = before  # a wheel is not for the cards of the machine that builds it
+            self.jit_mode = before  # a wheel is not built for the GPUs of this machine
 
     def _load_prebuilt(self) -> Any | None:
-        """As the base's, unless the library is for other GPUs: then it is compiled instead."""
+        """Load the prebuilt library like the base; return None if it is for other GPUs, so the op is compiled."""
         library = loading.library_beside_package(self.absolute_name())
         manifest = None if library is None else Manifest.read(library.with_suffix(".json"))
         names = "" if manifest is None else manifest.target.partition(_FOR_GPUS)[2]
@@ -240,7 +239,7 @@ class CUDAOpBuilder(OpBuilder):
         return super()._load_prebuilt()
 
     def builder(self) -> Any:
-        """The op as a setuptools Extension, by torch's own means, which need a CUDA build of torch.
+        """Return the op as a setuptools Extension, created by torch, which must be a CUDA build.
 
         Raises:
             OpUnavailable: a source is missing.
@@ -258,7 +257,7 @@ class CUDAOpBuilder(OpBuilder):
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """Of the cards that this process sees; empty with a torch without CUDA. Opens the device."""
+    """Return the capabilities of the GPUs that this process sees; empty if torch has no CUDA. Opens the devices."""
     torch = torch_module()
     if cuda_of_torch()[0] is None or not torch.cuda.is_available():
         return []
@@ -266,9 +265,9 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 def _host_compiler_option() -> list[str]:
-    """The compiler that nvcc shall use, where the user chose one by `$CXX`; nvcc's own choice otherwise.
+    """Return nvcc's options for the host compiler in `$CXX`; without `$CXX`, nvcc chooses.
 
-    nvcc starts one program: of `ccache g++ -m64` that is g++, and the flags are handed through.
+    nvcc starts a single program. For `ccache g++ -m64` this is g++, and the flags are passed on.
     """
     if not os.environ.get("CXX"):
         return []
@@ -278,7 +277,7 @@ def _host_compiler_option() -> list[str]:
 
 
 def _before_as_needed(flags: Sequence[str], *added: str) -> list[str]:
-    """`flags` with `added` where they count: before the first that lets the linker leave libraries out."""
+    """Insert `added` into `flags` before `--as-needed`, so the linker does not drop the added libraries."""
     listed = list(flags)
     at = listed.index("-Wl,--as-needed") if "-Wl,--as-needed" in listed else len(listed)
     return [*listed[:at], *added, *listed[at:]]

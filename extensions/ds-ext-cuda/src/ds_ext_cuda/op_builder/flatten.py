@@ -1,4 +1,4 @@
-"""Builder of the op that DeepSpeed calls `utils`: many tensors into one, and back."""
+"""Builder of the op `utils` (DeepSpeed's name): flatten many tensors into one, and unflatten."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_pa
 
 
 class UtilsBuilder(CUDAOpBuilder):
-    """`torch.ops.ds_cuda.{flatten, unflatten}`: `flatten(tensors)` and `unflatten(flat, tensors)`, as DeepSpeed's."""
+    """`torch.ops.ds_cuda.{flatten, unflatten}`: `flatten(tensors)` and `unflatten(flat, tensors)`, as in DeepSpeed."""
 
     BUILD_VAR = "DS_BUILD_UTILS"
     NAME = "utils"

@@ -1,16 +1,16 @@
-"""Builder of a transformer's building blocks: norms, gelu, rotary embedding, masked softmax, fused additions."""
+"""Builder of transformer kernels: norms, gelu, rotary embedding, masked softmax, fused additions."""
 
 from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_path
 
 
 class InferenceBuilder(CUDAOpBuilder):
-    """`torch.ops.ds_cuda.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`, which core's fronts call.
+    """`torch.ops.ds_cuda.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`, which the core's ops call.
 
-    And two that have no front yet:
+    The core does not call these two yet:
 
         bias_residual_add(x, bias, residual)    x + bias + residual, added in fp32 and rounded once; bias may be None
         masked_softmax(x, mask, scale)          softmax(scale * x + mask) over the last dimension of x, of up to 4
-                                                dimensions; the mask may be None, or repeat over dimensions of size 1
+                                                dimensions; mask may be None, and broadcasts dimensions of size 1
     """
 
     BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"

@@ -1,4 +1,4 @@
-"""Builder of the quantizer: quantization by group, fake quantization, and back."""
+"""Builder of the quantizer: quantization by group, fake quantization, and dequantization."""
 
 from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_path
 
@@ -6,8 +6,8 @@ from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_pa
 class QuantizerBuilder(CUDAOpBuilder):
     """`torch.ops.ds_cuda.{quantize_groups, fake_quantize_groups, dequantize_groups, dequantize_reduce}`.
 
-    And `swizzled_quantize_groups(x, num_groups, num_bits, symmetric, num_nodes, devices_per_node)`, for gradients that
-    go through two all-to-alls: the groups are written in the order (device, node, rest), not (node, device, rest).
+    Also `swizzled_quantize_groups(x, num_groups, num_bits, symmetric, num_nodes, devices_per_node)`, for gradients in
+    two all-to-alls: the operator writes the groups in the order (device, node, rest) instead of (node, device, rest).
     """
 
     BUILD_VAR = "DS_BUILD_QUANTIZER"

@@ -1,4 +1,4 @@
-"""Builder of the token operators of random layerwise token dropping."""
+"""Builder of the token operators for random layerwise token dropping."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_pa
 class RandomLTDBuilder(CUDAOpBuilder):
     """`torch.ops.ds_cuda.{token_sort_, token_gather, token_scatter_}`, with DeepSpeed's arguments.
 
-    Those that work in place return nothing, where DeepSpeed's return their argument: torch compiles no operator whose
-    output is its input.
+    In-place operators return nothing, but in DeepSpeed they return their argument: torch does not compile an operator
+    that returns an input.
 
-    - `token_sort_(indices, num_tokens)`: int32 [..., kept], sorted within each row, in place.
-    - `token_gather(activations, indices, batch_first)`: of [batch, tokens, hidden] (or [tokens, batch, hidden]) those
-      that indices [batch, kept] name, as [batch, kept, hidden] (or [kept, batch, hidden]).
-    - `token_scatter_(all_activations, layer_activations, indices, batch_first)`: writes them back, in place.
+    - `token_sort_(indices, num_tokens)` sorts int32 indices [..., kept] within each row, in place.
+    - `token_gather(activations, indices, batch_first)` selects the tokens in indices [batch, kept] from [batch, tokens,
+      hidden] (or [tokens, batch, hidden]) into [batch, kept, hidden] (or [kept, batch, hidden]).
+    - `token_scatter_(all_activations, layer_activations, indices, batch_first)` writes tokens back, in place.
     """
 
     BUILD_VAR = "DS_BUILD_RANDOM_LTD"

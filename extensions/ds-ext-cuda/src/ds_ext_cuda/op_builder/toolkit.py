@@ -1,7 +1,7 @@
-"""The CUDA toolkit of this machine: where nvcc is, which version, for which GPUs it compiles.
+"""`find_toolkit` finds the CUDA toolkit of this machine: the path of nvcc, its version, and the GPUs it supports.
 
-`$CUDA_HOME`, else `$CUDA_PATH`, else nvcc on PATH, else /usr/local/cuda. What belongs to an nvcc is asked from nvcc
-itself, as it may be a link or a script that lies elsewhere.
+The toolkit is in `$CUDA_HOME`, else `$CUDA_PATH`, else nvcc is on PATH, else in /usr/local/cuda. nvcc reports its own
+folders, since the program may be a link or a script in another folder.
 """
 
 import functools
@@ -16,9 +16,9 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder.toolchain import identify
 
 _DEFAULT_HOME = "/usr/local/cuda"
-# torch's headers want C++20
+# torch's headers need C++20
 _MIN_VERSION = (12, 0)
-# where it lies when nvcc does not tell, below the toolkit's home
+# folders of `_RUNTIME` below the toolkit's home, if nvcc does not report one
 _LIBRARY_FOLDERS = ("lib64", "lib", "lib/*-linux-gnu")
 _RUNTIME = "libcudart_static.a"
 
@@ -28,10 +28,10 @@ class Toolkit:
     """One CUDA toolkit.
 
     Attributes:
-        nvcc: how it is started.
-        identity: what `nvcc --version` says.
+        nvcc: the command that starts nvcc.
+        identity: the output of `nvcc --version`.
         version: for example `(13, 0)`.
-        codes: the GPUs that it makes code for, by their number: 80, 90, 100.
+        codes: the GPUs that nvcc compiles for, as numbers such as 80, 90, 100.
         libraries: the folder of the static CUDA runtime.
     """
 
@@ -43,16 +43,16 @@ class Toolkit:
 
     @property
     def version_name(self) -> str:
-        """For example `13.0`."""
+        """The version as text, for example `13.0`."""
         return ".".join(map(str, self.version))
 
 
 def find_toolkit() -> Toolkit:
-    """The toolkit. Called for every build; nvcc is asked once per process.
+    """Return the toolkit. Called for every build; nvcc is queried once per process.
 
     Raises:
-        OpUnavailable: there is none; `$CUDA_HOME` names one without nvcc (another is not taken in its place); it is too
-            old; or it has no static runtime.
+        OpUnavailable: there is no toolkit; `$CUDA_HOME` or `$CUDA_PATH` has no nvcc (no other toolkit is used then);
+            the toolkit is too old, or has no static runtime.
     """
     return _toolkit(_find_nvcc())
 
@@ -88,7 +88,7 @@ def _toolkit(nvcc: str) -> Toolkit:
 
 
 def _library_folder(nvcc: str) -> Path:
-    """Where the static runtime of this nvcc lies: in a folder that it gives the linker, or near it."""
+    """Find the folder of the static runtime: one that nvcc passes to the linker, or one of the toolkit."""
     told = _ask(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull)
     top = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
     home = Path(os.path.realpath(top[1] if top else Path(nvcc).parent.parent))
@@ -101,7 +101,7 @@ def _library_folder(nvcc: str) -> Path:
 
 
 def _ask(nvcc: str, *arguments: str) -> str:
-    """What nvcc prints; `--dryrun` prints to stderr."""
+    """Return the output of nvcc. Includes stderr, where `--dryrun` prints."""
     try:
         done = subprocess.run(
             [nvcc, *arguments],
