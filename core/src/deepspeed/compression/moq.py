@@ -1,8 +1,8 @@
-"""`Quantizer` rounds weights after each step of an optimizer, with fewer bits over time: Mixture of Quantization.
+"""`Quantizer` rounds weights after each optimizer step, with fewer bits over time: Mixture of Quantization.
 
-The optimizer updates other tensors than the model's, the master weights of fp16 and bf16, which stay unrounded. The
-bits fall by one when the steps reach a parameter's `q_period`, which doubles then, as DeepSpeed's tutorial "Mixture of
-Quantization" says. `MixtureOfQuantization` does it for the engine; a loop of one's own calls `Quantizer.quantize`.
+Only the model's weights are rounded. The optimizer updates separate master weights, which stay unrounded. When the
+number of steps reaches a parameter's `q_period`, its bits fall by one and the period doubles (DeepSpeed's tutorial
+"Mixture of Quantization"). The engine uses `MixtureOfQuantization`; a custom loop calls `Quantizer.quantize`.
 """
 
 import math
@@ -37,24 +37,24 @@ from deepspeed.parallel.model_part import is_moe_param, is_tensor_parallel
 __all__ = ["Quantizer"]
 
 _OLDER, _OF_LAYERS = "quantize_training", "compression_training.weight_quantization"
-#: by how much the largest eigenvalue stretches a period, above 1
+#: the largest eigenvalue multiplies a period by 1 + this factor
 _STRETCH = 4
 
 
 @absent_members("runtime.quantize:Quantizer")
 class Quantizer:
-    """Rounds parameters that have `start_bits`, `target_bits` and `q_period`, in place.
+    """Rounds parameters in place. Each parameter has the attributes `start_bits`, `target_bits` and `q_period`.
 
     Args:
-        q_groups: scales per parameter.
-        q_mixed_fp16: mix the rounded value with the parameter's own, whose share falls by `q_change_ratio` a step.
-        q_change_ratio: by how much the share of the own value falls each step, with `q_mixed_fp16`.
+        q_groups: number of groups per parameter; each group has its own scale.
+        q_mixed_fp16: mix the rounded value with the unrounded value.
+        q_change_ratio: with `q_mixed_fp16`, the share of the unrounded value falls by this number each step.
         q_type: "symmetric" or 0; "asymmetric" or 1.
         q_rounding: "nearest" or 0; "stochastic" or 1.
         q_verbose: log when bits change.
-        q_eigenvalue: whether periods follow eigenvalues; for the caller.
-        use_quantizer_kernel: has no effect; the accelerator's kernel is used if it has one.
-        layer_num: layers that eigenvalues are of; for the caller.
+        q_eigenvalue: whether periods depend on eigenvalues; used by the caller.
+        use_quantizer_kernel: ignored; the accelerator's kernel is used if there is one.
+        layer_num: number of layers with eigenvalues; used by the caller.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Quantizer:
         self.q_eigenvalue = q_eigenvalue
         self.use_quantizer_kernel = use_quantizer_kernel
         self.layer_num = layer_num
-        #: steps so far
+        #: number of steps so far
         self.qsteps = 0
-        #: share of the parameter's own value
+        #: share of the parameter's unrounded value
         self.quantize_real_ratio = 1.0
         self._switches = True
 
     def any_precision_switch(self) -> bool:
-        """Whether bits may still fall, so that eigenvalues are of use: True until `quantize` saw no such parameter."""
+        """Return whether bits may still fall. True until `quantize` finds all parameters at their `target_bits`."""
         return self._switches
 
     def step(self) -> None:
@@ -105,13 +105,13 @@ class Quantizer:
         eigenvalue_enabled: bool,
         block_eigenvalue: Mapping[int, tuple[float, int]] | None = None,
     ) -> None:
-        """Count a step and round each parameter of 2-D and more, in place. One that was skipped rounds nothing.
+        """Count a step and round each parameter that has `start_bits` and at least 2 dimensions, in place.
 
         Args:
-            parameter_group: groups of parameters, of the model's own type.
-            overflow: whether the step was skipped.
-            eigenvalue_enabled: whether periods follow `block_eigenvalue`.
-            block_eigenvalue: as `Eigenvalue.compute_eigenvalue` returns it.
+            parameter_group: groups of the model's parameters.
+            overflow: whether the step was skipped; if so, nothing is done unless `eigenvalue_enabled`.
+            eigenvalue_enabled: whether eigenvalues are estimated.
+            block_eigenvalue: the result of `Eigenvalue.compute_eigenvalue`; None: periods only double.
         """
         if overflow and not eigenvalue_enabled:
             return
@@ -119,7 +119,7 @@ class Quantizer:
         self.update_fp16_ratio()
         self._switches = False
         for group in parameter_group:
-            param: Any  # with the attributes of its schedule
+            param: Any  # has the attributes of its schedule
             for param in group:
                 if param.dim() > 1 and getattr(param, "start_bits", None):
                     value, layer = (block_eigenvalue or {}).get(id(param), (None, 0))
@@ -129,12 +129,12 @@ class Quantizer:
                     self._switches |= param.start_bits != param.target_bits
 
     def compute_quantization(self, input: Tensor, index: int = 0, factor: int = 1) -> Tensor:
-        """Return a parameter rounded, after its bits fell if its period is over.
+        """Return the rounded parameter. If its period is over, its bits fall by one first.
 
         Args:
-            input: the parameter; its `start_bits` and `q_period` change, and `quantize_real_ratio` is set.
-            index: number of its layer.
-            factor: by which the period grows, beside doubling, when the bits fall.
+            input: the parameter; `start_bits` and `q_period` may change, and `quantize_real_ratio` is set.
+            index: number of the parameter's layer, for the log.
+            factor: when the bits fall, the period is multiplied by 2 * `factor`.
         """
         param: Any = input
         if param.start_bits != param.target_bits and self.qsteps >= param.q_period:
@@ -156,7 +156,7 @@ class Quantizer:
             rounded = self.quantize_tenary(input)
         else:
             rounded = self.quantize_binary(input)
-        param.quantize_real_ratio = self.quantize_real_ratio  # of this parameter: the bits of the next one may fall
+        param.quantize_real_ratio = self.quantize_real_ratio  # per parameter: the bits of the next may fall
         return self.mixed_fp16_quantize(input, rounded, index)
 
     def quantize_highbit(self, inputs: Tensor, num_bits: int) -> Tensor:
@@ -170,33 +170,33 @@ class Quantizer:
         )
 
     def quantize_tenary(self, inputs: Tensor) -> Tensor:
-        """Return the tensor with three values a group."""
+        """Return the tensor rounded to three values per group."""
         rounded: Tensor = TernaryQuantizer.apply(inputs.detach(), 2, None, None, self.q_groups)
         return rounded
 
     def quantize_binary(self, inputs: Tensor) -> Tensor:
-        """Return the tensor with two values a group."""
+        """Return the tensor rounded to two values per group."""
         rounded: Tensor = BinaryQuantizer.apply(inputs.detach(), 1, None, None, self.q_groups)
         return rounded
 
     def mixed_fp16_quantize(self, input: Tensor, input_q: Tensor, index: int) -> Tensor:
-        """Return the mixture of a parameter and its rounded value; that one where nothing is mixed."""
+        """Return the mixture of a parameter and its rounded value; without `q_mixed_fp16`, the rounded value."""
         return torch.lerp(input_q, input.detach(), self.quantize_real_ratio) if self.q_mixed_fp16 else input_q
 
     def update_fp16_ratio(self) -> None:
-        """Lower the share of parameters' own values by one step."""
+        """Lower the share of the unrounded values by `q_change_ratio`."""
         if self.q_mixed_fp16:
             self.quantize_real_ratio = max(0.0, self.quantize_real_ratio - self.q_change_ratio)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`Rounding` says what the engine rounds, and when; `asked_by` and `asked_of_layers` read it off a configuration.
+    """Describes the weights to round and the schedule. `asked_by` and `asked_of_layers` create it from a configuration.
 
     Args:
-        where: the section that asks for it.
-        offset: the number of the step after which weights are rounded first.
-        bits: by name of a weight.
+        where: the section of the configuration, for error messages.
+        offset: weights are first rounded after the step with this number.
+        bits: name of a weight -> its schedule.
         quantizer: arguments of `Quantizer`.
     """
 
@@ -217,19 +217,19 @@ def create_moq(
     masters: Collection[int],
     accept: Callable[[], None],
 ) -> "MixtureOfQuantization":
-    """Return what the engine rounds weights by, for a configuration that asks for it.
+    """Create the engine's `MixtureOfQuantization` from the configuration. Called by `build.py`.
 
     Args:
         config: the whole `DeepSpeedConfig`.
         module: the model.
-        mesh: of the engine; the ranks that average gradients average eigenvalues, too.
-        stage: of ZeRO.
+        mesh: the engine's mesh; eigenvalues are averaged over its gradient group.
+        stage: the ZeRO stage.
         is_pipeline: whether the model is one stage of a pipeline.
-        trained: ids of the parameters that the optimizer has.
-        masters, accept: as for `MixtureOfQuantization`.
+        trained: ids of the parameters that the optimizer updates.
+        masters, accept: see `MixtureOfQuantization`.
 
     Raises:
-        ConfigError: names the key that does not fit, and what to do.
+        ConfigError: a key does not fit the model, the stage or another key.
     """
     of_layers = rounds_after_steps(config)
     where = _OF_LAYERS if of_layers else _OLDER
@@ -259,10 +259,10 @@ def create_moq(
 
 
 def asked_by(section: QuantizeTrainingConfig, names: Collection[str]) -> Rounding:
-    """Return what the section `quantize_training` asks for, of the weights of these names.
+    """Return the `Rounding` of the section `quantize_training` for a model with these weight names.
 
     Raises:
-        ConfigError: its keys contradict each other, or an entry of `modules` is in no name.
+        ConfigError: keys contradict each other, or no weight name contains an entry of `modules`.
     """
     where = _OLDER
     start, target = section.quantize_bits.start_bits, section.quantize_bits.target_bits
@@ -301,7 +301,7 @@ def asked_by(section: QuantizeTrainingConfig, names: Collection[str]) -> Roundin
 
 
 def asked_of_layers(section: CompressionConfig, module: nn.Module) -> Rounding:
-    """Return what `compression_training.weight_quantization` asks for, of the layers that its groups name."""
+    """Return the `Rounding` of `compression_training.weight_quantization` for the layers that its groups name."""
     shared = section.weight_quantization.shared_parameters
     items = [item for item in planned(module, section) if item.technique == "weight_quantization"]
     mixed = shared.fp16_mixed_quantize
@@ -321,18 +321,18 @@ def asked_of_layers(section: CompressionConfig, module: nn.Module) -> Rounding:
 
 
 class MixtureOfQuantization:
-    """Rounds the model's weights after each step that the engine makes. A part of its state, in checkpoints too.
+    """Rounds the model's weights after each step of the engine. The engine saves its state in checkpoints.
 
     Args:
-        rounding: which weights, and how.
+        rounding: the weights to round and the schedule.
         module: the model.
-        masters: ids of the parameters that the optimizer updates copies of.
-        accept: called after weights were rounded, so that nobody takes it for a change of the user's.
-        eigenvalue: None: periods only double.
-        average: the mean over the ranks, of numbers that each has. A collective.
+        masters: ids of the parameters that have separate master weights.
+        accept: called after each rounding, so that rounded weights do not count as changes by the user.
+        eigenvalue: the section `eigenvalue`; None: periods only double.
+        average: returns the means of the numbers over the ranks. A collective.
 
     Raises:
-        ConfigError: a weight that is to be rounded cannot be, or `eigenvalue` names no layers of the model.
+        ConfigError: a weight cannot be rounded, or `eigenvalue` names no layers of the model.
     """
 
     def __init__(
@@ -362,18 +362,18 @@ class MixtureOfQuantization:
 
     @property
     def refuses_plain_backward(self) -> bool:
-        """Whether a loss has to come through `engine.backward`, since its eigenvalues are estimated there."""
+        """Whether the user must call `engine.backward`, because eigenvalues are estimated there."""
         return self._eigenvalue is not None
 
     def saw_loss(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, step: int, scale: float
     ) -> None:
-        """Estimate the eigenvalues of a loss, if they are due. A collective then.
+        """Estimate the eigenvalues of a loss if they are due; a collective in that case.
 
         Args:
-            tensors, gradients: of the last micro-batch of a step, as its backward gets them.
-            step: the number of that step, from 1.
-            scale: what the loss was multiplied by.
+            tensors, gradients: the arguments of the backward of the step's last micro-batch.
+            step: the number of the step, from 1.
+            scale: the loss scale.
         """
         estimate = self._eigenvalue
         if estimate is None or step % estimate.gas_boundary_resolution or step < self._offset:
@@ -389,7 +389,7 @@ class MixtureOfQuantization:
         self.block_eigenvalue = estimate.by_weight(self._layers, values)
 
     def after_update(self, step: int, *, applied: bool = True, scale: float = 1.0) -> None:
-        """Round the weights that a step, counted from 1, has made. One that was skipped leaves them as they are."""
+        """Round the weights after `step`, counted from 1. A skipped step (not `applied`) rounds nothing."""
         if not applied or step < self._offset:
             return
         with self._same_chance(self.quantizer.qsteps + 1):
@@ -398,7 +398,7 @@ class MixtureOfQuantization:
         self._accept()
 
     def round_again(self) -> None:
-        """Round weights that were loaded, to the bits of now."""
+        """Round weights that were just loaded to the current bits, without counting a step."""
         if self.quantizer.qsteps == 0:
             return
         now = self.quantizer.quantize_real_ratio
@@ -411,7 +411,7 @@ class MixtureOfQuantization:
 
     @contextmanager
     def _same_chance(self, seed: int) -> Iterator[None]:
-        """Let stochastic rounding be the same on all ranks, and leave the generators as they are."""
+        """Make stochastic rounding equal on all ranks, and restore the random generators afterwards."""
         if self.quantizer.q_rounding != "stochastic":
             yield
             return
@@ -421,7 +421,7 @@ class MixtureOfQuantization:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "qsteps": self.quantizer.qsteps,
             "quantize_real_ratio": self.quantizer.quantize_real_ratio,
@@ -437,7 +437,7 @@ class MixtureOfQuantization:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for a state of other weights, or one that no run has written."""
+        """Raise a CheckpointError if the state is malformed, or has no bits of a weight that this run rounds."""
         kinds: dict[str, Any] = {"qsteps": int, "quantize_real_ratio": (int, float)}
         kinds |= {"bits": Mapping, "eigenvalues": Mapping}
         for key, kind in kinds.items():
@@ -463,7 +463,7 @@ class MixtureOfQuantization:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. `round_again` is to follow, when the weights are there."""
+        """Continue from `state_dict`. Call `round_again` after the weights are loaded."""
         self.quantizer.qsteps = int(state["qsteps"])
         self.quantizer.quantize_real_ratio = float(state["quantize_real_ratio"])
         for name, param in self._params.items():

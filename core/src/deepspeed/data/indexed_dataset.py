@@ -4,16 +4,16 @@
 
     9 bytes   magic, MMIDIDX and two zeros
     u64       version, 1
-    u8        code of the numbers' type, see `dtypes`
+    u8        code of the dtype, see `dtypes`
     u64       N, number of sequences
-    u64       D, number of bounds of documents
-    i32[N]    numbers in each sequence
-    i64[N]    its first byte in the other file
-    i64[D]    the sequence that each document begins with, and N
-    i8[N]     the mode of each sequence, in files of several modes alone
+    u64       D, number of document boundaries
+    i32[N]    length of each sequence
+    i64[N]    offset in bytes of each sequence in the `.bin` file
+    i64[D]    number of the first sequence of each document, then N
+    i8[N]     mode of each sequence, only in multimodal files
 
-Source: the documentation of Megatron Core, "datasets package", which describes `IndexedDataset`. An index is checked
-as a whole when it is opened, so that no number outside the file is ever read.
+Source: the documentation of Megatron Core, "datasets package", which describes `IndexedDataset`. The whole index is
+checked when it is opened, so no read goes past the end of the `.bin` file.
 """
 
 import io
@@ -38,7 +38,7 @@ _VERSION = 1
 _HEAD = struct.Struct("<9sQBQQ")
 _MAX_SIZE = np.iinfo(np.int32).max
 
-#: code in the index -> type of the numbers, in numpy and in torch. From 6 on they are DeepSpeed's own, see `_dtype_of`.
+#: code in the index -> dtype in numpy and in torch. Megatron's codes from 6 on differ, see `_dtype_of`.
 dtypes: dict[int, tuple[type[np.generic], torch.dtype | None]] = {
     1: (np.uint8, torch.uint8),
     2: (np.int8, torch.int8),
@@ -50,7 +50,7 @@ dtypes: dict[int, tuple[type[np.generic], torch.dtype | None]] = {
     8: (np.uint64, None),
 }
 valid_dtypes = {kind for kind, _ in dtypes.values()}
-#: the same codes in Megatron's files
+#: dtypes of the same codes in Megatron's files
 _MEGATRON: dict[int, type[np.generic]] = {6: np.float64, 7: np.float64, 8: np.uint16}
 
 _Path = str | os.PathLike[str]
@@ -58,10 +58,10 @@ _Numbers = torch.Tensor | np.ndarray | Sequence[int]
 
 
 def code(dtype: Any) -> int:
-    """Return the code of a type of numbers.
+    """Return the code of a dtype.
 
     Raises:
-        ValueError: the format has none for it.
+        ValueError: the format has no code for the dtype.
     """
     for number, (kind, _) in dtypes.items():
         if np.dtype(kind) == np.dtype(dtype):
@@ -70,28 +70,28 @@ def code(dtype: Any) -> int:
 
 
 def index_file_path(prefix_path: _Path) -> str:
-    """Return the index of the data set `prefix_path`."""
+    """Return the path of the index of the data set `prefix_path`."""
     return f"{os.fspath(prefix_path)}.idx"
 
 
 def data_file_path(prefix_path: _Path) -> str:
-    """Return the file of the numbers of the data set `prefix_path`."""
+    """Return the path of the `.bin` file of the data set `prefix_path`."""
     return f"{os.fspath(prefix_path)}.bin"
 
 
 def dataset_exists(path: _Path, impl: str = "mmap") -> bool:
-    """Return whether both files of a data set are there."""
+    """Return whether both files of a data set exist."""
     _check_form("dataset_exists", impl)
     return MMapIndexedDataset.exists(path)
 
 
 def get_available_dataset_impl() -> list[str]:
-    """Return the forms that `make_dataset` opens."""
+    """Return the formats that `make_dataset` can open."""
     return ["mmap"]
 
 
 def infer_dataset_impl(path: _Path) -> str | None:
-    """Return the form of a data set, by the beginning of its index; None for an index of no known form."""
+    """Detect the format of a data set from its index. Return None if a file is missing or the format is unknown."""
     if not MMapIndexedDataset.exists(path):
         return None
     with open(index_file_path(path), "rb") as file:
@@ -105,7 +105,7 @@ def make_dataset(path: _Path, impl: str = "mmap", skip_warmup: bool = False) -> 
     """Open the data set `<path>.bin` and `<path>.idx`.
 
     Args:
-        path: of both files, without `.bin`.
+        path: the common path of both files, without `.bin`.
         impl: "mmap", or "infer" to detect the format from the index.
         skip_warmup: ignored; nothing is read in advance.
 
@@ -123,7 +123,7 @@ def make_builder(out_file: _Path, impl: str = "mmap", vocab_size: int | None = N
 
 
 def best_fitting_dtype(vocab_size: int | None = None) -> type[np.generic]:
-    """Return the type in which tokens of a vocabulary are stored: uint16 below 65,500 words, else int32."""
+    """Return the dtype for tokens of a vocabulary: uint16 for fewer than 65,500 tokens, else int32."""
     return np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32
 
 
@@ -134,7 +134,7 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> type[np.generic]:
     ('uint16', 'int8')
 
     Raises:
-        ValueError: none of 64 bits does.
+        ValueError: no 64-bit dtype holds both.
     """
     unsigned, signed = (np.uint8, np.uint16, np.uint32, np.uint64), (np.int8, np.int16, np.int32, np.int64)
     kinds: tuple[type[np.integer[Any]], ...] = unsigned if min_value >= 0 else signed
@@ -151,23 +151,23 @@ def create_mmap_dataset_builder(fname: _Path, dtype: Any) -> "MMapIndexedDataset
 
 
 def close_mmap_dataset_builder(builder: "MMapIndexedDatasetBuilder", fname: _Path) -> None:
-    """Complete the data set of `create_mmap_dataset_builder`; its last sequences become one document."""
+    """Complete a data set of `create_mmap_dataset_builder`. Sequences after the last document become a document."""
     builder.end_document()
     builder.finalize(index_file_path(fname))
 
 
 @absent_members("runtime.data_pipeline.data_sampling.indexed_dataset:MMapIndexedDataset")
 class MMapIndexedDataset(Dataset[np.ndarray]):
-    """Sequences of a data set on disk, as arrays over the memory-mapped file. Data is read only when used.
+    """A data set on disk. Sequences are numpy arrays over the memory-mapped file; data is read only when used.
 
-    The index takes 12 bytes of memory per sequence, and is read once when the data set is opened.
+    The index is read once, when the data set is opened, and takes 12 bytes of memory per sequence.
 
     Args:
-        path: of both files, without `.bin`.
-        skip_warmup: nothing is read in advance in either case.
+        path: the common path of both files, without `.bin`.
+        skip_warmup: ignored; nothing is read in advance.
 
     Raises:
-        ConfigError: a file is missing, damaged, or of an older form; it says which, and where.
+        ConfigError: a file is missing or damaged, or has an older format.
     """
 
     def __init__(self, path: _Path, skip_warmup: bool = False) -> None:
@@ -186,7 +186,7 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
         self._dtype, self._sizes, self._pointers, self._doc_idx = _read_index(index, len(self._bytes))
 
     def __getstate__(self) -> str:
-        return self._path  # a worker of a loader maps the file itself
+        return self._path  # each worker of a loader maps the file itself
 
     def __setstate__(self, state: str) -> None:
         self._path = state
@@ -200,7 +200,7 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
     @overload
     def __getitem__(self, idx: int) -> np.ndarray: ...
     def __getitem__(self, idx: Any) -> Any:
-        """Return the numbers of a sequence, or a list of those of a slice of sequences."""
+        """Return one sequence, or a list of sequences for a slice."""
         if isinstance(idx, slice):
             return [self.get(each) for each in range(*idx.indices(len(self)))]
         return self.get(idx)
@@ -212,11 +212,11 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
         """Return a part of one sequence.
 
         Args:
-            offset: numbers to leave out.
-            length: numbers to return; None: all that follow.
+            offset: number of elements to skip.
+            length: number of elements to return; None: all remaining elements.
 
         Raises:
-            IndexError: there is no such sequence, or it is shorter.
+            IndexError: there is no such sequence, or the sequence is too short.
         """
         number = int(idx) + len(self) if idx < 0 else int(idx)
         if not 0 <= number < len(self):
@@ -234,7 +234,7 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
         return np.frombuffer(self._bytes, self._dtype, count=length, offset=first)
 
     def size(self, index: int) -> int:
-        """Return how many numbers a sequence has."""
+        """Return the length of a sequence."""
         return int(self._sizes[index])
 
     @property
@@ -244,12 +244,12 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the numbers."""
+        """The dtype of the data set."""
         return self._dtype
 
     @property
     def doc_idx(self) -> np.ndarray:
-        """The number of the first sequence of each document, and how many there are in all."""
+        """The number of the first sequence of each document, then the number of sequences."""
         return self._doc_idx
 
     def get_doc_idx(self) -> np.ndarray:
@@ -257,27 +257,27 @@ class MMapIndexedDataset(Dataset[np.ndarray]):
         return self._doc_idx
 
     def set_doc_idx(self, doc_idx_: np.ndarray) -> None:
-        """Divide the sequences into other documents, in memory alone."""
+        """Replace the document boundaries in memory; the file does not change."""
         self._doc_idx = doc_idx_
 
     @property
     def supports_prefetch(self) -> bool:
-        """Whether there is a `prefetch`: there is none, since the file is mapped."""
+        """False: there is no `prefetch`, because the file is memory-mapped."""
         return False
 
     @staticmethod
     def exists(path: _Path) -> bool:
-        """Return whether both files of a data set are there."""
+        """Return whether both files of a data set exist."""
         return os.path.exists(index_file_path(path)) and os.path.exists(data_file_path(path))
 
 
 @absent_members("runtime.data_pipeline.data_sampling.indexed_dataset:MMapIndexedDatasetBuilder")
 class MMapIndexedDatasetBuilder:
-    """Writes a data set: `add_item` for each sequence, `end_document` after the last of a document, then `finalize`.
+    """Writes a data set: call `add_item` per sequence, `end_document` at the end of each document, then `finalize`.
 
     Args:
-        out_file: of the numbers, ending in `.bin`.
-        dtype: of the numbers.
+        out_file: path of the `.bin` file.
+        dtype: the dtype to store.
     """
 
     def __init__(self, out_file: _Path, dtype: Any = np.int64) -> None:
@@ -291,7 +291,7 @@ class MMapIndexedDatasetBuilder:
         """Write one sequence.
 
         Raises:
-            ValueError: a number of it is outside the range of the builder's type.
+            ValueError: the builder's dtype does not hold all numbers.
         """
         numbers = as_dtype(tensor, self._dtype)
         self._data_file.write(np.ascontiguousarray(numbers).data.cast("B") if numbers.size else b"")
@@ -312,15 +312,15 @@ class MMapIndexedDatasetBuilder:
             self.add_item(each)
 
     def end_document(self) -> None:
-        """Let the next sequence begin a document."""
+        """End the current document; the next sequence begins another."""
         self._doc_idx.append(len(self._sizes))
 
     def merge_file_(self, another_file: _Path) -> None:
         """Append the sequences and documents of the data set at the path `another_file`, without `.bin`.
 
         Raises:
-            ConfigError: its files cannot be read.
-            ValueError: its numbers are of another type.
+            ConfigError: a file is missing or damaged.
+            ValueError: the data set has another dtype.
         """
         other = MMapIndexedDataset(another_file)
         if other.dtype != self._dtype:
@@ -331,7 +331,7 @@ class MMapIndexedDatasetBuilder:
         first = len(self._sizes)
         self._doc_idx += [first + int(bound) for bound in other.doc_idx[1:]]
         self._sizes += other.sizes.tolist()
-        if other.sizes.size and not _is_gapless(other):  # of another writer, or in another order
+        if other.sizes.size and not _is_gapless(other):  # by another writer, or in another order
             for sequence in other:
                 self._data_file.write(sequence.data.cast("B") if sequence.size else b"")
             return
@@ -339,9 +339,9 @@ class MMapIndexedDatasetBuilder:
             shutil.copyfileobj(file, self._data_file)
 
     def finalize(self, index_file: _Path) -> None:
-        """Close the file of numbers, and write the index, which ends in `.idx`.
+        """Close the `.bin` file and write the index to `index_file`, a path that ends in `.idx`.
 
-        An index is complete as soon as it is there.
+        The index is written to a temporary file and renamed, so an existing index is complete.
         """
         self._data_file.close()
         sizes = np.array(self._sizes, np.int64)
@@ -364,10 +364,10 @@ class MMapIndexedDatasetBuilder:
 
 
 def as_dtype(numbers: _Numbers, dtype: Any) -> np.ndarray:
-    """Return numbers in another type.
+    """Convert numbers to another dtype.
 
     Raises:
-        ValueError: the type does not hold all of them.
+        ValueError: the dtype does not hold all numbers.
     """
     given = np.asarray(numbers)
     with np.errstate(invalid="ignore"):
@@ -381,24 +381,24 @@ def as_dtype(numbers: _Numbers, dtype: Any) -> np.ndarray:
 
 
 def _holds(found: np.ndarray, given: np.ndarray) -> bool:
-    """Return whether numbers are the same in another type."""
+    """Return whether `found`, a conversion of `given` to another dtype, has the same values."""
     if not np.array_equal(found.astype(given.dtype), given):
         return False
     if found.dtype.kind not in "iu":
         return True
-    limits = np.iinfo(found.dtype)  # what wraps into a type of the same width wraps back on the way here
+    limits = np.iinfo(found.dtype)  # a value that wraps in a dtype of the same width wraps back above
     return limits.min <= int(given.min()) and int(given.max()) <= limits.max
 
 
 def _mapped(path: str) -> Any:
-    """Map a file's bytes; an empty one, which cannot be mapped, as no bytes."""
+    """Memory-map a file. An empty file cannot be mapped: return empty bytes."""
     if os.path.getsize(path) == 0:
         return b""
     return np.memmap(path, mode="r")
 
 
 def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
-    """Return type, sizes, first bytes and bounds of documents of an index over a file of so many bytes."""
+    """Read and check an index over a `.bin` file of `num_bytes`: dtype, sizes, byte offsets and document boundaries."""
 
     def damaged(what: str) -> ConfigError:
         return ConfigError(f"{path} is damaged, or is no index of Megatron's: {what}; write the data set again")
@@ -421,7 +421,7 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
         if kind not in dtypes:
             raise damaged(f"found code {kind} for the type of its numbers, known are {', '.join(map(str, dtypes))}")
         expected = _HEAD.size + 12 * num_sequences + 8 * num_bounds
-        if length not in (expected, expected + num_sequences):  # with modes
+        if length not in (expected, expected + num_sequences):  # with the modes of a multimodal file
             raise damaged(
                 f"found {length} bytes, but {counted(num_sequences, 'sequence')} and "
                 f"{counted(num_bounds, 'bound')} of documents take {expected}"
@@ -438,7 +438,7 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
             "in neither"
         )
     bad = (sizes < 0) | (pointers < 0) | (pointers > num_bytes)
-    bad |= pointers + sizes.astype(np.int64) * dtype.itemsize > num_bytes  # wraps for such pointers alone as are bad
+    bad |= pointers + sizes.astype(np.int64) * dtype.itemsize > num_bytes  # overflows only for bad pointers
     if bad.any():
         first = int(bad.argmax())
         raise damaged(
@@ -451,21 +451,21 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
 
 
 def _dtype_of(kind: int, sizes: np.ndarray, pointers: np.ndarray, num_bytes: int) -> np.dtype[Any] | None:
-    """Return the type of a code; None: the code has two, and the index is of neither.
+    """Return the dtype of a code. Return None if an ambiguous code fits neither of its two dtypes.
 
-    6, 7 and 8 are uint16, uint32 and uint64 in DeepSpeed, and double, double and uint16 in Megatron. They differ in the
-    size of a number, and both write sequences without gaps, so that the place of each says whose it is.
+    The codes 6, 7 and 8 are uint16, uint32 and uint64 in DeepSpeed, and double, double and uint16 in Megatron. The two
+    dtypes differ in size, and both programs write sequences without gaps, so the byte offsets show which dtype it is.
     """
     dtype: np.dtype[Any] | None = np.dtype(dtypes[kind][0])
     if kind in _MEGATRON:
-        lengths = np.diff(pointers, append=num_bytes)  # bytes; of hostile places, which wrap, none is right
+        lengths = np.diff(pointers, append=num_bytes)  # bytes; hostile offsets wrap and match no dtype
         both = (np.dtype(dtypes[kind][0]), np.dtype(_MEGATRON[kind]))
         dtype = next((each for each in both if (lengths == sizes.astype(np.int64) * each.itemsize).all()), None)
     return dtype.newbyteorder("<") if dtype is not None and sys.byteorder == "big" else dtype
 
 
 def _is_gapless(dataset: MMapIndexedDataset) -> bool:
-    """Return whether the sequences are the file from its beginning to its end."""
+    """Return whether the sequences fill the file in order, without gaps."""
     sizes = dataset.sizes.astype(np.int64) * dataset.dtype.itemsize
     ends = np.cumsum(sizes)
     return bool((dataset._pointers == ends - sizes).all()) and int(ends[-1]) == len(dataset._bytes)

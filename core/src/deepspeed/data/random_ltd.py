@@ -48,7 +48,7 @@ class RandomLTDScheduler:
 
     Args:
         config: the section.
-        global_batch_size: samples of a step, for `get_total_layer_tokens`.
+        global_batch_size: samples per step, to count the tokens that layers process.
 
     Raises:
         ConfigError: a key is missing or wrong.
@@ -72,7 +72,7 @@ class RandomLTDScheduler:
         self._num_steps = int(schedule["schedule_config"]["require_steps"])
         self._multiple = int(schedule["schedule_config"]["seq_per_step"])
         self.state: dict[str, Any] = {}
-        self.has_layers = False  # that drop tokens; set by `initialize_layers`
+        self.has_layers = False  # set by `initialize_layers`
         self.reset_to_init()
 
     def reset_to_init(self) -> None:
@@ -314,7 +314,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
         )
     for parent in list(root.modules()):
         if isinstance(parent, RandomLayerTokenDrop | convert_type):
-            continue  # neither twice, nor one within another
+            continue  # wrap no layer twice, and no layer inside another
         for name, child in list(parent.named_children()):
             if isinstance(child, convert_type):
                 wrapped = RandomLayerTokenDrop(child)
@@ -326,10 +326,10 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
 
 
 def initialize_layers(model: nn.Module, scheduler: RandomLTDScheduler) -> None:
-    """Give the wrapped layers of a model their schedule. Called by `engine.random_ltd_initialize`.
+    """Connect the wrapped layers of a model to their schedule. Called by `engine.random_ltd_initialize`.
 
     Raises:
-        ConfigError: the model has another number of them than `total_layer_num`.
+        ConfigError: the number of wrapped layers is not `total_layer_num`.
     """
     layers = [each for each in model.modules() if isinstance(each, RandomLayerTokenDrop)]
     if len(layers) != scheduler.model_layer_num:
@@ -345,12 +345,12 @@ def initialize_layers(model: nn.Module, scheduler: RandomLTDScheduler) -> None:
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model, with the names it had before `convert_to_random_ltd`."""
+    """Return the model's state dict with the names from before `convert_to_random_ltd`."""
     return remove_random_ltd_state_dict(model.state_dict())
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict, with the names it had before `convert_to_random_ltd`."""
+    """Return a state dict with the names from before `convert_to_random_ltd`."""
     return {
         name.replace(_INNER, ""): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
         for name, value in state_dict.items()

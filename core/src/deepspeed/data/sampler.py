@@ -91,7 +91,7 @@ class DeepSpeedDataSampler:
         self._num_yielded = 0  # micro-batches
         self._num_delivered: int | None = None
         self._drawn: deque[_Drawn] = deque()
-        self.num_loads = 0  # of states; a loader begins its iteration again
+        self.num_loads = 0  # of states; a load makes the loader restart its iteration
 
     def _set_sizes(self, micro_batch_size: int, num_steps: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -102,7 +102,7 @@ class DeepSpeedDataSampler:
     def set_batch(self, micro_batch_size: int, num_steps: int) -> None:
         """Change the batch sizes after the rest of the current global batch."""
         if (micro_batch_size, num_steps) != (self.micro_batch_size, self.gradient_accumulation_steps):
-            state = self.state_dict()  # of what was given; what workers drew in advance is drawn again
+            state = self.state_dict()  # of the yielded batches; batches that workers drew in advance are drawn again
             self._set_sizes(micro_batch_size, num_steps)
             self.load_state_dict(state)
 
@@ -120,7 +120,7 @@ class DeepSpeedDataSampler:
             self._metrics[name].scheduler.set_custom_get_difficulty(function)
 
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
-        """Return where this rank's samples begin and end in a micro-batch of all ranks; in a short one, of so many."""
+        """Return where this rank's samples begin and end in the micro-batch of all ranks (of `batch_len` samples)."""
         whole = self.micro_batch_times_data_parallel_size if batch_len is None else batch_len
         rank, num_ranks = self.data_parallel_rank, self._data_parallel_size
         return whole * rank // num_ranks, whole * (rank + 1) // num_ranks
@@ -264,7 +264,7 @@ class DeepSpeedDataSampler:
         DeepSpeed's state has no generator state: the steps continue, but samples are drawn as in a new run.
 
         Raises:
-            CheckpointError: the state is of other metrics or other index files, or damaged.
+            CheckpointError: the state has other metrics or index files, or is damaged.
         """
         self._check_keys(state_dict)
         self._clusters, generator = self._restored(state_dict)
@@ -285,12 +285,12 @@ class DeepSpeedDataSampler:
         self._num_yielded = 0
         self._num_delivered = None if self._num_delivered is None else 0
         self._drawn.clear()
-        if self.batch:  # it is given from here on, whatever workers draw in advance
+        if self.batch:  # it is yielded first, whatever workers draw in advance
             self._drawn.append(_Drawn(0, self.batch, self._state()))
         self.num_loads += 1
 
     def _restored(self, state_dict: Mapping[str, Any]) -> tuple[list[Cluster], np.random.Generator]:
-        """Make the clusters of a checkpoint from the index files, and a generator in its state, if it has one."""
+        """Rebuild the clusters of a checkpoint from the index files, and its generator if the state has one."""
         generator = np.random.default_rng()
         clusters: list[Cluster] = []
         try:
@@ -350,7 +350,7 @@ class CurriculumLoader(DeepSpeedDataLoader):
         sampler = self.data_sampler
         sampler.begin_delivery()
         num_loads = None
-        while num_loads != sampler.num_loads:  # what workers have loaded for the former state is left
+        while num_loads != sampler.num_loads:  # batches that workers loaded for the former state are dropped
             num_loads, self.batch_size = sampler.num_loads, sampler.micro_batch_size
             for batch in self.dataloader:
                 sampler.delivered()
@@ -364,13 +364,13 @@ class CurriculumLoader(DeepSpeedDataLoader):
         return self.data_sampler.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of the sampler."""
+        """Continue from a state of the sampler."""
         self.data_sampler.load_state_dict(state_dict)
 
 
 class Curriculum:
-    """The engine's part for the section `data_efficiency.data_sampling`. It creates the loader of training
-    data, and puts its sampler into checkpoints. Built by `build.py`.
+    """The engine's part for the section `data_efficiency.data_sampling`. Built by `build.py`. Creates the loaders of
+    the training data, and adds the state of their sampler to checkpoints.
 
     Args:
         section: the section `data_efficiency`.
@@ -397,26 +397,26 @@ class Curriculum:
         self._gather = gather
         self._of_first_stage: dict[str, Any] | None = None
         self._dataset: Dataset[Any] | None = None
-        self._pending: Mapping[str, Any] | None = None  # a state that was loaded before there was a sampler
+        self._pending: Mapping[str, Any] | None = None  # a state that was loaded before the sampler existed
         self.sampler: DeepSpeedDataSampler | None = None
 
     def draws(self, dataset: Dataset[Any]) -> bool:
-        """Whether the samples of the dataset are drawn here: it is the training data, the first that was given."""
+        """Return whether `dataset` is the training data: the first dataset that got a loader."""
         return self._dataset is None or self._dataset is dataset
 
     def loader(
         self, dataset: Dataset[Any], batch_size: int | None = None, *, can_pin: bool = False, **options: Any
     ) -> CurriculumLoader:
-        """Return a loader of the training data. All of them have one sampler: each goes on where another ended.
+        """Return a loader of the training data. All loaders share one sampler, so each continues where the last ended.
 
         Args:
-            batch_size: None, or what the configuration says.
-            can_pin: whether there is page-locked memory, for the key `data_sampling.pin_memory`.
+            batch_size: None, or the configured micro-batch size.
+            can_pin: whether page-locked memory is available, for the key `data_sampling.pin_memory`.
             options: further arguments of `CurriculumLoader`.
 
         Raises:
-            ConfigError: samples of the dataset have no numbers, or `batch_size` is another one.
-            CheckpointError: a state was loaded before, and this dataset does not go with it.
+            ConfigError: the dataset has no `__len__`, or `batch_size` is another size.
+            CheckpointError: a state that was loaded before does not fit this dataset.
         """
         assert self.draws(dataset)
         if batch_size not in (None, self._sizes[0]):
@@ -459,14 +459,14 @@ class Curriculum:
         return self.sampler
 
     def agree(self) -> None:
-        """Take the state of the first stage, for `state_dict`: stages in the middle draw nothing, and another run may
-        load there. A collective of the stages, before a save."""
+        """Share the first stage's state for `state_dict`, because stages in the middle draw no samples. A collective of
+        the pipeline stages, before a save."""
         if self._gather is not None:
             self._of_first_stage = self._gather(self._own_state())[0]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the sampler; without training data the one that was loaded, or None. In a pipeline it is
-        the first stage's at the last `agree`."""
+        """Return the state of the sampler; without training data, the loaded state, or None. In a pipeline, return the
+        first stage's state at the last `agree`."""
         return self._own_state() if self._gather is None else self._of_first_stage
 
     def _own_state(self) -> dict[str, Any] | None:
@@ -475,12 +475,12 @@ class Curriculum:
         return self.sampler.state_dict()
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that `load_state_dict` could not take, before anything is changed."""
+        """Refuse a state that `load_state_dict` cannot load. Changes nothing."""
         if self.sampler is not None:
             self.sampler.check_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the sampler: the present one, or that of the training data to come."""
+        """Continue from a state of the sampler. If there is no sampler yet, `loader` loads the state later."""
         if self.sampler is None:
             self._pending = state
         else:
