@@ -3,12 +3,12 @@
     # tests/test_conformance.py of an extension
     from deepspeed.testing.suite import *
 
-The tests run against the current accelerator: `DS_ACCELERATOR`, or `set_accelerator` in the extension's conftest, or
-the one that is found. `expected_failures.txt` beside that file lists known failures. `ds_conformance` runs the same
-tests without a file, and writes a report.
+The tests run against the current accelerator: `DS_ACCELERATOR` or `set_accelerator` in the extension's conftest sets
+it, or else DeepSpeed finds it. `expected_failures.txt` beside the test file lists known failures. `ds_conformance`
+runs the same tests without a file, and writes a report.
 
-Tests belong to levels (`LEVELS`), each of which promises more. A vendor's own tests import those of the first two;
-`ds_conformance --level` runs others, which need the device exclusively.
+Tests belong to levels (`LEVELS`); each level promises more. A vendor's own tests import levels 1 and 2.
+`ds_conformance --level` runs higher levels, which need the device exclusively.
 
 May import everything below `runtime`; needs pytest. Read next: `fixtures.py` (the fixtures of tests), any `test_*.py`
 (one theme each), `../requirements.py` (when a test is skipped).
@@ -24,15 +24,15 @@ except ModuleNotFoundError as error:
 
 #: level -> what an accelerator at this level has proven
 LEVELS = {1: "trains", 2: "numerics", 3: "speed", 4: "survives faults"}
-#: the default of the requested level
+#: the level that runs by default
 DEFAULT_LEVEL = 2
-#: theme -> level of its tests, in the order of the run: themes on which others depend come first
+#: theme -> level of its tests, in the order of the run; a theme comes after the themes it depends on
 THEMES = {
     **{"identity": 1, "memory": 1, "rng": 2, "streams": 1, "graphs": 1, "dtypes": 2, "environment": 1},
     **{"op_builders": 1, "optimizer_kernels": 2, "tensor_kernels": 2, "generation_kernels": 2},
     **{"communication": 1, "training": 1, "hygiene": 1, "speed": 3, "survival": 4},
 }
-#: tests of another level than their theme
+#: tests whose level differs from their theme's level
 _ELSEWHERE = {
     "test_random_is_torchs_module": 1,
     "test_supported_dtypes_agree_with_the_flags": 1,
@@ -41,7 +41,7 @@ _ELSEWHERE = {
     "test_constructors_of_old_scripts": 1,
     "test_the_same_seed_gives_the_same_bits": 2,
 }
-#: level -> tests that it needs: at least one case of each has to pass
+#: level -> required tests: at least one case of each test must pass
 NEEDED = {
     1: ("test_losses_are_those_of_plain_torch",),
     2: (

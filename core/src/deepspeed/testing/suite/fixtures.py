@@ -1,10 +1,10 @@
-"""Fixtures for the tests of the suite: the watched accelerator, and the restored state of the process after each test.
+"""Fixtures for the tests of the suite: the watched accelerator, and the state of the process, restored after each test.
 
-`on_ranks` runs tests of communication and training on ranks that use the current accelerator. They join over the
-accelerator's own library (`deepspeed.testing.distributed` reads `DS_ACCELERATOR`), and each rank takes the device of
-its local rank.
+`on_ranks` runs tests of communication and training on ranks that use the current accelerator. The ranks connect through
+the accelerator's own library (`deepspeed.testing.distributed` reads `DS_ACCELERATOR`). Each rank uses the device of its
+local rank.
 
-This module also reads the list of an extension's expected failures, one per line, each with its reason:
+This module also reads an extension's list of expected failures, one test per line with its reason:
 
     test_event_measures_time        # the driver's clock has 1 s steps; ticket 1234
     test_kernel[fused_adam-...]     # one case of a test
@@ -32,14 +32,14 @@ from deepspeed.testing.distributed import run_ranks
 FILE_NAME = "expected_failures.txt"
 OPTION = "--ds-expected-failures"
 
-_CANNOT_RUN = 2  # the exit code of `ds_conformance` for the same
+_CANNOT_RUN = 2  # `ds_conformance` exits with the same code
 
-#: documented methods that a test of this process used; the report names the others
+#: documented methods that tests of this process used; the report lists the unused ones
 ASKED: set[str] = set()
 
 
 class Watched:
-    """Wraps the accelerator, and notes each documented name that a test uses; its own internal calls do not count."""
+    """Wraps the accelerator and records each documented name that a test uses. Internal calls do not count."""
 
     def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
         self._accelerator = accelerator
@@ -58,18 +58,18 @@ _DOCUMENTED = frozenset(documented_names())
 
 @pytest.fixture
 def accelerator() -> DeepSpeedAccelerator:
-    """The current accelerator, wrapped in a `Watched`. For comparisons by identity, use `get_accelerator()`."""
+    """Return the current accelerator, wrapped in a `Watched`. For comparisons by identity, use `get_accelerator()`."""
     return cast(DeepSpeedAccelerator, Watched(get_accelerator()))
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The current device of the current accelerator."""
+    """Return the current device of the current accelerator."""
     return torch.device(get_accelerator().current_device_name())
 
 
 def accelerator_or_end() -> DeepSpeedAccelerator:
-    """Return the current accelerator; end the session if there is none, because each test would fail."""
+    """Return the current accelerator. End the session if there is none, because every test would fail."""
     try:
         return get_accelerator()
     except DeepSpeedError as error:
@@ -88,7 +88,7 @@ def ds_undisturbed() -> Iterator[None]:
     host, python = torch.get_rng_state(), random.getstate()
     state = accelerator.get_rng_state()
     yield
-    torch.set_rng_state(host)  # the host's state first: a device that was lost in a test may raise
+    torch.set_rng_state(host)  # the host first: a device that was lost in a test may raise
     random.setstate(python)
     accelerator.synchronize()
     accelerator.set_device(before)
@@ -97,7 +97,7 @@ def ds_undisturbed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ds_expected_failure(request: pytest.FixtureRequest) -> None:
-    """A test on the list (`path_of_list`) must fail; if it passes, the list is wrong, and the run fails."""
+    """Mark a test on the list (`path_of_list`) as a strict expected failure: if the test passes, the run fails."""
     expected = read_expected_failures(path_of_list(request.config, Path(request.path)))
     reason = expected.get(request.node.name) or expected.get(request.node.originalname)
     if reason is not None:
@@ -105,19 +105,19 @@ def ds_expected_failure(request: pytest.FixtureRequest) -> None:
 
 
 def path_of_list(config: pytest.Config, test_file: Path) -> Path:
-    """Return the path of the list for `test_file`: the option's, or else the file beside it, which may be missing."""
+    """Return the path from the option, or else of the list beside `test_file`, which may not exist."""
     given = config.getoption(OPTION, default=None)
     return test_file.with_name(FILE_NAME) if given is None else Path(given)
 
 
 def unknown_names(expected: Iterable[str], tests: Iterable[str]) -> list[str]:
-    """Return the names on a list, with their cases, that are not among `tests`."""
+    """Return the names in `expected`, with their cases, that are not tests in `tests`."""
     known = frozenset(tests)
     return sorted(name for name in expected if name.partition("[")[0] not in known)
 
 
 def read_expected_failures(path: Path) -> dict[str, str]:
-    """Return name of a test, with or without its case in brackets -> reason; {} if the file does not exist.
+    """Return test name, with or without a case in brackets -> reason; {} if the file does not exist.
 
     Raises:
         ConfigError: the file is not UTF-8, a line has no reason, or a name occurs twice.
@@ -141,12 +141,12 @@ def read_expected_failures(path: Path) -> dict[str, str]:
     return expected
 
 
-# A first kernel or a first context may take long; nothing here depends on it.
+# long, because a first kernel or a first context may be slow
 _TIMEOUT_S = 300.0
 
 
 def on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `fn(*args)` on `world_size` ranks, and return the results by rank. Skip the test if ranks are impossible."""
+    """Run `fn(*args)` on `world_size` ranks, and return the results by rank. Skip the test if that is impossible."""
     (requirements.two_ranks if world_size > 1 else requirements.ranks).check()
     return run_ranks(world_size, fn, *args, timeout_s=_TIMEOUT_S, environment={VARIABLE: explain().plugin or PLAIN})
 

@@ -1,4 +1,4 @@
-"""Collectives between two ranks, over the accelerator's own library: what each rank holds afterwards."""
+"""Collectives between two ranks, over the accelerator's own library: each rank must hold the right values."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def all_reduce_later() -> tuple[torch.Tensor, torch.Tensor]:
     rank, device = _start()
     x = _arange(device, rank)
     work: Any = dist.all_reduce(x, async_op=True)
-    y = _arange(device, rank) * 3  # something else meanwhile
+    y = _arange(device, rank) * 3  # other work meanwhile
     work.wait()
     return (x + y).cpu(), x.cpu()
 

@@ -1,8 +1,8 @@
 """Number formats: in each dtype that the device claims to support, forward and backward give the host's results.
 
-Operators are compared with fp64 on the host, in units in the last place (ULP) of the result: `eps` of the dtype times
-the magnitude of the summands, or of the result if nothing is summed. fp32 arithmetic is within the limits; products
-with fewer bits (TF32, or sums in half precision) are not.
+Operators are compared with fp64 on the host. The unit is the unit in the last place (ULP): `eps` of the dtype times the
+magnitude of the summands, or of the result if nothing is summed. fp32 arithmetic stays within the limits. TF32 products
+and half-precision sums do not.
 """
 
 import importlib.util
@@ -51,14 +51,14 @@ def test_a_layer_computes_as_on_the_host(
 
 
 class _Operator(NamedTuple):
-    """One function of a matrix [64, 256], its maximum error in fp32 in ULP, and the magnitude of its summands."""
+    """A function of a matrix [64, 256], its maximum error in ULP in fp32, and the magnitude of its summands."""
 
     call: Callable[[torch.Tensor], torch.Tensor]
     limit: float
     magnitude: Callable[[torch.Tensor], torch.Tensor]
 
 
-_SIDE = 256  # terms of a sum
+_SIDE = 256  # number of terms of a sum
 _OPERATORS = {
     "product": _Operator(lambda x: x @ x.t(), 16, lambda x: x.abs() @ x.abs().t()),
     "sum": _Operator(lambda x: x.sum(1), 8, lambda x: x.abs().sum(1)),
@@ -90,9 +90,9 @@ def ulps_off(found: torch.Tensor, wanted: torch.Tensor, magnitude: torch.Tensor)
     """Return the maximum error of `found` in ULP of its dtype; inf if it contains nan.
 
     Args:
-        found: the device's result, on the host.
-        wanted: the same in fp64.
-        magnitude: magnitude of the summands of each element; raised to at least the smallest normal number.
+        found: the device's result, copied to the host.
+        wanted: the fp64 result.
+        magnitude: the magnitude of each element's summands; clamped to the smallest normal number or more.
     """
     limits = torch.finfo(found.dtype)
     off = (found.double() - wanted).abs() / (magnitude.clamp(min=limits.tiny) * limits.eps)

@@ -1,4 +1,4 @@
-"""Environment variables, back ends, named ranges and late calls, as the launcher, compiler and profilers use them."""
+"""Environment variables, backends, profiler ranges and lazy calls, as launcher, compiler and profilers use them."""
 
 import os
 import subprocess
@@ -112,6 +112,6 @@ def test_a_range_that_nobody_opened_closes_quietly(accelerator: DeepSpeedAcceler
 
 def test_a_late_call_is_made_once_the_device_is_used(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
     calls: list[int] = []
-    torch.empty(1, device=device)  # it is initialized now
+    torch.empty(1, device=device)  # initializes the device
     accelerator.lazy_call(lambda: calls.append(1))
     assert calls == [1]

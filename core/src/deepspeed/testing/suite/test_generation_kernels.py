@@ -1,7 +1,7 @@
-"""Kernels of a step of generation (linear layers of few rows, packed weights, the gate, layers) against the host's.
+"""Kernels of a generation step (linear layers with few rows, packed weights, gates, layers) against host references.
 
-Each kernel is called through its front in `deepspeed.ops` with tensors on the device. fp32 results agree to 1e-5, and
-half-precision results within one unit in the last place.
+Each kernel is called through its function in `deepspeed.ops` with tensors on the device. fp32 results agree to 1e-5,
+and half-precision results to one unit in the last place.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Graphs: recorded work is replayed on the same memory; a device that records none says so and runs eagerly."""
+"""Graphs: a device replays recorded work on the same memory, or reports no support and runs the work eagerly."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Hygiene of the plugin: it declares its API version, its probe is cheap, and it has no side effects on other code.
 
 Effects of an import are visible only in a fresh process, so these tests start one and inspect it. The suite also checks
-itself: every documented method is called somewhere, and the list of expected failures has only existing tests.
+itself: tests call every documented method, and the list of expected failures names only existing tests.
 """
 
 import ast
@@ -27,7 +27,7 @@ from deepspeed.plugins.admission import ACCELERATORS
 from deepspeed.testing import requirements, suite
 from deepspeed.testing.suite.fixtures import path_of_list, read_expected_failures, unknown_names
 
-# A probe is asked in each process that is started with no DS_ACCELERATOR. Measured on a busy machine: room for that.
+# Each process without DS_ACCELERATOR calls the probe. The limit leaves room for a busy machine.
 _PROBE_LIMIT_S = 1.0
 
 _LOOK = """
@@ -171,7 +171,7 @@ def test_nothing_is_written_where_it_is_installed(accelerator: DeepSpeedAccelera
 
 
 def _names_asked(source: str) -> set[str]:
-    """Return the attributes that a file's test functions use of their argument `accelerator`."""
+    """Return the attributes of the argument `accelerator` that a file's test functions use."""
     names: set[str] = set()
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
@@ -190,7 +190,7 @@ def test_every_documented_method_is_asked_by_a_test() -> None:
 
 
 def _parametrized_names() -> set[str]:
-    """Return the strings that tests get as parameters, which include names of methods."""
+    """Return the strings in the parameters of tests; some are names of methods."""
     names: set[str] = set()
     for name in suite.__all__:
         for mark in getattr(getattr(suite, name), "pytestmark", []):

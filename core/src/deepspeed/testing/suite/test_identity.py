@@ -1,4 +1,4 @@
-"""The accelerator says which device, how many and which one is current, in names that torch reads the same way."""
+"""The accelerator reports its devices, their number and the current device, with names that torch understands."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_set_device_is_remembered(accelerator: DeepSpeedAccelerator) -> None:
         accelerator.set_device(index)
         assert accelerator.current_device() == index
         assert accelerator.current_device_name() == accelerator.device_name(index)
-        accelerator.set_device(-1)  # what scripts have in local_rank without a launcher; torch ignores it too
+        accelerator.set_device(-1)  # scripts have this local_rank without a launcher; torch ignores it too
         assert accelerator.current_device() == index
 
 
@@ -74,7 +74,7 @@ def test_device_count_is_where_devices_end(accelerator: DeepSpeedAccelerator) ->
     last = accelerator.device_count() - 1
     torch.empty(1, device=accelerator.device_name(last))
     if torch.device(accelerator.device_name(0)).index is None:
-        return  # torch knows one device of this kind, whatever index it is given
+        return  # torch knows one device of this type and ignores the index
     with pytest.raises((RuntimeError, AssertionError, ValueError)):
         torch.empty(1, device=accelerator.device_name(last + 1))
 

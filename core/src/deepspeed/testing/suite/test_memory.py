@@ -1,8 +1,8 @@
 """Memory figures follow allocations, peaks are kept and reset, and no figure exceeds the total.
 
-On a device that works in host memory the figures are those of the process, so comparisons allow for its other
-allocations: a tensor of 64 MiB changes a figure by at least 56 MiB. The result of `pin_memory` is on the host, pinned,
-aligned if requested, and equal to its source.
+A device that works in host memory reports the figures of the process, so comparisons allow for other allocations: a
+tensor of 64 MiB must change a figure by at least 56 MiB. The result of `pin_memory` is on the host, pinned, aligned if
+requested, and equal to its source.
 """
 
 import gc
@@ -19,7 +19,7 @@ _SLACK = 8 << 20
 
 
 def _allocate(device: torch.device, num_bytes: int = _BIG) -> torch.Tensor:
-    """Return a tensor whose memory has been written, because unwritten host memory does not count."""
+    """Return a tensor of ones. The memory must be written, because the figures do not count unwritten host memory."""
     return torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -106,7 +106,7 @@ def test_peak_of_reserved_memory_is_kept_and_reset(
 def _peak_of(
     accelerator: DeepSpeedAccelerator, device: torch.device, peak: Callable[[], int], reset: Callable[[], None]
 ) -> int:
-    """Drive `peak` up by a big tensor, free it, reset; returns the peak before that, having checked each step."""
+    """Allocate and free a big tensor, check that `peak` rose, reset the peak, and return the peak from before."""
     _settle(accelerator)
     accelerator.empty_cache()
     reset()
@@ -175,7 +175,7 @@ def test_parts_of_pinned_memory_are_pinned(accelerator: DeepSpeedAccelerator) ->
 @pytest.mark.parametrize("align_bytes", [512, 4096])
 @pytest.mark.parametrize("size", [0, 1, 1023])
 def test_alignment_is_kept(accelerator: DeepSpeedAccelerator, align_bytes: int, size: int) -> None:
-    host = torch.arange(float(size + 1))[1:]  # begins where nothing is aligned
+    host = torch.arange(float(size + 1))[1:]  # starts at an unaligned address
     pinned = accelerator.pin_memory(host, align_bytes=align_bytes)
     assert pinned.data_ptr() % align_bytes == 0
     assert torch.equal(pinned, host)

@@ -1,4 +1,4 @@
-"""Op builders: each builder of the accelerator loads its op, or says why it cannot on this machine."""
+"""Op builders: each builder of the accelerator loads its op, or gives the reason why it cannot on this machine."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_each_builder_gives_its_op_or_says_why_not(accelerator: DeepSpeedAcceler
 
 
 def _failure(kind: Any) -> str | None:
-    """Return how a builder fails: it cannot be created, gives no reason, or does not load its op; None if it works."""
+    """Return why a builder fails: it cannot be created, gives no reason, or does not load its op. None: it works."""
     builder, reason = construct(kind)
     if builder is None:
         return reason
@@ -28,7 +28,7 @@ def _failure(kind: Any) -> str | None:
         return "is_compatible() is False without a reason" if "gives no reason" in reason else None
     try:
         loaded = call_quietly(builder.load)
-    except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+    except Exception as error:  # noqa: BLE001 - a vendor's builder may raise anything
         return f"is_compatible() is True, and load() raised {type(error).__name__}: {error}"
     return "load() returned None" if loaded is None else None
 
@@ -38,7 +38,7 @@ def test_a_builder_is_found_by_its_name(accelerator: DeepSpeedAccelerator) -> No
     assert accelerator.create_op_builder("NoSuchBuilder") is None
     for name, kind in own_builders().items():
         found = accelerator.get_op_builder(name)
-        if found is not None:  # None: the plugin's hook alone knows it
+        if found is not None:  # None: only the plugin's hook knows the builder
             assert found is kind
             assert isinstance(accelerator.create_op_builder(name), found)
 
@@ -49,4 +49,4 @@ def test_a_kernel_is_the_builders_own_op(accelerator: DeepSpeedAccelerator) -> N
         loaded, resolution = registry.kernel(op), registry.resolve(op)
         if loaded is not None and resolution.source == "device":
             assert all(hasattr(loaded, name) for name in OPS[op].operators), op
-            assert registry.kernel(op) is loaded  # found once
+            assert registry.kernel(op) is loaded  # cached

@@ -1,9 +1,9 @@
-"""Optimizer kernels against their torch reference on the host, over dtypes and sizes, several tensors in one call.
+"""Optimizer kernels against their torch reference on the host, for several dtypes, sizes and tensors per call.
 
-Both sides use the same front (`deepspeed.ops`): one with the kernel, one on copies in host memory with kernels disabled
-by `DS_OPS_DISABLE=all`. Parameters and states are compared after three steps: fp32 to 1e-5, and half precision within
-one unit in the last place, because ties may round differently. Kernels keep their states in fp32, so half-precision
-parameters are used only with fronts that do so too, and else as the copies of a one-pass step.
+Both sides use the same optimizer class of `deepspeed.ops`: one with the kernel, one on host copies with kernels
+disabled by `DS_OPS_DISABLE=all`. Parameters and states are compared after three steps: fp32 to 1e-5, and half precision
+to one unit in the last place, because ties may round differently. Kernels keep their states in fp32. So half-precision
+parameters are tested only with optimizers that also do so, and otherwise as the copies of a one-pass step.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 class _Case(NamedTuple):
-    """One way to use a front."""
+    """An optimizer with its op and its options."""
 
     op: str
     make: Callable[..., Any]
@@ -55,12 +55,12 @@ _PARAMETERS = [
 
 
 def _numbers(generator: torch.Generator, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return one tensor of each size; each starts one element into its storage, so that it is not aligned."""
+    """Return one tensor of each size. Each tensor starts at the second element of its storage, so it is unaligned."""
     return [torch.randn(numel + 1, generator=generator).to(dtype)[1:] for numel in _SIZES]
 
 
 def _moved(tensors: list[torch.Tensor], where: str) -> list[torch.Tensor]:
-    """Return copies on `where`, unaligned too."""
+    """Return copies on the device `where`, also unaligned."""
     made = [torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=where)[1:] for tensor in tensors]
     return [copy.copy_(tensor) for copy, tensor in zip(made, tensors, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Random numbers: seeds repeat, states are saved and restored, each device has a generator and leaves others alone."""
+"""Random numbers: seeds repeat, states are saved and restored, and each device has an independent generator."""
 
 import random
 
@@ -35,7 +35,7 @@ def test_a_state_is_a_copy_on_the_host(accelerator: DeepSpeedAccelerator, device
     assert state.dtype == torch.uint8
     assert state.device.type == "cpu"
     _draw(device)
-    assert torch.equal(state, kept)  # drawing does not change what was given away
+    assert torch.equal(state, kept)  # drawing does not change the returned state
 
 
 def test_a_state_is_restored(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
@@ -116,4 +116,4 @@ def test_random_is_torchs_module(accelerator: DeepSpeedAccelerator) -> None:
     with module.fork_rng(devices=[]):
         torch.rand(1)
     assert torch.equal(module.get_rng_state(), before)
-    assert module is not random  # Python's own has other states
+    assert module is not random  # Python's own module has separate states

@@ -1,13 +1,13 @@
-"""Speed: the fraction of the device's own peak rates that operations reach; this run measures both.
+"""Speed: the fraction of the device's own peak rates that operations reach. The run measures both.
 
-The peak rates are the bytes per second that a copy of a large tensor reads and writes, and the operations per second of
-a product of two large square matrices. Memory-bound operators are compared with the copy, by the bytes that they have
-to move. A linear layer and a whole training step are compared with the product, by the operations of their matrix
-products. A fraction needs no data sheet, and is valid on a slow device too.
+There are two peak rates: the bytes per second that a copy of a large tensor reads and writes, and the operations per
+second of a product of two large square matrices. Memory-bound operators are compared with the copy, by the bytes that
+they must move. A linear layer and a whole training step are compared with the product, by the operations of their
+matrix products. A fraction needs no data sheet, and is valid on a slow device too.
 
-The peak and the compared operation take turns, and the result is the median fraction of some rounds, so that short
-disturbances change little. Still, run these tests alone: a result beside other work means little. The record holds all
-measurements (`figures` of the level), even if the fraction was too small.
+The peak and the compared operation take turns. The result is the median fraction over several rounds, so short
+disturbances change little. Still, run these tests alone: other work on the machine makes results meaningless. The
+record contains all measurements (`figures` of the level), even if a fraction was too small.
 """
 
 import functools
@@ -25,7 +25,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.testing.models import GPT, GPTConfig, make_engine
 from deepspeed.testing.suite import fixtures
 
-#: name of the operation -> minimum share of the device's rate
+#: name of the operation -> minimum share of the device's peak rate
 AT_LEAST = {
     "sum of two tensors": 0.7,
     "sum over a tensor": 0.5,
@@ -34,22 +34,22 @@ AT_LEAST = {
     "linear layer": 0.6,
     "training step": 0.3,
 }
-#: bytes of the tensors in one call, for all operators: more than caches hold
+#: bytes of all tensors of one call, for all operators: more than caches hold
 _BYTES = 256 << 20
 _ROUNDS, _ROUND_S = 5, 0.05
-#: minimum seconds of the measured product, and its maximum number of rows
+#: minimum seconds of the matrix product, and its maximum number of rows
 _PRODUCT_S, _MOST_ROWS = 0.01, 8192
 
 
 class TimedCall(NamedTuple):
-    """A measured call, which takes `amount` bytes or operations."""
+    """A call to measure, and the number of bytes or operations it takes (`amount`)."""
 
     call: Callable[[], Any]
     amount: float
 
 
 def rates(calls: Mapping[str, TimedCall]) -> dict[str, list[float]]:
-    """Return name -> amount per second in each round. The calls take turns in each round."""
+    """Return name -> bytes or operations per second in each round. The calls take turns in each round."""
     times = {name: _times(call) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
@@ -75,12 +75,12 @@ def _seconds(work: TimedCall, calls: int) -> float:
 
 
 def figure(what: str, rates: Sequence[float], device_rates: Sequence[float], unit: str) -> dict[str, Any]:
-    """Return the record of one measurement: the medians of the rates, and of the share in each round.
+    """Return the record of one measurement: the medians, over the rounds, of both rates and of the share.
 
     Args:
         what: a name of `AT_LEAST`.
         rates: bytes or operations per second, by round.
-        device_rates: rates of the copy or of the product, in the same rounds.
+        device_rates: the peak rates (copy or product) in the same rounds.
         unit: "GB/s" or "TFLOP/s", for both.
     """
     scale = {"GB/s": 1e9, "TFLOP/s": 1e12}[unit]
@@ -102,7 +102,7 @@ def judge(found: Mapping[str, Any]) -> None:
 
 
 def _elements(bytes_per_index: int) -> int:
-    """Return the number of elements per tensor, if one element of all tensors takes `bytes_per_index` bytes."""
+    """Return the number of elements per tensor, if element i of all tensors takes `bytes_per_index` bytes together."""
     return _BYTES // bytes_per_index
 
 
@@ -136,7 +136,7 @@ def cast(device: torch.device) -> TimedCall:
 
 
 def optimizer_step(device: torch.device) -> TimedCall:
-    """Return the step of AdamW on one tensor: it reads weight, gradient and two states, and writes all but gradient."""
+    """Return an AdamW step on one tensor. It reads weight, gradient and two states; it writes weight and states."""
     numel = _elements(16)
     param = torch.nn.Parameter(torch.ones(numel, device=device))
     param.grad = torch.full_like(param, 1e-3)
@@ -166,14 +166,14 @@ def test_share_of_the_copy_bandwidth(
 
 
 def _product_dtype() -> torch.dtype:
-    """Return bf16 for a device with its own memory that supports it, else fp32: a host may lack bf16 arithmetic."""
+    """Return bf16 if the device supports it and has its own memory, else fp32: a host may lack bf16 arithmetic."""
     accelerator = get_accelerator()
     is_host = accelerator.on_accelerator(torch.empty(0))
     return torch.bfloat16 if accelerator.is_bf16_supported() and not is_host else torch.float32
 
 
 def product(device: torch.device, dtype: torch.dtype) -> tuple[int, TimedCall]:
-    """Return the number of rows of the square matrices, and their product as a timed call."""
+    """Return the number of rows of the square matrices, and the timed call of their product."""
     rows = 512
     while True:
         x, y = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
@@ -184,7 +184,7 @@ def product(device: torch.device, dtype: torch.dtype) -> tuple[int, TimedCall]:
 
 
 def linear_layer(device: torch.device, dtype: torch.dtype, rows: int) -> TimedCall:
-    """Return forward and backward of a layer that doubles the width of a row: three products."""
+    """Return the timed forward and backward of a layer that doubles the width: three products."""
     layer = torch.nn.Linear(rows, 2 * rows, device=device, dtype=dtype)
     x = torch.randn(rows, rows, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(rows, 2 * rows, device=device, dtype=dtype)
@@ -206,9 +206,9 @@ def test_share_of_the_matmul_rate(device: torch.device, record_property: Callabl
 
 
 def step_operations(config: GPTConfig, batch: int) -> float:
-    """Return a step's operations in matrix products: 2 per weight and token in the forward, twice that in the backward.
+    """Return the operations of a step's matrix products: 2 per weight and token in the forward, 4 in the backward.
 
-    Attention adds two products of a token with each token of its sequence; the savings by the causal mask are not
+    Attention adds two products of each token with each token of its sequence. The savings of the causal mask are not
     subtracted.
     """
     weights = config.num_layers * 12 * config.width**2 + config.width * config.vocab_size

@@ -1,6 +1,6 @@
 """Streams and events: after any kind of wait, work on one stream is visible to another stream and to the host.
 
-A fast device could pass these tests by luck. So each test queues work first to keep the device busy, and the simulated
+A fast device could pass these tests by luck. So each test first queues work to keep the device busy, and the simulated
 device runs nothing before a wait.
 """
 
@@ -159,7 +159,7 @@ def test_a_side_stream_sees_what_it_waited_for(accelerator: DeepSpeedAccelerator
     source.copy_(host, non_blocking=True)
     side.wait_stream(accelerator.current_stream())
     with accelerator.stream(side):
-        doubled = (source * 2).cpu()  # read on the side stream, because another stream's wait would hide a missing one
+        doubled = (source * 2).cpu()  # read on the side stream: a wait of another stream would hide a missing wait
     assert torch.equal(doubled, host * 2)
 
 

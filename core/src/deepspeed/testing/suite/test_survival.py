@@ -1,9 +1,9 @@
 """Injected faults during training: the error names what failed, and earlier state survives.
 
-Under the launcher a rank is killed by SIGKILL, in the middle of a step and in the middle of a save: the job ends and
-names the rank, and the earlier checkpoint loads. A step allocates more memory than there is, in its forward and in its
-backward: the error says so, and the next step continues as if the batch had not existed. A kernel that does not compile
-is replaced by its reference, with the compiler's message. The tests use two ranks if possible, else one.
+SIGKILL ends a rank under the launcher, during a step or during a save: the job ends and names the rank, and the earlier
+checkpoint loads. A step allocates more memory than exists, in its forward or in its backward: the error reports it, and
+the next step continues as if the batch had not existed. If a kernel does not compile, its reference replaces it, and
+the compiler's message is kept. The tests use two ranks if possible, else one.
 """
 
 import os
@@ -38,7 +38,7 @@ _MORE_THAN_THERE_IS = 1 << 50
 
 
 class Disturbed(torch.autograd.Function):
-    """An identity that calls given functions in its forward and backward."""
+    """The identity function, which calls given functions in its forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Callable[[], Any], backward: Callable[[], Any]) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Disturbed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Call the kept function, and pass the gradient on."""
+        """Call the kept function, and return the gradient unchanged."""
         ctx.backward()
         return gradients[0], None, None
 
@@ -59,7 +59,7 @@ def _nothing() -> None:
 
 
 class DisturbedModel(torch.nn.Module):
-    """A model from 16 numbers to a loss, which calls a test's functions between its layers."""
+    """A model that maps 16 numbers to a loss, and calls a test's functions between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class DisturbedModel(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, forward: Callable[[], Any] = _nothing, backward: Callable[[], Any] = _nothing
     ) -> torch.Tensor:
-        """[B, 16] to the mean square of the outputs."""
+        """Return the mean square of the outputs for x [B, 16]."""
         hidden = torch.tanh(self.first(x))
         return self.second(Disturbed.apply(hidden, forward, backward)).square().mean()
 
@@ -114,7 +114,7 @@ def _kill_when_a_file_is_finished(event: str, arguments: tuple[Any, ...]) -> Non
 
 
 def train_until_killed(when: str, folder: str) -> None:
-    """Train on a rank under the launcher; the last rank kills itself in a step, or in the middle of a save."""
+    """Train on a rank under the launcher. The last rank kills itself during a step or during a save."""
     import deepspeed
 
     deepspeed.init_distributed()
@@ -158,7 +158,7 @@ train_until_killed(*sys.argv[-2:])
 
 
 def _launch(world_size: int, when: str, folder: Path) -> tuple[int, str]:
-    """Return exit code and stderr of a job in which a rank is killed."""
+    """Run a job that kills one of its ranks, and return exit code and stderr."""
     left_by_a_launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_by_a_launcher}
     script = folder / "train.py"
@@ -194,7 +194,7 @@ def run_out_of_memory(where: str) -> tuple[str, list[float]]:
     except (RuntimeError, MemoryError) as error:
         told = f"{type(error).__name__}: {error}"
         del error
-    engine.zero_grad()  # what the backward has brought until it was left
+    engine.zero_grad()  # drop the gradients of the interrupted backward
     losses += [_step(engine, number) for number in range(_SAVED_AFTER, _STEPS)]
     engine.destroy()
     return told, losses[_SAVED_AFTER:]

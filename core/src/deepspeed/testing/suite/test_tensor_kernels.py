@@ -1,7 +1,7 @@
-"""Kernels that make tensors of tensors (norms, gelu, rotary, quantizer) against their torch reference on the host.
+"""Elementwise and row kernels (norms, gelu, rotary, quantizer) against their torch references on the host.
 
-Each kernel is called through its front in `deepspeed.ops` with tensors on the device, and compared with the reference
-function on the host: fp32 to 1e-5, half precision within one unit in the last place.
+Each kernel is called through its function in `deepspeed.ops` with tensors on the device, and compared with the
+reference function on the host: fp32 to 1e-5, half precision to one unit in the last place.
 """
 
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def test_quantize_equals_its_reference(
     q, params = quantize(x.to(device), 2, num_bits, symmetric)
     wanted_q, wanted_params = quantize_reference(x, 2, num_bits, symmetric)
     torch.testing.assert_close(params.cpu(), wanted_params, rtol=1e-5, atol=1e-30)
-    # a level that lies between two integers may fall to the other one where a device divides in another way
+    # a value halfway between two integers may round to the other one if the device divides differently
     assert q.shape == wanted_q.shape
     assert int((q.cpu() != wanted_q).sum()) <= wanted_q.numel() / 1000
     back = dequantize(q, params, num_bits, shape=x.shape, dtype=dtype).cpu().float()
@@ -172,4 +172,4 @@ def test_fake_quantize_equals_its_reference(
     wanted = fake_quantize_reference(x, 2, num_bits, symmetric)
     assert found.dtype == dtype
     differs = ~torch.isclose(found.float(), wanted.float(), rtol=_TOLERANCE[dtype], atol=1e-5)
-    assert int(differs.sum()) <= size / 500  # ties that fell to the other side
+    assert int(differs.sum()) <= size / 500  # ties may round to the other side

@@ -1,9 +1,9 @@
 """Training: the losses of ZeRO 0, 1 and 2 on the device equal those of plain torch on the host, and runs resume.
 
-The tests train a GPT with 30 thousand parameters with AdamW, on two ranks if possible. The reference adds the gradients
-of both ranks' data in one process, in fp32 on the host: losses agree to 1e-4 in fp32 and to 5% in half precision. The
-same seed gives the same bits if a step has only linear layers and dropout; some devices sum the gradient of an
-embedding in a different order each time.
+The tests train a GPT of 30 thousand parameters with AdamW, on two ranks if possible. The reference averages the
+gradients of both ranks' data in one process, in fp32 on the host. Losses agree to 1e-4 in fp32 and to 5% in half
+precision. The same seed must give the same bits for a model of linear layers and dropout. The model has no embedding,
+because some devices sum the gradient of an embedding in a different order each time.
 """
 
 from pathlib import Path
@@ -38,14 +38,14 @@ def _model() -> GPT:
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
-    """Return tokens with a pattern, so that there is something to learn."""
+    """Return tokens with a pattern that the model can learn."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     start = torch.randint(_VOCABULARY, (_BATCH, 1), generator=generator)
     return (start + 3 * torch.arange(_TIME + 1)) % _VOCABULARY
 
 
 def _reference(world_size: int) -> list[list[float]]:
-    """Return losses by rank and step, in plain torch on the host."""
+    """Train in plain torch on the host, and return the losses by rank and step."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
     losses: list[list[float]] = [[] for _ in range(world_size)]
@@ -105,7 +105,7 @@ def test_losses_are_those_of_plain_torch(stage: int, precision: str) -> None:
 
 
 def train_with_dropout(seed: int) -> list[bytes]:
-    """Return the bytes of the weights after three steps of a model with dropout."""
+    """Train a model with dropout for three steps, and return the bytes of its weights."""
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_resumed_as_if_nothing_had_been(stage: int, tmp_path: Pa
     saved = fixtures.on_ranks(world_size, save, str(tmp_path), stage)
     resumed = fixtures.on_ranks(world_size, resume, str(tmp_path), stage)
     for losses, (wanted, _) in zip(resumed, saved, strict=True):
-        assert losses == pytest.approx(wanted, rel=1e-5)  # some devices add in another order each time
+        assert losses == pytest.approx(wanted, rel=1e-5)  # some devices add in a different order each time
 
 
 @pytest.mark.parametrize("stage", [1, 2])
