@@ -1,7 +1,7 @@
-"""MPS_Accelerator: the base asks for names that the modules of other devices have; this table gives them `torch.mps`'s.
+"""`MPS_Accelerator`: maps the names that the base class expects of a device module to functions of `torch.mps`.
 
-There is one device, one queue of work, and one generator. torch keeps no peak of this memory: the highest figure that
-was asked for since the last reset stands in for it.
+There is one device, one queue of work, and one generator. torch records no peak of this memory. The highest figure that
+was read since the last reset replaces it.
 """
 
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ _ONE_RANK = "a Mac has mps:0 alone, and gloo exchanges none of its tensors; one 
 
 
 class MPS_Accelerator(DeepSpeedAccelerator):
-    """The GPU of a Mac. Process groups are gloo's, which takes no tensor of it: one rank (see the README)."""
+    """The accelerator of a Mac's GPU. One rank only, because gloo accepts no tensors of the GPU (see the README)."""
 
     _name = "mps"
     _communication_backend_name = "gloo"
@@ -81,8 +81,8 @@ class MPS_Accelerator(DeepSpeedAccelerator):
         return int(torch.mps.recommended_max_memory())
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of `total_memory` that no tensor has; 0 beyond it, as Metal gives more than it recommends.
+        """Return the bytes of `total_memory` that no tensor uses; 0 if tensors use more than Metal recommends.
 
-        Not asked of `torch.accelerator.get_memory_info`, which fails for this device in some releases of torch.
+        `torch.accelerator.get_memory_info` is not used: it fails for this device in some releases of torch.
         """
         return max(0, self.total_memory(device_index) - self.memory_allocated(device_index))

@@ -1,4 +1,4 @@
-"""The door of this extension."""
+"""The entry point of this extension."""
 
 import platform
 import sys
@@ -11,14 +11,14 @@ DS_PLUGIN_API = ">=1,<2"
 
 @hookimpl
 def ds_probe() -> Offer:
-    """A Mac with an Apple chip has the device; torch knows it on no other machine."""
+    """Offer the device on a Mac with an Apple chip; torch supports it on no other machine."""
     machine = f"{sys.platform} on {platform.machine()}"
     return Offer("mps", 100, machine == "darwin on arm64", f"{machine}; Metal needs darwin on arm64")
 
 
 @hookimpl
 def ds_accelerator() -> Any:
-    """The accelerator, with torch behind it."""
+    """Create the accelerator; imports torch."""
     from ds_ext_mps.accelerator import MPS_Accelerator
 
     return MPS_Accelerator()

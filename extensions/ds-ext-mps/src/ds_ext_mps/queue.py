@@ -1,6 +1,6 @@
-"""The queue of Metal work and marks in it, in the shape of other devices' streams and events.
+"""The queue of Metal work as a stream, and its events, with the interface of other devices' streams and events.
 
-`torch.mps` has one queue and no class for it. All streams are that queue, so that none waits for another.
+`torch.mps` has one queue and no class for it. All streams are this queue, so no stream waits for another.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from deepspeed.accelerator.plain import HostStream
 
 
 class MPSEvent(torch.mps.Event):
-    """A mark in the queue; takes the stream that other devices' events take."""
+    """An event in the queue. `record` and `wait` accept a stream, as other devices' events do, and ignore it."""
 
     def record(self, stream: Any = None) -> None:
         super().record()
@@ -20,7 +20,7 @@ class MPSEvent(torch.mps.Event):
 
 
 class MPSQueue(HostStream):
-    """The queue, under the name of a stream; `wait_stream` and `wait_event` have nothing to do."""
+    """The queue with the interface of a stream; `wait_stream` and `wait_event` do nothing."""
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

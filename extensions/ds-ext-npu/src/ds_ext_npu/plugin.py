@@ -1,4 +1,4 @@
-"""The door of this extension: hook implementations only; torch and the vendor's package come when it is chosen."""
+"""The entry point of this extension. Only hook implementations; they import torch and torch_npu on first use."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _PRIORITY = 100
 
 @hookimpl
 def ds_probe() -> Offer:
-    """Whether the vendor's package is whole and devices are there, without importing the one or opening the others."""
+    """Offer the NPUs if torch_npu looks complete and there are devices. Imports no torch_npu and opens no device."""
     reason = vendor.obstacle()
     if reason is not None:
         return Offer("npu", _PRIORITY, available=False, reason=reason)
@@ -28,7 +28,7 @@ def ds_probe() -> Offer:
 
 @hookimpl
 def ds_accelerator() -> "NPU_Accelerator":
-    """The accelerator, with torch and torch_npu behind it.
+    """Create the accelerator; imports torch and torch_npu.
 
     Raises:
         PluginError: torch_npu cannot be imported, or its runtime finds no device.
@@ -43,7 +43,7 @@ def ds_accelerator() -> "NPU_Accelerator":
 
 @hookimpl
 def ds_op_builders() -> Mapping[str, type]:
-    """Builders over the vendor's operators."""
+    """Return the builders of ops that use the vendor's operators."""
     from ds_ext_npu.op_builder import builders
 
     return builders()

@@ -1,9 +1,9 @@
-"""The vendor's package `torch_npu` and its devices: are they here, and can they be loaded?
+"""Find the vendor's package `torch_npu` and its devices, and load the package.
 
-`obstacle` looks and imports nothing, so that a half-installed package is a reason and no crash. `load` imports.
+`obstacle` imports nothing, so that a half-installed package gives a reason instead of a crash. `load` imports.
 
-A trap: `torch_npu` announces itself to torch, and `import torch` loads it unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. When
-a library of CANN is missing, `import torch` therefore fails in every program of that environment.
+A trap: `torch_npu` registers itself with torch, and `import torch` loads it unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. So
+if a library of CANN is missing, `import torch` fails in every program of that environment.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from deepspeed.errors import PluginError
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
-# Of CANN; the vendor's library is linked against them.
+# CANN's libraries that torch_npu is linked against.
 LIBRARIES = ("libhccl.so", "libascendcl.so")
 _DEVICES = Path("/dev")
 _LOADER_CACHE = Path("/etc/ld.so.cache")
@@ -27,12 +27,12 @@ _LOADER_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 def obstacle(
     environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES, loader_cache: Path = _LOADER_CACHE
 ) -> str | None:
-    """Why no NPU can be used here, in one line, or None when nothing speaks against it. Called by `ds_probe`.
+    """Return the reason why no NPU can be used, in one line; None if there is no obstacle. Called by `ds_probe`.
 
     Imports nothing, loads no library and opens no device.
 
     Args:
-        environment, devices, loader_cache: where to look; replaced in tests.
+        environment, devices, loader_cache: the places to search; tests replace them.
     """
     spec = importlib.util.find_spec("torch_npu")
     if spec is None:
@@ -53,10 +53,10 @@ def obstacle(
 
 
 def num_devices(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> int:
-    """Devices that this process may use: `/dev/davinci<number>`, as far as ASCEND_RT_VISIBLE_DEVICES shows them.
+    """Return the number of devices `/dev/davinci<number>` that ASCEND_RT_VISIBLE_DEVICES lets this process use.
 
-    The vendor reads numbers between commas up to the first thing that is none, a space for example; an empty variable
-    counts as unset here.
+    The vendor reads comma-separated numbers up to the first entry that is no number, for example a space. An empty
+    variable counts as unset here.
     """
     found = len(_files(devices))
     listed = environment.get(VISIBLE, "")
@@ -67,10 +67,10 @@ def num_devices(environment: Mapping[str, str] = os.environ, devices: Path = _DE
 
 
 def load() -> ModuleType:
-    """The imported `torch_npu`, which makes `torch.npu` and the device known to torch.
+    """Import and return `torch_npu`. The import registers the device and `torch.npu` with torch.
 
     Raises:
-        PluginError: it cannot be imported, whatever it raises; the message has the vendor's.
+        PluginError: the import raised any exception; the message quotes its first line.
     """
     try:
         import torch_npu
@@ -94,7 +94,7 @@ def _loader_folders(environment: Mapping[str, str]) -> list[str]:
 
 
 def _missing_libraries(folders: list[str], loader_cache: Path) -> list[str]:
-    """Those that the dynamic loader would not find. Loading one to see would run its code in this process."""
+    """Return the libraries that the dynamic loader would not find. Loads none, because that would run their code."""
     try:
         cached = loader_cache.read_bytes()
     except OSError:

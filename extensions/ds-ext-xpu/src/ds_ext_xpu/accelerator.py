@@ -1,7 +1,7 @@
-"""XPU_Accelerator: Intel GPUs through `torch.xpu`; only what differs from what the base asks of any device.
+"""`XPU_Accelerator`: Intel GPUs through `torch.xpu`. Only the differences from the base class.
 
-Streams, events, graphs, random numbers, memory figures and pinned memory are the base's: `torch.xpu` has all of it
-under torch's common names.
+The base class implements streams, events, graphs, random numbers, memory figures and pinned memory: `torch.xpu` has
+all of them under torch's common names.
 """
 
 from typing import Any
@@ -14,30 +14,30 @@ from ds_ext_xpu.devices import AFFINITY_MASK
 
 
 class XPU_Accelerator(DeepSpeedAccelerator):
-    """Intel GPUs. Building one opens no device."""
+    """The accelerator of Intel GPUs. Creating it opens no device."""
 
     _name = "xpu"
     _communication_backend_name = "xccl"
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator that ops on `device_index` draw from when none is given. Opens the device: it is its own."""
+        """Return the default generator of the device. Opens the device, because the generator belongs to it."""
         torch.xpu.init()
         return super().default_generator(device_index)
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The current stream: `torch.xpu` knows no default one that others would wait for."""
+        """Return the current stream: `torch.xpu` has no default stream that other streams wait for."""
         return self.current_stream(device_index)
 
     def communication_backend_name(self) -> str:
-        """`"xccl"`, torch's own; `"ccl"` where torch has none and the oneCCL bindings are installed (not imported)."""
+        """Return torch's `"xccl"`, or `"ccl"` if torch has no xccl and the oneCCL bindings are installed."""
         return oneccl.NAME if not _has_xccl() and oneccl.is_installed() else self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
-        """The version of the oneCCL bindings; None for xccl, which is part of torch."""
+        """Return the version of the oneCCL bindings; None for xccl, which is part of torch."""
         return oneccl.version() if self.communication_backend_name() == oneccl.NAME else None
 
     def export_envs(self) -> list[str]:
-        """The settings of oneCCL, of its network and of SYCL, which all hosts must share; not the mask of devices."""
+        """Return the settings that all hosts must share: oneCCL, its network and SYCL, without the device mask."""
         return ["CCL", "FI_", "ZE_FLAT", "SYCL", "ONEAPI", "LD_LIBRARY", "PATH"]
 
     def visible_devices_envs(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Which Intel GPUs this machine has and this process may use, read from the file system.
+"""Find the Intel GPUs of this machine, and the GPUs that this process may use. Called by the probe.
 
-No Level Zero, no SYCL and no torch: an answer costs about a millisecond, makes no device context, and leaves a process
-that forks later as it was. Asked by the probe.
+The functions only read the file system, without Level Zero, SYCL or torch. A call takes about a millisecond, creates no
+device context, and so does not affect a process that forks later.
 """
 
 import os
@@ -13,19 +13,19 @@ AFFINITY_MASK = "ZE_AFFINITY_MASK"
 
 _INTEL = "0x8086"
 _DRIVERS = ("i915", "xe")
-# Intel's GPUs have one tile or two, and each is a device of its own where Level Zero does not put them together
-# (ZE_FLAT_DEVICE_HIERARCHY): from the file system we know the most devices there can be, not how many there are.
+# Intel's GPUs have one or two tiles. Level Zero may show each tile as a device (ZE_FLAT_DEVICE_HIERARCHY). So the file
+# system gives the maximum number of devices, not the actual number.
 _MOST_TILES = 2
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """What was found.
+    """The Intel GPUs that `present` found.
 
     Fields:
-        nodes: the nodes of Intel GPUs with a GPU driver, for example `("/dev/dri/renderD128",)`.
-        absent: those of them that /dev/dri has not: the kernel of a container shows the machine's, given to it or not.
-        closed: those of them that are there and that this process may not open.
+        nodes: all device nodes of Intel GPUs with a GPU driver, for example `("/dev/dri/renderD128",)`.
+        absent: the nodes missing from /dev/dri. The kernel shows a container all GPUs of the machine.
+        closed: the nodes that exist and that this process may not open.
     """
 
     nodes: tuple[str, ...]
@@ -34,10 +34,10 @@ class Gpus:
 
 
 def present(root: Path = Path("/")) -> Gpus:
-    """The Intel GPUs that the kernel shows.
+    """Return the Intel GPUs that the kernel shows.
 
     Args:
-        root: in whose place tests have a folder of theirs.
+        root: the root of the file system; tests pass another folder.
     """
     found = sorted((root / "sys/class/drm").glob("renderD*"), key=lambda node: (len(node.name), node.name))
     names = [node.name for node in found if _is_intel_gpu(node / "device")]
@@ -48,9 +48,9 @@ def present(root: Path = Path("/")) -> Gpus:
 
 
 def visible(count: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `ZE_AFFINITY_MASK` leaves this process one of `count` GPUs.
+    """Return whether `ZE_AFFINITY_MASK` leaves this process at least one of `count` GPUs.
 
-    The mask lists devices, `"0,2"`, or tiles of them, `"0.1"`. What is no number is left for Level Zero to judge.
+    The mask lists devices (`"0,2"`) or tiles (`"0.1"`). An entry that is no number counts; Level Zero checks it later.
     """
     stated = environment.get(AFFINITY_MASK, "").strip()
     if not stated:

@@ -1,4 +1,4 @@
-"""For which SYCL compiler the installed torch was built."""
+"""Read the version of the SYCL compiler that the installed torch was built with."""
 
 from deepspeed.plugins.hookspecs import torch_build, torch_name
 
@@ -6,7 +6,7 @@ _INDEX = "https://download.pytorch.org/whl/xpu"
 
 
 def xpu_of_torch() -> tuple[str | None, str]:
-    """The version of the SYCL compiler that the torch of this process was built with, and what is said of that torch.
+    """Return the version of the SYCL compiler that built the installed torch, and a description of that torch.
 
     Returns:
         `("20250302", "torch 2.13.0+xpu")`: the year, the minor and the patch version;

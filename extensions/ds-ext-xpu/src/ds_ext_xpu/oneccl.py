@@ -1,4 +1,4 @@
-"""Intel's oneCCL bindings for torch, whose backend is called "ccl"; torch has one of its own, "xccl", from 2.8 on."""
+"""Intel's oneCCL bindings for torch, with the backend "ccl". From 2.8 on, torch has its own backend "xccl"."""
 
 import importlib
 import importlib.metadata
@@ -9,15 +9,15 @@ _MODULE, _DISTRIBUTION = "oneccl_bindings_for_pytorch", "oneccl-bind-pt"
 
 
 def is_installed() -> bool:
-    """Looked up, not imported."""
+    """Return whether the bindings are installed, without importing them."""
     return importlib.util.find_spec(_MODULE) is not None
 
 
 def version() -> str:
-    """Of the bindings, which are installed."""
+    """Return the version of the installed bindings."""
     return importlib.metadata.version(_DISTRIBUTION)
 
 
 def register() -> None:
-    """Register the backend with torch, which the bindings do as they are imported."""
+    """Import the bindings, which registers the backend with torch."""
     importlib.import_module(_MODULE)

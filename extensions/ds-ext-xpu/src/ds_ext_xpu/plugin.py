@@ -1,4 +1,4 @@
-"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+"""The entry point of this extension. Only hook implementations; they import torch and the accelerator on first use."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 DS_PLUGIN_API = ">=1,<2"
 
-# a real device: above the host's 0
+# above the host's 0, because this is a real device
 _PRIORITY = 100
 
 
 @hookimpl
 def ds_probe() -> Offer:
-    """Whether there is a GPU that this process may use, and a torch that can."""
+    """Offer the GPUs if this process may use one and torch is built with XPU. Imports no torch."""
     gpus = devices.present()
     count = len(gpus.nodes)
     if count == 0:
@@ -36,7 +36,7 @@ def ds_probe() -> Offer:
 
 @hookimpl
 def ds_accelerator() -> "XPU_Accelerator":
-    """The accelerator, with torch behind it."""
+    """Create the accelerator; imports torch."""
     from ds_ext_xpu.accelerator import XPU_Accelerator
 
     return XPU_Accelerator()
@@ -44,7 +44,7 @@ def ds_accelerator() -> "XPU_Accelerator":
 
 @hookimpl
 def ds_op_builders() -> Mapping[str, type]:
-    """The kernels for tensors on a GPU."""
+    """Return the builders of the GPU kernels."""
     from ds_ext_xpu.op_builder import builders
 
     return builders()
@@ -52,7 +52,7 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_comm_backend(name: str) -> None:
-    """Register "ccl" with torch where the oneCCL bindings are installed; torch makes its exchanges then."""
+    """Register the backend "ccl" with torch if the oneCCL bindings are installed."""
     if name == oneccl.NAME and oneccl.is_installed():
         oneccl.register()
 

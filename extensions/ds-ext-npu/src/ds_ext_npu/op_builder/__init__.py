@@ -1,4 +1,4 @@
-"""Builders: over operators that the vendor's package brings (nothing to compile), and the base for C++ of your own.
+"""Builders of ops that use the vendor's operators (nothing to compile), and the base class for your own C++ kernels.
 
 May import `deepspeed.ops.op_builder` and `ds_ext_npu.vendor`. Read next: `vendor_op_builder.py`, then `adam.py`;
 `npu_op_builder.py` is for ACLNN sources. To add an op, add a line to `_MODULES`.
@@ -16,7 +16,7 @@ _MODULES = {"FusedAdamBuilder": "adam", "InferenceBuilder": "inference"}
 
 
 def builders() -> dict[str, type]:
-    """Builder name -> class, for the hook `ds_op_builders`."""
+    """Return builder name -> class, for the hook `ds_op_builders`."""
     return {name: __getattr__(name) for name in _MODULES}
 
 

@@ -1,4 +1,4 @@
-"""Builder of Adam over the vendor's fused operator."""
+"""The builder of Adam, which uses the vendor's fused operator."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ds_ext_npu.op_builder.vendor_op_builder import VendorOpBuilder
 
 
 class FusedAdamBuilder(VendorOpBuilder):
-    """`adam_step_` for `FusedAdam`, by `torch_npu.npu_apply_adam_w`."""
+    """Provides `adam_step_` for `FusedAdam`, with `torch_npu.npu_apply_adam_w`."""
 
     BUILD_VAR = "DS_BUILD_FUSED_ADAM"
     NAME = "fused_adam"

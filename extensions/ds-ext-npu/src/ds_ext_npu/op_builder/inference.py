@@ -1,4 +1,4 @@
-"""Builder of a transformer's building blocks over the vendor's operators."""
+"""The builder of the transformer ops, which use the vendor's operators."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ds_ext_npu.op_builder.vendor_op_builder import VendorOpBuilder
 
 
 class InferenceBuilder(VendorOpBuilder):
-    """`torch.ops.ds_npu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
+    """Provides `torch.ops.ds_npu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
 
     BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"
     NAME = "transformer_inference"

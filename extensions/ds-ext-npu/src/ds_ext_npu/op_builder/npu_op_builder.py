@@ -1,7 +1,7 @@
-"""NPUOpBuilder: the base of builders whose C++ calls CANN's operators (`aclnn...`), in this package or in another.
+"""`NPUOpBuilder`: the base class of builders whose C++ calls CANN's operators (`aclnn...`), in any package.
 
-CANN is where `ASCEND_HOME_PATH` says, else `ASCEND_TOOLKIT_HOME`, as its `set_env.sh` sets them. The headers of torch
-and torch_npu give a tensor's memory and the current stream; `libopapi` has the operators.
+`ASCEND_HOME_PATH`, or else `ASCEND_TOOLKIT_HOME`, names the folder of CANN; CANN's `set_env.sh` sets them. The headers
+of torch and torch_npu provide a tensor's memory and the current stream. `libopapi` contains the operators.
 """
 
 import importlib.util
@@ -19,18 +19,18 @@ _HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 
 
 class NPUOpBuilder(OpBuilder):
-    """One library of C++ that is linked with CANN and torch_npu, compiled by the machine's C++ compiler.
+    """Builds a C++ library with the machine's C++ compiler, and links it with CANN and torch_npu.
 
-    A subclass says `BUILD_VAR`, `NAME`, `absolute_name` and `sources`, these by `ascend_kernel_path` or by the pair
-    that `make_kernel_path` gives for its own package. Kernels in Ascend C need the vendor's compiler: override
-    `compile_command` for them.
+    A subclass defines `BUILD_VAR`, `NAME`, `absolute_name` and `sources`. Paths of sources come from
+    `ascend_kernel_path`, or from `make_kernel_path` for another package. Kernels in Ascend C need the vendor's
+    compiler: override `compile_command`.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or self.NAME)
 
     def include_paths(self) -> list[str]:
-        """CANN's headers and torch_npu's, which has a copy of ACL's own."""
+        """Return the header folders of CANN and torch_npu, with torch_npu's copy of the ACL headers."""
         npu = torch_npu_folder()
         return [str(path) for path in (cann_home() / "include", npu / "include", npu / "include/third_party/acl/inc")]
 
@@ -42,7 +42,7 @@ class NPUOpBuilder(OpBuilder):
         return ["opapi", "ascendcl", "torch_npu"]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether CANN and torch_npu are there to compile against, besides a compiler."""
+        """Return whether CANN, torch_npu and a compiler are installed."""
         try:
             cann_home()
             torch_npu_folder()
@@ -55,10 +55,10 @@ class NPUOpBuilder(OpBuilder):
 
 
 def cann_home(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of CANN, with `include` and `lib64` in it.
+    """Return the folder of CANN, which contains `include` and `lib64`.
 
     Raises:
-        OpUnavailable: no variable names it, or what it names has no headers.
+        OpUnavailable: no variable is set, or the named folder has no headers.
     """
     for variable in _HOMES:
         named = environment.get(variable, "")
@@ -71,10 +71,10 @@ def cann_home(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def torch_npu_folder() -> Path:
-    """Where `torch_npu` is installed, found without importing it.
+    """Return the folder of the installed `torch_npu` without importing it.
 
     Raises:
-        OpUnavailable: it is not.
+        OpUnavailable: `torch_npu` is not installed.
     """
     spec = importlib.util.find_spec("torch_npu")
     if spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""VendorOpBuilder: an op made of calls of operators that are in `torch_npu` already."""
+"""`VendorOpBuilder`: the base class of builders whose ops call operators of the installed `torch_npu`."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -10,9 +10,9 @@ from ds_ext_npu import vendor
 
 
 class VendorOpBuilder(OpBuilder):
-    """A builder without sources: `load` gives Python functions, or torch operators registered from Python.
+    """A builder without sources: `load` returns Python functions, or torch operators registered from Python.
 
-    A subclass says `NAME`, which of the vendor's operators it calls (`calls`), and gives the op (`operators`).
+    A subclass defines `NAME`, the vendor's operators that it calls (`calls`), and the method `operators`.
     """
 
     calls: ClassVar[tuple[str, ...]] = ()
@@ -22,7 +22,7 @@ class VendorOpBuilder(OpBuilder):
 
     @abstractmethod
     def operators(self) -> Any:
-        """The op, with what core's front calls as attributes. Called by `load` once the vendor's package is there."""
+        """Return the op; its attributes are the functions that core calls. Called by `load` after the check."""
 
     def absolute_name(self) -> str:
         return f"ds_ext_npu.op_builder.{self.NAME}_op"
@@ -31,14 +31,14 @@ class VendorOpBuilder(OpBuilder):
         return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the installed torch_npu can be imported and has the operators that are called."""
+        """Return whether torch_npu can be imported and has all operators in `calls`."""
         self.reason = self._lack()
         if self.reason is not None and verbose:
             self.warning(self.reason)
         return self.reason is None
 
     def load(self, verbose: bool = False) -> Any:
-        """The op; nothing is compiled for it.
+        """Return the op; nothing is compiled.
 
         Raises:
             OpUnavailable: `is_compatible()` is False.

@@ -1,5 +1,5 @@
-"""What runs on the device: core's operators, by calls of the vendor's.
+"""Core's operators on the device, implemented with the vendor's operators. The builders in `../op_builder` load them.
 
-May import torch and core's references; `torch_npu` inside functions. Loaded by the builders in `../op_builder`. Read
-`adam.py` first (one function), then `inference.py` (functions) and `library.py` (how they become torch operators).
+May import torch and core's references; `torch_npu` inside functions. Read `adam.py` first (one function), then
+`inference.py` (functions) and `library.py` (registers the functions as torch operators).
 """

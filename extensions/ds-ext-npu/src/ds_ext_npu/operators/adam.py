@@ -1,17 +1,17 @@
-"""`adam_step_` by the vendor's fused operator `torch_npu.npu_apply_adam_w`: one call per tensor.
+"""`adam_step_` with the vendor's fused operator `torch_npu.npu_apply_adam_w`: one call per tensor.
 
-The vendor computes, in the tensors' dtype, with P1 = beta1^(t-1) and P2 = beta2^(t-1) among its arguments:
+The operator gets P1 = beta1^(t-1) and P2 = beta2^(t-1) as arguments, and computes in the tensors' dtype:
 
     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
     p <- p - lr wd p - lr (m / (1 - P1 beta1)) / (sqrt(v / (1 - P2 beta2)) + eps)
 
-In fp32 beta is b, a little off: 1 - b of 0.999 by 5e-5 of itself, and 1 - P2 beta2 by as much in each step. The moments
-are those of b then; that the step is right all the same, its correction is computed for b, in double, on the host:
+Rounding beta to fp32 gives b. For beta = 0.999, 1 - b has a relative error of 5e-5, and so has 1 - P2 beta2 in each
+step. The moments use b. To make the step exact anyway, the host computes the correction for b in double precision:
 
     c = 1 - b^t                         (1 - b^t) / (1 - beta^t) without bias correction
     lr' = lr sqrt(c2) / c1              eps' = eps sqrt(c2)              wd' = wd lr / lr'
 
-and the device makes none (P1 = P2 = 0), as m / c1 / (sqrt(v / c2) + eps) = sqrt(c2) / c1 m / (sqrt(v) + eps').
+The device corrects nothing (P1 = P2 = 0), because m / c1 / (sqrt(v / c2) + eps) = sqrt(c2) / c1 m / (sqrt(v) + eps').
 
 L2 (`adam_w_mode=False`) adds wd p to the gradient first. Core's reference: `deepspeed.ops.adam.adam`.
 """
@@ -42,20 +42,20 @@ def adam_step_(
     maximize: bool,
     grad_scale: float,
 ) -> None:
-    """One step of every parameter, in place. Called by the fronts of Adam with lists of equal length.
+    """Update every parameter in place. Core's Adam optimizers call it with lists of equal length.
 
     Args:
-        params, grads: contiguous, on the device, in fp32, bf16 or fp16; a half parameter is stepped in fp32.
+        params, grads: contiguous fp32, bf16 or fp16 tensors on the device; the step is computed in fp32.
         exp_avgs, exp_avg_sqs: fp32.
-        steps: 0-D fp32 tensors on the host, counted up by one.
-        copies: empty, or tensors that get the new parameters in their own dtype.
-        grad_scale: gradients are multiplied by it first.
+        steps: 0-D fp32 tensors on the host; each is incremented by one.
+        copies: empty, or tensors that receive the new parameters, converted to their own dtype.
+        grad_scale: a factor for the gradients.
     """
     for index, param in enumerate(params):
         steps[index].add_(1)
         if param.numel() == 0:
             continue
-        master = _flat(param).float()  # the parameter's own memory where it is fp32
+        master = _flat(param).float()  # a view of the parameter if it is fp32
         grad = _gradient(grads[index], grad_scale, maximize)
         if weight_decay and not adam_w_mode:
             grad = grad.add(master, alpha=weight_decay)
@@ -98,7 +98,7 @@ def _apply(
     (beta1, beta2), (c1, c2) = betas, corrections
     step_size = lr * math.sqrt(c2) / c1
     torch_npu.npu_apply_adam_w(
-        0.0,  # beta1_power, beta2_power: no correction of theirs
+        0.0,  # beta1_power, beta2_power: no correction on the device
         0.0,
         step_size,
         decay * lr / step_size if step_size else 0.0,

@@ -1,23 +1,23 @@
-"""Norms, gelu and rotary embedding by the vendor's operators; formulas in `deepspeed.ops.transformer`.
+"""Norms, gelu and rotary embedding with the vendor's operators. Formulas: `deepspeed.ops.transformer`.
 
-The vendor wants all tensors of a call in one dtype, and 2 to 8 dimensions. Where core's front gives fp32 weights to a
-half input, or asks for a sum in fp32, the call is made in fp32 and its result rounded once, as core's references do.
-`npu_fast_gelu` is another function (x sigmoid(1.702 x), off by up to 0.02) and serves neither form of gelu.
+The vendor's operators need all tensors in one dtype, with 2 to 8 dimensions. If core passes fp32 weights with a
+half-precision input, or needs a sum in fp32, the call runs in fp32 and its result is rounded once, as in core's
+references. `npu_fast_gelu` computes another function (x sigmoid(1.702 x), off by up to 0.02), so it is not used.
 
-Shape legend: B batch, S positions, H heads, D elements of a head, R of them turn, N the last dimension.
+Shape legend: B batch, S positions, H heads, D head size, R rotated elements of a head, N the last dimension.
 """
 
 import torch
 from deepspeed.ops.transformer.rotary import apply_rotary_reference
 from torch import Tensor
 
-# What the vendor's page of npu_rotary_mul allows.
+# The limits in the vendor's documentation of npu_rotary_mul.
 _MAX_ELEMENTS = 896
 _MAX_HEADS = 1000
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """By `npu_layer_norm_eval`."""
+    """Call `npu_layer_norm_eval`."""
     import torch_npu
 
     wide, (gamma, beta) = _of_one_dtype(x, weight, bias)
@@ -28,13 +28,13 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def layer_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum by torch, its norm by `npu_layer_norm_eval`: no page of the vendor's describes one for both."""
+    """Add in torch, then call `npu_layer_norm_eval`: the vendor documents no fused operator."""
     total = _sum(x, residual)
     return layer_norm(total, weight, bias, eps), total
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """By `npu_rms_norm`."""
+    """Call `npu_rms_norm`."""
     import torch_npu
 
     wide, (gamma, _) = _of_one_dtype(x, _or_ones(weight, x), None)
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rms_norm_residual(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """By `npu_add_rms_norm`; with an fp32 weight beside a half input the sum is torch's, so that it is rounded."""
+    """Call `npu_add_rms_norm`. If the weight has another dtype than x, add in torch, so that the sum is rounded."""
     import torch_npu
 
     if weight is not None and weight.dtype != x.dtype:
@@ -54,22 +54,22 @@ def rms_norm_residual(x: Tensor, residual: Tensor, weight: Tensor | None, eps: f
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """By `npu_gelu`; torch's own gelu computes the tanh form on this device whatever it is asked for."""
+    """Call `npu_gelu`: on this device, torch's own gelu always computes the tanh form."""
     import torch_npu
 
     return torch_npu.npu_gelu(_rows(x), approximate="tanh" if tanh else "none").view(x.shape)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """The sum in fp32, then `gelu`."""
+    """Add in fp32, then call `gelu`."""
     return gelu(_sum(x.float(), bias.float()), tanh).to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seq_dim: int) -> Tensor:
-    """By `npu_rotary_mul` in fp32, as the table is; by core's reference for shapes that the vendor excludes.
+    """Call `npu_rotary_mul` in fp32, the dtype of the table, or core's reference for shapes that the vendor excludes.
 
-    The vendor's formula is x r1 + rotate(x) r2, with tables over all R elements: R / 2 numbers twice over for halves,
-    each twice for neighbours.
+    The vendor computes x r1 + rotate(x) r2, with tables over all R elements. For halves, the R / 2 numbers are repeated
+    as a whole; for interleaved pairs, each number is repeated.
     """
     import torch_npu
 
@@ -96,7 +96,7 @@ def _vendor_takes(x: Tensor, cos: Tensor, num_turned: int, interleaved: bool, se
 
 
 def _of_one_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Contiguous `x` and its weights in one dtype: x's, or fp32 where one of them is fp32."""
+    """Return contiguous `x` and its weights in one dtype: x's dtype if all have it, else fp32."""
     given = [one.dtype for one in (weight, bias) if one is not None]
     dtype = x.dtype if all(one == x.dtype for one in given) else torch.float32
     return x.to(dtype).contiguous(), [None if one is None else one.to(dtype) for one in (weight, bias)]

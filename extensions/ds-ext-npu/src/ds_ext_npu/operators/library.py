@@ -1,7 +1,7 @@
-"""The functions of `inference.py` as torch operators `torch.ops.ds_npu.*`, as core's fronts call them.
+"""Registers the functions of `inference.py` as the torch operators `torch.ops.ds_npu.*`, which core calls.
 
-An operator is registered for tensors of the device alone; torch refuses one of the host by itself. Like every compiled
-kernel they have no gradient, and the fronts run their references where one is wanted.
+The operators are registered only for tensors on the device; torch itself refuses host tensors. Like compiled kernels,
+they have no backward: core runs its references if a gradient is needed.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext_npu.operators import inference
 
 NAMESPACE = "ds_npu"
-_DEVICE_KEY = "PrivateUse1"  # the dispatch key that torch keeps for the devices of vendors' packages
+_DEVICE_KEY = "PrivateUse1"  # torch's dispatch key for devices of vendor packages
 
 _SCHEMAS = (
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
@@ -30,7 +30,7 @@ _SCHEMAS = (
 
 @functools.cache
 def operators() -> Any:
-    """`torch.ops.ds_npu`, whose operators are registered by the first call. Called by the builder's `load`."""
+    """Return `torch.ops.ds_npu`; the first call registers the operators. Called by the builder's `load`."""
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema in _SCHEMAS:
         name = library.define(schema)
@@ -41,11 +41,11 @@ def operators() -> Any:
     return getattr(torch.ops, NAMESPACE)
 
 
-_kept: list[Any] = []  # torch forgets the operators of a Library that nobody holds
+_kept: list[Any] = []  # torch drops the operators of a Library without references
 
 
 def _unless_empty(compute: Callable[..., Any], empty: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute`, for which nothing is left to do where `x` has no element; the vendor need not take such tensors."""
+    """Wrap `compute` to call `empty` if `x` has no elements, because the vendor may refuse such tensors."""
 
     def run(x: Tensor, *others: Any) -> Any:
         return compute(x, *others) if x.numel() else empty(x, *others)

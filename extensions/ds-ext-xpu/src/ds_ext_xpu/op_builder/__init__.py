@@ -1,6 +1,6 @@
-"""Builders of the kernels in `csrc/`: one file per op here, beside one folder of SYCL there.
+"""Builders of the kernels in `csrc/`: each op has a file here and a folder with SYCL sources there.
 
-May import `deepspeed.ops.op_builder`. Read next: `sycl_op_builder.py` (what they share), then `adam.py`; to add an op,
+May import `deepspeed.ops.op_builder`. Read next: `sycl_op_builder.py` (the base class), then `adam.py`. To add an op,
 add a line to `_MODULES`.
 """
 
@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def builders() -> dict[str, type]:
-    """Builder name -> class, for the hook `ds_op_builders`."""
+    """Return builder name -> class, for the hook `ds_op_builders`."""
     return {name: __getattr__(name) for name in _MODULES}
 
 

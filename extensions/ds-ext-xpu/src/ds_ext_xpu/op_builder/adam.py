@@ -1,10 +1,10 @@
-"""Builder of the Adam kernel."""
+"""The builder of the Adam kernel."""
 
 from ds_ext_xpu.op_builder.sycl_op_builder import SYCLOpBuilder, sycl_kernel_path
 
 
 class FusedAdamBuilder(SYCLOpBuilder):
-    """`torch.ops.ds_xpu.adam_step_`, for `FusedAdam`."""
+    """Builds `torch.ops.ds_xpu.adam_step_`, for `FusedAdam`."""
 
     BUILD_VAR = "DS_BUILD_FUSED_ADAM"
     NAME = "fused_adam"

@@ -1,10 +1,10 @@
-"""Builder of a transformer's building blocks: norms, gelu and rotary embedding."""
+"""The builder of the transformer ops: norms, gelu and rotary embedding."""
 
 from ds_ext_xpu.op_builder.sycl_op_builder import SYCLOpBuilder, sycl_kernel_path
 
 
 class InferenceBuilder(SYCLOpBuilder):
-    """`torch.ops.ds_xpu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
+    """Builds `torch.ops.ds_xpu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
 
     BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"
     NAME = "transformer_inference"

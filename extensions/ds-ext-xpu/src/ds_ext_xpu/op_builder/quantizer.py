@@ -1,10 +1,10 @@
-"""Builder of the quantizer: quantization by group, fake quantization, and back."""
+"""The builder of the quantizer ops: quantization by group, fake quantization and dequantization."""
 
 from ds_ext_xpu.op_builder.sycl_op_builder import SYCLOpBuilder, sycl_kernel_path
 
 
 class QuantizerBuilder(SYCLOpBuilder):
-    """`torch.ops.ds_xpu.{quantize_groups, fake_quantize_groups, dequantize_groups, dequantize_reduce}`."""
+    """Builds `torch.ops.ds_xpu.{quantize_groups, fake_quantize_groups, dequantize_groups, dequantize_reduce}`."""
 
     BUILD_VAR = "DS_BUILD_QUANTIZER"
     NAME = "quantizer"

@@ -1,4 +1,4 @@
-"""Where Intel's SYCL compiler is, and whether its libraries fit torch's; asked by `SYCLOpBuilder` for every build."""
+"""Find Intel's SYCL compiler and check that its runtime fits torch's. `SYCLOpBuilder` calls this for every build."""
 
 import os
 import re
@@ -12,15 +12,15 @@ from deepspeed.ops.op_builder.toolchain import Toolchain, identify
 from ds_ext_xpu.installed_torch import xpu_of_torch
 
 _NAME = "icpx"
-# where oneAPI installs when nobody says otherwise
+# the default folder of a oneAPI installation
 _DEFAULT_FOLDER = Path("/opt/intel/oneapi/compiler/latest/bin")
 
 
 def find_icpx(environment: Mapping[str, str] = os.environ, default: Path = _DEFAULT_FOLDER) -> Toolchain:
-    """`icpx` on PATH, else of `CMPLR_ROOT` (which oneAPI's setvars.sh sets), else where oneAPI installs by default.
+    """Return `icpx` from PATH, else from `CMPLR_ROOT` (set by oneAPI's setvars.sh), else from oneAPI's default folder.
 
     Raises:
-        OpUnavailable: there is none, or it does not run.
+        OpUnavailable: `icpx` is missing or does not run.
     """
     found = shutil.which(_NAME, path=environment.get("PATH", ""))
     if found is not None:
@@ -37,10 +37,10 @@ def find_icpx(environment: Mapping[str, str] = os.environ, default: Path = _DEFA
 
 
 def check_fits_torch(compiler: Toolchain) -> None:
-    """One process can hold the SYCL runtime of one year's compiler only, and torch brings its own.
+    """Check that torch was built with the same year's compiler: a process can load only one year's SYCL runtime.
 
     Raises:
-        OpUnavailable: torch has no XPU, or was built with the compiler of another year; the message says both.
+        OpUnavailable: torch has no XPU, or was built with another year's compiler.
     """
     xpu, torch = xpu_of_torch()
     if xpu is None:

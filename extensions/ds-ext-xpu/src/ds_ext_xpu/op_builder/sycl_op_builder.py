@@ -1,4 +1,4 @@
-"""What every builder of a SYCL kernel shares: where the sources are, which torch they need, how they are compiled."""
+"""`SYCLOpBuilder`, the base class of all SYCL builders: source paths, required torch and compiler options."""
 
 import os
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from ds_ext_xpu.op_builder.sycl_compiler import check_fits_torch, find_icpx
 
 sycl_kernel_path, sycl_kernel_include = make_kernel_path("ds_ext_xpu", "csrc")
 
-#: GPUs to compile for beforehand, as torch names them: "pvc,bmg". Without it a GPU's driver compiles at the first use.
+#: GPUs to compile for in advance, by torch's names: "pvc,bmg". If unset, the GPU driver compiles at the first use.
 ARCHITECTURES = "TORCH_XPU_ARCH_LIST"
 
-# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX. A library built for it runs
-# with every later one.
+# The oldest torch whose stable ABI has lists of tensors and TORCH_BOX, which the kernels use. A library built for it
+# runs with every later torch.
 _MIN_TORCH = "2.10"
 
 
 class SYCLOpBuilder(OpBuilder):
-    """One library of torch operators in the namespace `ds_xpu`, through torch's stable ABI, compiled by `icpx -fsycl`.
+    """Builds a library of torch operators in the namespace `ds_xpu` with `icpx -fsycl`, over torch's stable ABI.
 
-    A subclass says `BUILD_VAR`, `NAME`, `sources` (by `sycl_kernel_path`) and, once the library is loaded,
-    `register_fakes`.
+    A subclass defines `BUILD_VAR`, `NAME`, `sources` (with `sycl_kernel_path`) and `register_fakes`, which runs after
+    the library is loaded.
     """
 
     BUILD_VAR = ""
@@ -44,7 +44,7 @@ class SYCLOpBuilder(OpBuilder):
     def cxx_args(self) -> list[str]:
         return [
             *("-O3", "-std=c++20", "-fvisibility=hidden"),
-            # icpx means -ffast-math unless told otherwise: the kernels look for NaN, and round where the formulas do
+            # icpx defaults to -ffast-math, but the kernels test for NaN and must round like the formulas
             *("-fp-model=precise", "-foffload-fp32-prec-div", "-foffload-fp32-prec-sqrt"),
             *_targets(),
             "-fno-sycl-id-queries-fit-in-int",  # a tensor may have more than 2^31 elements
@@ -55,13 +55,13 @@ class SYCLOpBuilder(OpBuilder):
         return [*_targets(), *(["-Xsycl-target-backend=spir64_gen", f"-device {chosen}"] if chosen else [])]
 
     def libraries_args(self) -> list[str]:
-        return ["torch_xpu"]  # has the stream
+        return ["torch_xpu"]  # for the current stream
 
     def toolchain(self) -> Toolchain:
-        """icpx.
+        """Return icpx.
 
         Raises:
-            OpUnavailable: there is none, or its runtime is not the one that torch brings.
+            OpUnavailable: icpx is missing, or its SYCL runtime differs from torch's.
         """
         compiler = find_icpx()
         check_fits_torch(compiler)
@@ -73,6 +73,6 @@ class SYCLOpBuilder(OpBuilder):
 
 
 def _targets() -> list[str]:
-    """For GPUs named in advance, and as SPIR-V for all others."""
+    """Return the flags that compile for the GPUs in `ARCHITECTURES`, and to SPIR-V for all other GPUs."""
     named = os.environ.get(ARCHITECTURES, "").strip()
     return ["-fsycl", "-fsycl-targets=spir64_gen,spir64" if named else "-fsycl-targets=spir64"]
