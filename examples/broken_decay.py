@@ -1,9 +1,9 @@
-"""A run that is wrong and raises no error: `ds_verify examples/broken_decay.py` finds the tensor.
+"""A run that is wrong but raises no error: `ds_verify examples/broken_decay.py` finds the tensor.
 
-The weights of the second layer are to shrink a little after each step. They are in bf16, rounded from the fp32 master
-weights that the optimizer keeps, and the next step rounds those again: what is written here is lost, and plain torch
-keeps it. Write to the master weights instead (`deepspeed.utils.safe_set_full_fp32_param`), or set `weight_decay` of the
-optimizer.
+The script shrinks the weights of the second layer a little after each step. These weights are in bf16, rounded from the
+optimizer's fp32 master weights. The next step rounds the master weights again, so the change is lost; plain torch would
+keep it. Write to the master weights instead (`deepspeed.utils.safe_set_full_fp32_param`), or set the optimizer's
+`weight_decay`.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Serve a model over HTTP, with tokens streamed as they come: the demo's checkpoint, or a folder of transformers.
+"""Serve a model over HTTP with streamed tokens: the checkpoint of train_gpt.py, or a transformers folder.
 
-    python examples/serve.py                                    # runs/gpt/checkpoint, which train_gpt.py has written
+    python examples/serve.py                                    # runs/gpt/checkpoint, written by train_gpt.py
     python examples/serve.py --model folder --port 8000         # a causal language model of transformers
     curl -N http://127.0.0.1:8000/generate -d '{"prompt": "def "}' -H 'content-type: application/json'
 
-Needs fastapi and uvicorn. Requests share every forward of one process (docs/howto/serve-many-requests.md). There are no
-limits of rate, no authentication and no metrics: it shows how an engine is driven, and is not a production server.
+Needs fastapi and uvicorn. All requests share the forwards of one process (docs/howto/serve-many-requests.md). The
+example shows how to drive an engine. It is not a production server: no rate limits, authentication or metrics.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Driver:
-    """Steps while there is work. The scheduler is touched by one thread only, between and in its steps."""
+    """Runs scheduler steps while there is work. Only one thread uses the scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -40,7 +40,7 @@ class Driver:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Around the life of the server."""
+        """Run the step loop during the life of the server."""
         self._steps = asyncio.create_task(self._run())
         yield
         self._steps.cancel()
@@ -52,27 +52,27 @@ class Driver:
             while True:
                 await self._has_work.wait()
                 for new in await loop.run_in_executor(self._thread, self._step):
-                    if (stream := self._streams.get(new.uid)) is not None:  # else it was cancelled meanwhile
+                    if (stream := self._streams.get(new.uid)) is not None:  # None: the request was cancelled
                         stream.put_nowait(new)
                 if not self.scheduler.has_work:
                     self._has_work.clear()
-        finally:  # a step failed, or the server ends: then so do all requests
+        finally:  # a step failed or the server ends: end all requests
             for stream in self._streams.values():
                 stream.put_nowait(None)
 
     def _step(self) -> Sequence[NewToken | RequestError]:
-        """The error of a request is the answer to its client alone."""
+        """Run a step. The error of a request goes only to its client."""
         try:
             return self.scheduler.step()
         except RequestError as error:
             return [error]
 
     async def stream(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> AsyncGenerator[NewToken]:
-        """The tokens of a request, which is in the scheduler when this returns.
+        """Submit a request to the scheduler, and return an iterator over its tokens.
 
         Raises:
-            ConfigError: as `Scheduler.submit`.
-            HTTPException: a step has failed before.
+            ConfigError: see `Scheduler.submit`.
+            HTTPException: an earlier step failed.
         """
         if self._steps is None or self._steps.done():
             raise HTTPException(503, "a step of the scheduler failed; see the server's log")
@@ -97,7 +97,7 @@ class Driver:
                 yield new
                 if new.finish:
                     return
-        finally:  # the client may have gone away before the last token
+        finally:  # the client may disconnect before the last token
             del self._streams[uid]
             self._thread.submit(self.scheduler.cancel, uid)
 
@@ -106,19 +106,19 @@ class Driver:
 
 
 class ByteText:
-    """The demo's text: a token is a byte."""
+    """The text encoding of train_gpt.py: a token is a byte."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decoder(self) -> Callable[[int, bool], str]:
-        """(token, whether it is the last) -> the characters that are complete now."""
+        """Return a function (token, whether it is the last token) -> new complete characters."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token, is_last: decoder.decode(bytes([token]), is_last)
 
 
 class TokenizerText:
-    """The text of a folder that has a tokenizer."""
+    """The text encoding of a transformers folder with a tokenizer."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoTokenizer
@@ -130,7 +130,7 @@ class TokenizerText:
         return tokens
 
     def decoder(self) -> Callable[[int, bool], str]:
-        """As of `ByteText`: what the tokens so far say beyond what was given, unless it ends inside a character."""
+        """Return a function as in `ByteText`. It returns no text while the last character is incomplete."""
         tokens: list[int] = []
         given = ""
 
@@ -162,7 +162,7 @@ class Order(BaseModel):
 
 
 def create_app(driver: Driver, text: ByteText | TokenizerText) -> FastAPI:
-    """POST /generate gives a line of JSON for each token, or for the error; GET /health how many requests there are."""
+    """Create the app: POST /generate streams a line of JSON per token or error, GET /health returns request counts."""
     app = FastAPI(title="examples/serve.py", lifespan=lambda _: driver.running())
 
     @app.get("/health")
@@ -198,7 +198,7 @@ def create_app(driver: Driver, text: ByteText | TokenizerText) -> FastAPI:
 
 
 def demo_model(checkpoint: str, num_heads: int) -> torch.nn.Module:
-    """The demo's GPT as GPT-2 of transformers: the same layers under other names, weights of linear layers turned."""
+    """Load the GPT of train_gpt.py as transformers' GPT-2: renamed layers, transposed weights of linear layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of its own Python standard library, as bytes."""
+"""Real text that every machine has: the source of the Python standard library, as bytes."""
 
 import math
 import sysconfig
@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests repeat themselves, and installed packages differ from machine to machine.
+# Tests are repetitive, and installed packages differ between machines.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 class Corpus:
-    """The text of every *.py of the standard library, in the order of their paths; each tenth file is validation.
+    """The text of all *.py files of the standard library, sorted by path. Every tenth file is validation data.
 
     Args:
-        megabytes: at most so much of the text, for a quick look (None: all, about 12 MB).
+        megabytes: stop after this amount of text, for a quick run (None: all, about 12 MB).
     """
 
     def __init__(self, megabytes: float | None = None) -> None:
@@ -32,16 +32,16 @@ class Corpus:
         self.validation = torch.frombuffer(validation, dtype=torch.uint8)
 
     def unigram_entropy(self) -> float:
-        """Nats per byte of a guess that knows only how often each byte occurs: -sum p ln p."""
+        """Return the entropy of the byte frequencies in nats per byte: -sum p ln p."""
         share = torch.bincount(self.train, minlength=256).double() / len(self.train)
         share = share[share > 0]
         return -(share * share.log()).sum().item()
 
 
 def draw_batch(text: Tensor, batch: int, sequence_length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`batch` random windows: tokens and next tokens, both (batch, sequence_length) int64.
+    """Return `batch` random windows: tokens and next tokens, both (batch, sequence_length) int64.
 
-    The same seed gives the same batch, so a resumed run goes on with the batches it would have had.
+    The same seed gives the same batch, so a resumed run gets the same batches as an uninterrupted run.
     """
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - sequence_length - 1, (batch, 1), generator=generator)

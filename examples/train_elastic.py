@@ -1,11 +1,11 @@
-"""A job that survives: kill a rank of it while it trains, or stop it by SIGTERM, and it goes on where it was.
+"""An elastic job: kill a rank during training, or stop the job by SIGTERM, and training continues where it stopped.
 
     deepspeed --elastic_training --num_accelerators 2 examples/train_elastic.py
-    kill -9 PID                 # of one rank, as the script prints it: all ranks start again from the last step
-    kill PID                    # of the deepspeed command: it saves; start it again, also with other numbers of ranks
+    kill -9 PID                 # of one rank, printed by the script: all ranks restart from the last step
+    kill PID                    # of the deepspeed command: the job saves; restart it with any number of ranks
 
-The global batch is the same for 1, 2, 3, 4, 6 and 12 ranks (`ds_elastic -c` tells that of a configuration), so
-training is the same, whatever happened. See docs/howto/survive-lost-hosts.md.
+The global batch is the same for 1, 2, 3, 4, 6 and 12 ranks (`ds_elastic -c` prints it for a configuration), so a
+restart does not change training. See docs/howto/survive-lost-hosts.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     engine, _, loader, _ = deepspeed.initialize(model=model, config=CONFIG, training_data=dataset)
     print(f"rank {engine.global_rank} is process {os.getpid()}", flush=True)
 
-    engine.load_checkpoint(arguments.output)  # the last one, by whatever number of ranks; nothing where there is none
+    engine.load_checkpoint(arguments.output)  # the last checkpoint, of any number of ranks; no effect if there is none
     loader.resume(engine.global_samples)
     batches = iter(deepspeed.utils.RepeatingLoader(loader))
     while engine.global_steps < arguments.steps:

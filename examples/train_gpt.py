@@ -1,10 +1,10 @@
 """Train a small byte-level GPT on the source of Python's standard library, with ZeRO-2 on two ranks.
 
     deepspeed --num_accelerators 2 examples/train_gpt.py            # about two minutes on two cores
-    deepspeed --num_accelerators 2 examples/train_gpt.py --resume   # go on from the last checkpoint
+    deepspeed --num_accelerators 2 examples/train_gpt.py --resume   # continue from the last checkpoint
     python examples/train_gpt.py                                    # one rank, no launcher
 
-What is trained how is in ds_config.json; the corpus is in stdlib_text.py, the bar and the picture in training_log.py.
+ds_config.json has the training options, stdlib_text.py the corpus, and training_log.py the progress bar and the plot.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     first_step = resume(engine, arguments)
     last_step = arguments.steps or engine.config["scheduler"]["params"]["total_num_steps"]
     if first_step >= last_step:
-        last_step = first_step + max(1, last_step // 4)  # the run was complete: a quarter more, at the last rate
+        last_step = first_step + max(1, last_step // 4)  # the run was complete: train a quarter more at the last rate
     arguments.output.mkdir(parents=True, exist_ok=True)
     steps = range(first_step + 1, last_step + 1)
     if dist.get_rank() == 0:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, arguments: argparse.Namespace) -> int:
-    """Load the last checkpoint if asked to; the step to go on from."""
+    """Load the last checkpoint if `--resume` is set, and return the number of finished steps."""
     if not arguments.resume:
         return 0
     path, _ = engine.load_checkpoint(str(arguments.output / "checkpoint"))
@@ -82,7 +82,7 @@ def train(
     steps: range,
     log: TrainingLog | None,
 ) -> None:
-    """The loop: forward, backward, step; now and then a validation loss and a checkpoint."""
+    """Run the training loop with regular validation losses and checkpoints."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     batch = engine.train_micro_batch_size_per_gpu()
     for step in steps:
@@ -114,7 +114,7 @@ def train(
 
 
 def report_from_all_ranks(loss: torch.Tensor) -> tuple[float, list[float]]:
-    """The loss averaged over the ranks, and the memory of each in MiB: one small all-gather."""
+    """Return the mean loss and each rank's memory in MiB, with one small all-gather."""
     mine = torch.tensor([loss.item(), get_accelerator().memory_allocated() / MEBIBYTE], device=loss.device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
@@ -124,9 +124,9 @@ def report_from_all_ranks(loss: torch.Tensor) -> tuple[float, list[float]]:
 
 @torch.no_grad()
 def validate(engine: deepspeed.DeepSpeedEngine, corpus: Corpus) -> float:
-    """Loss on the same held-out windows each time, shared out among the ranks.
+    """Return the loss on fixed validation windows, which are distributed over the ranks.
 
-    Each rank makes the same number of forwards, which ZeRO-3 needs; those beyond the last window do not count.
+    ZeRO-3 needs the same number of forwards on each rank. Extra forwards past the last window do not count.
     """
     engine.eval()
     total = torch.zeros((), device=engine.device)
@@ -143,14 +143,14 @@ def validate(engine: deepspeed.DeepSpeedEngine, corpus: Corpus) -> float:
 
 @torch.no_grad()
 def sample(engine: deepspeed.DeepSpeedEngine, num_bytes: int) -> str:
-    """Text written by the model, byte by byte. All ranks do it: under ZeRO-3 each holds a part of the weights."""
+    """Generate text byte by byte. All ranks must call it, because ZeRO-3 shards the weights."""
     start = torch.tensor([list(b"def ")], device=engine.device)
     text = engine.module.sample(start, num_bytes, temperature=0.7, generator=torch.Generator().manual_seed(0))
     return bytes(text[0].tolist()).decode("utf-8", errors="replace")
 
 
 def describe(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, entropy: float, steps: range) -> None:
-    """What is about to run, in three lines."""
+    """Print a summary of the run in three lines."""
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     megabytes = (len(corpus.train) + len(corpus.validation)) / 1e6
     stage = engine.zero_optimization_stage()
@@ -162,7 +162,7 @@ def describe(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, entropy: float, 
 
 
 def conclude(arguments: argparse.Namespace, entropy: float, log: TrainingLog, text: str) -> None:
-    """The final losses beside the entropy, a text by the model, and where everything lies."""
+    """Print the final losses, the entropy, generated text and the paths of all results."""
     final = log.rows[-1]
     print(
         f"\nloss {final.loss:.3f}, validation {final.validation_loss:.3f}, unigram entropy {entropy:.3f} nats per byte"

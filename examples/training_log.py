@@ -1,4 +1,4 @@
-"""What a run leaves to look at: a progress bar, metrics.csv and loss.png. Rank 0 only."""
+"""Show a progress bar, and write metrics.csv and loss.png. Rank 0 only."""
 
 import csv
 import dataclasses
@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclasses.dataclass
 class Metrics:
-    """One step by itself. Losses in nats per byte; memory of each rank in MiB.
+    """The metrics of one step. Losses are in nats per byte, memory per rank in MiB.
 
-    `validation_loss` is None, and empty in the file, where none was taken.
+    `validation_loss` is None, and empty in the file, for steps without validation.
     """
 
     step: int
@@ -27,7 +27,7 @@ class Metrics:
     memory_mib: str
 
 
-# column of metrics.csv -> how its text is read
+# column of metrics.csv -> function that parses its text
 _READ: dict[str, Callable[[str], Any]] = {
     "step": int,
     "loss": float,
@@ -37,12 +37,12 @@ _READ: dict[str, Callable[[str], Any]] = {
     "tokens_per_s": float,
     "memory_mib": str,
 }
-#: printed losses and rates are means over so many steps
+#: printed losses and rates are means over this number of steps
 _SMOOTHED = 20
 
 
 class TrainingLog:
-    """Collects `Metrics`; a context manager that shows the bar while it is entered."""
+    """Collects `Metrics`. Use it as a context manager, which shows the progress bar."""
 
     def __init__(self, folder: Path, first_step: int, last_step: int) -> None:
         self.folder = folder
