@@ -2,9 +2,9 @@
 
     python benchmarks/aio.py --gib 1 --rounds 9 --folder /local_nvme
 
-fio runs `--ioengine=io_uring --direct=1` (or `psync` with as many jobs as we have threads) on the file that ours wrote.
-Ours moves a locked tensor and a plain one; fio moves the same few blocks of memory again and again. GB/s (10**9 bytes),
-medians over the rounds with the smallest and largest; the ratio is that of the medians. Target: 0.95 or more.
+fio runs `--ioengine=io_uring --direct=1` (or `psync` with one job per thread of ours) on the file that ours wrote. Ours
+transfers a page-locked tensor and a pageable tensor; fio reuses a few blocks of memory. Prints GB/s (10**9 bytes):
+medians over the rounds with minimum and maximum, and the ratio of the medians. Target: 0.95 or more.
 """
 
 import argparse

@@ -1,22 +1,22 @@
-"""How fast a checkpoint is saved and loaded, and for how long a save blocks, beside the disk, torch.save and DCP.
+"""Time of saving and loading a checkpoint, and blocking time of a save, against the disk, torch.save and DCP.
 
     python benchmarks/checkpoint.py --mib 1024 --rounds 5 --directory /where/checkpoints/go
 
-One process has a model and an optimizer shard (bf16 weights 1/7, fp32 masters and two moments 6/7 of the bytes, as
-under ZeRO stage 1 on one rank with bf16). All programs take turns, the first round is not counted, and each figure is a
-median with the smallest and largest. Before each save nothing is left to be written back, and what the program saved
-in the round before is removed; before each load the file is not in the page cache.
+One process has a model and an optimizer shard, as in ZeRO stage 1 on one rank with bf16: 1/7 of the bytes are bf16
+weights, 6/7 are fp32 master weights and two moments. All programs take turns. The first round is dropped, and each
+figure is a median with minimum and maximum. Before each save, all dirty pages are written back and the program's last
+checkpoint is removed. Before each load, the file is evicted from the page cache.
 
-The disk's rate is fio's, with as many bytes in order, psync and blocks of 8 MiB: written through the page cache and
-with O_DIRECT, fsync included, of which the faster counts; read through the page cache, which reads ahead. Reads with
-O_DIRECT are slower without as many in flight.
+fio measures the disk's rate with the same number of bytes, sequentially, with psync and blocks of 8 MiB. Writes go
+through the page cache or use O_DIRECT, fsync included; the faster rate counts. Reads go through the page cache, which
+reads ahead: O_DIRECT reads with one request in flight are slower.
 
-A load ends when the job's own tensors have the states, as a resume does: DCP loads into them, the others load and copy.
-"blocked" is the part of an asynchronous save in which training waits: in the call, and, before the first update after
-it, for the copy of the optimizer's states, which goes on during that step's forward and backward. "until whole" ends
-when the checkpoint can be loaded. "steps" are training steps of a small model on one thread: those made while states
-are written, beside undisturbed ones. By default one takes about a tenth of the time of 256 tokens through a model with
-as many parameters as are saved, so that less of the copy is hidden than in such a job.
+A load ends when the job's own tensors have the states, as in a resume: DCP loads into them, the others load and copy.
+"blocked" is the time that training waits for an asynchronous save: in the call, and before the next update for the copy
+of the optimizer states, which overlaps with that step's forward and backward. "until whole" ends when the checkpoint
+can be loaded. "steps" are training steps of a small model on one thread, during the save and undisturbed. By default, a
+step takes about a tenth of the time of 256 tokens in a model with the saved number of parameters. So the step hides
+less of the copy than a step of that model.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TRUSTING = "Checkpointer.load(verify=False), copy"
 
 
 def make_states(num_mib: int) -> tuple[dict, dict]:
-    """A model file's and a shard's content of `num_mib` MiB together, in tensors of at most 64 MiB."""
+    """Create the states of a model file and a shard, together `num_mib` MiB, in tensors."""
     numel = num_mib * MIB // 14
     width = 16 * MIB
     module = {f"w{i}": torch.randn(min(width, numel - i)).bfloat16() for i in range(0, numel, width)}
@@ -63,14 +63,14 @@ def make_states(num_mib: int) -> tuple[dict, dict]:
 
 
 def tensors_of(states: tuple[dict, dict]) -> dict[str, torch.Tensor]:
-    """The same tensors by name."""
+    """Return name -> tensor of the states."""
     shard = states[1]["optimizer_state_dict"]
     moments = shard["base_optimizer_state"]["state"][0]
     return {**states[0]["module"], "master": shard["single_partition_of_fp32_groups"][0], **moments}
 
 
 def fio(path: Path, num_mib: int, kind: str, *options: str) -> float:
-    """Seconds in which fio writes a new file in order, or reads one; its own start is not counted."""
+    """Return the seconds that fio takes to write or read a file sequentially, without fio's startup."""
     command = [
         *("fio", f"--name={kind}", f"--filename={path}", f"--rw={kind}", "--bs=8m", f"--size={num_mib}m"),
         *("--ioengine=psync", "--thread", "--output-format=json", *options),
@@ -87,7 +87,7 @@ def torch_save(path: Path, states: tuple[dict, dict]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Take what lies under `folder` out of the page cache."""
+    """Evict the files in `folder` from the page cache."""
     os.sync()
     for path in folder.rglob("*") if folder.is_dir() else [folder]:
         if path.is_file():
@@ -97,7 +97,7 @@ def forget(folder: Path) -> None:
 
 
 class Training:
-    """Steps of a small model; its processor time is in matrix products and in the update, as in larger ones."""
+    """Runs steps of a small model. As in larger models, matrix products and the update take the CPU time."""
 
     def __init__(self, num_rows: int) -> None:
         layers = [layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
@@ -113,7 +113,7 @@ class Training:
 
 
 class Programs:
-    """What is measured. `times` has seconds by name."""
+    """The programs to measure. `times` has the seconds by name."""
 
     def __init__(self, root: Path, num_mib: int, num_rows: int) -> None:
         self.root, self.num_mib = root, num_mib
@@ -133,7 +133,7 @@ class Programs:
 
     def save(self, checkpointer: Checkpointer, name: str) -> None:
         model_state, shard_state = self.states
-        if checkpointer.copies_later:  # as the engine gives master weights and moments
+        if checkpointer.copies_later:  # the engine passes master weights and moments like this
             shard_state = map_tensors(shard_state, PendingTensor.of)
         checkpointer.save(self.root / name, "tag", model_state=model_state, shard_state=shard_state)
 
@@ -153,7 +153,7 @@ class Programs:
         is_over: Any,
         wait_for_copy: Callable[[], Any] = lambda: None,
     ) -> None:
-        """One asynchronous save, with steps until it is over."""
+        """Measure an asynchronous save, with training steps until it ends."""
         start_s = time.perf_counter()
         pending = self.measure(f"{name}, in the call", begin)
         self.measure(
@@ -174,7 +174,7 @@ class Programs:
         self.loads()
 
     def clear(self, name: str) -> Path:
-        """Where a program saves: removed, and nothing left to be written back."""
+        """Remove a program's checkpoint, write back all dirty pages, and return the path."""
         path = self.root / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -233,7 +233,7 @@ class Programs:
             self.check_and_clear()
 
     def check_and_clear(self) -> None:
-        """What was loaded is what was saved."""
+        """Check that the loaded tensors equal the saved tensors, then zero them."""
         for name, tensor in self.tensors.items():
             assert torch.equal(self.job[name], tensor), name
             self.job[name].zero_()

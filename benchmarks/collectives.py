@@ -1,12 +1,12 @@
-"""What should carry ZeRO's collectives between ranks on host memory? The `GroupBackend`s beside torch.distributed.
+"""Compare the `GroupBackend`s of ZeRO's collectives with torch.distributed, for ranks in host memory.
 
     python benchmarks/collectives.py --ranks 2            # one core per rank, median of interleaved rounds
 
-Reads as: milliseconds for one full tensor. "direct" is what ds-ext-cpu does where ranks may read each other's memory,
-"messages" what it does elsewhere, "core" what the core makes of gloo, and "gloo" the library's own collective.
-"ccl read" and "ccl shm" are those of ds-ext-cpu's process group, over its two transports.
-The choices in `ds_ext_cpu/comm/` and `deepspeed/comm/transports.py` follow from this table, of which `collectives.md`
-keeps a copy; run it again when torch changes.
+Prints milliseconds per full tensor. "direct" is ds-ext-cpu with ranks that may read each other's memory, "messages" is
+ds-ext-cpu without that permission, "core" is the core's backend over gloo, and "gloo" is gloo's own collective. "ccl
+read" and "ccl shm" are ds-ext-cpu's process group over its two transports.
+The choices in `ds_ext_cpu/comm/` and `deepspeed/comm/transports.py` follow from this table. `collectives.md` keeps a
+copy; run the benchmark again when torch changes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 def measure(kibibytes: list[int], dtype_names: list[str], num_rounds: int) -> list[tuple[str, str, str, float]]:
-    """On every rank: rows of (collective, backend, size and dtype, median ms of the slowest rank)."""
+    """Measure on every rank. Return rows of (collective, backend, size and dtype, median ms of the slowest rank)."""
     import torch
     import torch.distributed as torch_dist
 
@@ -31,12 +31,12 @@ def measure(kibibytes: list[int], dtype_names: list[str], num_rounds: int) -> li
         dtype = getattr(torch, dtype_name)
         for size in kibibytes:
             full_N = torch.ones((size << 10) // dtype.itemsize, dtype=dtype)
-            num_calls = max(1, 1024 // size)  # the ranks do not start a small one at the same time
+            num_calls = max(1, 1024 // size)  # ranks start a small call at different times
             full_N = full_N[: full_N.numel() // torch_dist.get_world_size() * torch_dist.get_world_size()]
             candidates = calls(full_N, ways, groups)
             times: dict[tuple[str, str], list[float]] = {key: [] for key in candidates}
             for number in range(num_rounds + 1):
-                for key, call in candidates.items():  # A B A B: what else runs here hits all alike
+                for key, call in candidates.items():  # A B A B: other load affects all alike
                     full_N.fill_(1)
                     torch_dist.barrier()
                     start = time.perf_counter()
@@ -51,7 +51,7 @@ def measure(kibibytes: list[int], dtype_names: list[str], num_rounds: int) -> li
 
 
 def backends():  # type: ignore[no-untyped-def]
-    """Name -> a connected backend of all ranks."""
+    """Return name -> connected backend of all ranks."""
     import torch.distributed as torch_dist
     from deepspeed.comm.torch_group import TorchGroup
     from ds_ext_cpu.comm import ReadingGroup
@@ -67,7 +67,7 @@ def backends():  # type: ignore[no-untyped-def]
 
 
 def groups_of_ccl():  # type: ignore[no-untyped-def]
-    """Name -> a process group of all ranks; by reading where the kernel allows it."""
+    """Return name -> process group of all ranks; "ccl read" only if the kernel allows it."""
     import torch.distributed as torch_dist
     from ds_ext_cpu.comm import ccl
 
@@ -81,7 +81,7 @@ def groups_of_ccl():  # type: ignore[no-untyped-def]
 
 
 def calls(full_N, ways, groups) -> dict[tuple[str, str], Call]:  # type: ignore[no-untyped-def]
-    """(collective, backend) -> what to time, over this tensor."""
+    """Return (collective, backend) -> call to time, on this tensor."""
     import torch
     import torch.distributed as torch_dist
     from deepspeed.comm.transports import all_gather_into_tensor, reduce_scatter_tensor

@@ -1,7 +1,7 @@
 """Size and speed of models that `redundancy_clean` made smaller: `python benchmarks/compression.py [--width 768]`.
 
-For rows, heads and channels: bytes of the state dict, and milliseconds of a forward (median of many, without
-gradients), of the whole model and of the smaller one.
+Prints for rows, heads and channels: bytes of the state dict and median milliseconds of a forward without gradients, for
+the original and the smaller model.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention of separate projections, and a feed-forward."""
+    """A block with attention of separate projections and a feed-forward."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Block(nn.Module):
 
 
 def technique(name: str, modules: list[str], related: list[str], **shared: object) -> dict[str, object]:
-    """A configuration that keeps half of `modules`."""
+    """Return a configuration that keeps half of `modules`."""
     group = {"params": {"dense_ratio": 0.5}, "modules": modules, "related_modules": [related]}
     settings = {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"g": group}}
     return {"compression_training": {name: settings}}
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of the saved state dict."""
+    """Return the bytes of the saved state dict."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     return len(file.getvalue())
@@ -48,7 +48,7 @@ def num_bytes(model: nn.Module) -> int:
 
 @torch.no_grad()
 def forward_ms(model: nn.Module, x: Tensor, repeats: int) -> float:
-    """Median time of a forward."""
+    """Return the median milliseconds of a forward."""
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -58,7 +58,7 @@ def forward_ms(model: nn.Module, x: Tensor, repeats: int) -> float:
 
 
 def main() -> None:
-    """Print one line a technique."""
+    """Print one line per technique."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=15)

@@ -1,16 +1,16 @@
-"""Are the host extension's optimizer kernels as fast as the memory lets them be? Ratios to torch, beside the targets.
+"""Time the host extension's optimizer kernels: ratios to torch's time, compared with the targets.
 
     python benchmarks/cpu_adam.py                                 # 1 M and 50 M parameters, 1 and 2 threads
     python benchmarks/cpu_adam.py --numels 1e6 --threads 1        # quick
-    python benchmarks/cpu_adam.py --numels 1e6 --calls 5          # turns so short that the caches are the other's
+    python benchmarks/cpu_adam.py --numels 1e6 --calls 5          # short turns: the caches hold the peer's data
     python benchmarks/cpu_adam.py --runs 7 --rounds 15 --readme   # the table of extensions/ds-ext-cpu/README.md
 
-Each row sets ours beside torch's in one run, in turn (A B A B ...), after one warm-up. Where a process finds its memory
-moves a ratio by a twentieth, as neighbours on a shared machine do: with `--runs` each run is a new process. Printed are
-medians, with the least and the greatest, of milliseconds per step of all rounds and of the ratios of runs; the ratio of
-a run is that of its medians. Ours are the fronts as users call them. "mixed" is one step of a bf16 model with fp32
-masters: torch casts the gradients, clips them by their norm, steps and copies the weights back; ours takes the norm of
-the bf16 gradients and does all else in one pass.
+Each row compares ours with torch in one run. The two take turns (A B A B ...) after one warm-up. The placement of
+memory changes a ratio by 5%, and so do neighbors on a shared machine: with `--runs`, each run is a new process. Prints
+medians with minimum and maximum of milliseconds per step over all rounds, and of the runs' ratios; a run's ratio is the
+ratio of its medians. Ours are the optimizer classes that users call. "mixed" is a step of a bf16 model with fp32 master
+weights: torch casts the gradients, clips them by their norm, steps, and copies the weights back. Ours computes the norm
+of the bf16 gradients, and does everything else in one pass.
 """
 
 import argparse
@@ -36,27 +36,27 @@ Step = Callable[[], object]
 Cell = tuple[str, int, int]  # row, numel, threads
 Times = tuple[list[float], list[float]]  # milliseconds per step of each round: ours, theirs
 MAX_NORM = 1.0
-# Steps of 1 M parameters in a row before it is the other's turn: enough that the first, which finds the other's tensors
-# in the caches, weighs little.
+# Consecutive steps of 1 M parameters per turn. The first step finds the peer's tensors in the caches; with this number
+# of steps it has little weight.
 CALLS_OF_1M = 30
 OPS = ("cpu_adam", "cpu_lion", "cpu_adagrad", "fused_lamb")
 
 
 def params_of(numel: int) -> list[nn.Parameter]:
-    """One flat fp32 parameter with a gradient, as the engine keeps its masters."""
+    """Return one flat fp32 parameter with a gradient, like the engine's master weights."""
     param = nn.Parameter(torch.randn(numel))
     param.grad = torch.randn(numel) * 0.1
     return [param]
 
 
 class TorchLion(DeepSpeedCPULion):
-    """Lion in torch operations alone."""
+    """Lion without the kernel, in torch operations."""
 
     kernel_op = None
 
 
 class TorchLamb(FusedLamb):
-    """LAMB in torch operations alone."""
+    """LAMB without the kernel, in torch operations."""
 
     kernel_op = None
 
@@ -108,7 +108,7 @@ def lamb(numel: int) -> tuple[Step, Step]:
     return ours.step, theirs.step
 
 
-# row -> (what to time, beside what, target ratio or None)
+# row -> (function to time, name of the peer, target ratio or None)
 ROWS: dict[str, tuple[Callable[[int], tuple[Step, Step]], str, float | None]] = {
     "Adam fp32": (adam, "AdamW(fused=True)", 1.00),
     "Adam mixed, one pass": (mixed, "cast + clip + AdamW(fused=True) + copy", 0.60),
@@ -126,13 +126,13 @@ def timed(step: Step, num_calls: int) -> float:
 
 
 def measure(row: str, numel: int, num_threads: int, num_rounds: int, calls_of_1m: int = CALLS_OF_1M) -> Times:
-    """What each round takes."""
+    """Return the milliseconds per step of each round."""
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     pair = ROWS[row][0](numel)
     times: Times = ([], [])
     num_calls = max(1, calls_of_1m * 1_000_000 // numel)
-    if num_calls > 1:  # short rounds: more of them fit between what else runs here
+    if num_calls > 1:  # short rounds: run more of them
         num_rounds *= 2
     for number in range(num_rounds + 1):
         for step, its_times in zip(pair, times, strict=True):
@@ -145,20 +145,20 @@ def measure(row: str, numel: int, num_threads: int, num_rounds: int, calls_of_1m
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[Cell, Times]:
-    """One run: every cell of the table."""
+    """Measure every cell of the table in one run."""
     for op in OPS:
-        registry.require(op)  # a figure of the reference under the kernel's name would be worth nothing
+        registry.require(op)  # never time the reference under the kernel's name
     found = {}
     for cell in itertools.product(arguments.rows, arguments.numels, arguments.threads):
         found[cell] = measure(*cell, arguments.rounds, arguments.calls)
         row, numel, num_threads = cell
         done = f"{row}, {numel // 10**6} M, threads {num_threads}: {ratio(found[cell]):.2f}"
-        print(done, file=sys.stderr, flush=True)  # the table comes after the last run
+        print(done, file=sys.stderr, flush=True)  # progress; the table follows the last run
     return found
 
 
 def measure_runs(arguments: argparse.Namespace) -> list[dict[Cell, Times]]:
-    """Each run in a process of its own."""
+    """Measure each run in a separate process."""
     runs = []
     for number in range(arguments.runs):
         print(f"run {number + 1} of {arguments.runs}", file=sys.stderr, flush=True)
@@ -177,7 +177,7 @@ def ratio(times: Times) -> float:
 
 
 def print_table(runs: list[dict[Cell, Times]]) -> bool:
-    """Whether all targets are met by the median of the runs."""
+    """Print the table, and return whether the medians of the runs meet all targets."""
     print(f"{'row':22}{'numel':>7}{'threads':>8}   {'ours, ms':28}{'theirs, ms':28}{'ratio':22}{'target':>8}")
     met = True
     for cell in runs[0]:

@@ -1,4 +1,4 @@
-"""What a disk can do, and what a process has asked of it: for the benchmarks that set the two beside each other."""
+"""Measure the rate of a disk with fio, and the bytes that this process read and wrote."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Bytes(NamedTuple):
-    """Read and written."""
+    """Numbers of bytes read and written."""
 
     read: float
     written: float
@@ -20,7 +20,7 @@ class Bytes(NamedTuple):
 
 
 def passed() -> Bytes:
-    """Bytes that this process, with all its threads, has asked block devices for."""
+    """Return the bytes that all threads of this process read from and wrote to block devices."""
     found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return Bytes(float(found["read_bytes"]), float(found["write_bytes"]))
 
@@ -36,15 +36,15 @@ def fio(
     jobs_per_file: int = 1,
     read_percent: int = 50,
 ) -> Bytes:
-    """Bytes per second that fio reads and writes, with O_DIRECT, in all files at once.
+    """Return the bytes per second that fio reads and writes with O_DIRECT, in all files at once.
 
     Args:
-        files: existing ones.
+        files: existing files.
         kind: read, write, or readwrite, which mixes both.
-        num_bytes: of each file.
+        num_bytes: size of each file.
         depth: requests in flight per job.
-        engine: io_uring, or threads: `depth` jobs more with one request each.
-        read_percent: of readwrite.
+        engine: "io_uring"; "threads": `depth` times the jobs, with one request each.
+        read_percent: share of reads in readwrite.
     """
     how = ["--ioengine=io_uring", f"--iodepth={depth}"]
     jobs = jobs_per_file
@@ -55,7 +55,7 @@ def fio(
     command += [f"--numjobs={jobs}", f"--size={share}", f"--offset_increment={share}", "--overwrite=1"]
     command += ["--group_reporting", "--output-format=json"]
     command += [f"--{key}={value}" for path in files for key, value in (("name", path.name), ("filename", path))]
-    allowed = set(range(os.cpu_count() or 1))  # a rank has one core, and fio all
+    allowed = set(range(os.cpu_count() or 1))  # a rank has one core, but fio may use all cores
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, allowed)
     )

@@ -1,14 +1,14 @@
-"""Are the host's norms, gelu, rotary and quantizer faster than torch's own? Each beside torch, in turn, in one run.
+"""Compare the host's norms, gelu, rotary and quantizer with torch. Both take turns in one run.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/host_ops.py            # one thread, sizes in L2 and in memory
 
-Prints median milliseconds, [minimum, maximum], and the ratio of medians; 0.9 or less is asked of norms and gelu.
-"floor" is the least traffic of the op (each input and output once) at the speed at which torch negates a tensor of the
-same size and dtype in the same run, allocation of the result included. Layer norm of fp32 from memory is not asked to
-win: both wait for memory there, and the front takes torch's own.
-Sizes: "L2" is 256 KiB of fp32 in and out; "memory" is 16 MiB in and out, four sets of tensors in turn (not more than
-16 MiB each, because the C library gives larger results back to the system after each use, and both sides would then be
-timed clearing pages). On one thread the clock is the thread's processor time; torch and ours swap places every round.
+Prints median milliseconds, [minimum, maximum], and the ratio of medians. Target for norms and gelu: 0.9 or less.
+"floor" is the minimum memory traffic of the op (each input and output once) at the speed of torch.neg on a tensor of
+the same size and dtype in the same run, allocation of the result included. fp32 layer norm from memory has no target:
+both sides are memory-bound, and the public function calls torch's own.
+Sizes: "L2" is 256 KiB of fp32 in and out. "memory" is 16 MiB in and out, with four sets of tensors in turn. They are
+not larger, because the C library returns larger results to the system after each use, so both sides would mostly clear
+pages. With one thread, the clock is the thread's CPU time. torch and ours swap places every round.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from torch import Tensor
 
 COLS = 1024
 ROWS = {"L2": 64, "memory": 4096}
-# tensors taken in turn, so that those of "memory" have left the last cache when they come again
+# sets of tensors used in turn, so that tensors of "memory" leave the last cache before they are reused
 NUM_SETS = {"L2": 1, "memory": 4}
 TARGET = 0.9
 
 
 @dataclass(frozen=True)
 class Case:
-    """Torch and ours, as functions without arguments, and how many bytes the op has to move at least."""
+    """Torch's function and ours, without arguments, and the minimum number of bytes that the op moves."""
 
     name: str
     torch: Callable[[], object]
@@ -43,7 +43,7 @@ class Case:
 
 
 def cases(rows: int, dtype: torch.dtype) -> list[Case]:
-    """Every op at one size and dtype."""
+    """Return the cases of all ops for one size and dtype."""
     x, residual = torch.randn(rows, COLS).to(dtype), torch.randn(rows, COLS).to(dtype)
     weight, bias = torch.ones(COLS, dtype=dtype), torch.zeros(COLS, dtype=dtype)
     heads = x.view(1, rows, 16, 64)
@@ -138,7 +138,7 @@ def _residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 
 def seconds(functions: list[Callable[[], object]], repeats: int) -> float:
-    """Of one call, over several of each. One thread: its processor time, which others on the machine cannot stretch."""
+    """Return the mean seconds of a call. With one thread, use its CPU time, which other processes do not affect."""
     clock = time.perf_counter if torch.get_num_threads() > 1 else time.thread_time
     start = clock()
     for _ in range(repeats):
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def table(place: str, rows: int, dtype: torch.dtype, rounds: int) -> list[str]:
-    """Print one size and dtype; the names of those that missed the target."""
+    """Print one size and dtype, and return the names of the cases that missed the target."""
     num_sets = NUM_SETS[place]
     plain = [torch.randn(rows, COLS).to(dtype) for _ in range(num_sets)]
     size = plain[0].numel() * plain[0].element_size()

@@ -2,9 +2,9 @@
 
     python benchmarks/import_time.py
 
-Beside them an interpreter that imports nothing, one with torch, and a first step of plain torch. The programs take
-turns; the figures are user CPU time and resident memory at its peak of the child (`wait4`), so another process on the
-machine does not count. It also says whether torch was loaded, which `import deepspeed` alone must not do.
+The peers are an interpreter that imports nothing, one that imports torch, and a first step of plain torch. The programs
+take turns. The figures are the child's user CPU time and peak resident memory (`wait4`), so other processes do not
+count. The output also shows whether torch was loaded: `import deepspeed` alone must not load torch.
 """
 
 import argparse
@@ -30,14 +30,14 @@ PROGRAMS = {
 
 
 class Cost(NamedTuple):
-    """What one run of a program took."""
+    """The cost of one run of a program."""
 
     user_ms: float
     peak_mib: float
 
 
 def cost_of(program: str) -> Cost:
-    """The cost of one run of `program`."""
+    """Run `program` once, and return its cost."""
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

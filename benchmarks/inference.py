@@ -1,18 +1,17 @@
-"""Milliseconds of a prompt and of each token after it: `init_inference` beside transformers, in turn, in one run.
+"""Milliseconds of a prompt and of each further token: `init_inference` against transformers, in turn, in one run.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/inference.py
     OMP_NUM_THREADS=2 python benchmarks/inference.py --models "Llama 125 M" --batch 8 --compile
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/inference.py --llama-python ~/llama/bin/python
 
-Models are made from a configuration with random weights. A prompt is the time to the first new token; a token is the
-time of `--tokens` more, by one. The floor of a token is the bytes of all weights that it reads (of linear layers, in
-their type, with scales) over the speed at which numpy's BLAS multiplies two large vectors of fp32 (OpenBLAS' sdot),
-measured in every round. Ratios are of medians; the variants swap places from round to round, and the first round is
-dropped.
+Models have random weights. "prompt" is the time to the first new token. "token" is the mean time of `--tokens` further
+tokens. The floor of a token is the bytes of all weights it reads (linear layers in their dtype, with scales) divided by
+the speed of a dot product of two large fp32 vectors in numpy (OpenBLAS' sdot), measured in every round. Ratios are of
+medians. The variants swap places from round to round, and the first round is dropped.
 
-llama.cpp has the same weights as GGUF files, in a process of the environment where `llama-cpp-python` and `gguf` are
-installed (`llama_cpp_peer.py`); its turn comes among the others. Before anything is timed its logits in fp32 are
-compared with transformers'. Where it is absent, a line says so.
+llama.cpp gets the same weights as GGUF files. It runs in a process of the environment that has `llama-cpp-python` and
+`gguf` (`llama_cpp_peer.py`), and takes turns with the other variants. Its fp32 logits are first compared with those of
+transformers. If llama.cpp is not installed, the output says so.
 """
 
 import argparse
@@ -50,23 +49,23 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2 25 M": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, "n_embd": 512, "n_layer": 7, "n_head": 8}),
     "GPT-2 125 M": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, "n_embd": 768, "n_layer": 16, "n_head": 12}),
 }
-#: The output layer too, as llama.cpp's files have it; a scale for each row, where they have one for 32 numbers.
+#: With the output layer, as in llama.cpp's files. One scale per row; llama.cpp has one per 32 numbers.
 INT8, INT4 = ({"weight": {"num_bits": bits, "output_num_bits": bits}} for bits in (8, 4))
-X8 = {"activation": {"num_bits": 8}}  # llama.cpp rounds to 8 bits, too
-LOGITS_BOUND = 1e-3  #: between llama.cpp and transformers, both in fp32
-Seconds = Callable[[int], float]  #: of so many tokens
-Variants = dict[str, tuple[Seconds, int]]  #: with the bytes that a token reads
+X8 = {"activation": {"num_bits": 8}}  # llama.cpp also rounds inputs to 8 bits
+LOGITS_BOUND = 1e-3  #: maximum difference of llama.cpp and transformers in fp32
+Seconds = Callable[[int], float]  #: number of tokens -> seconds
+Variants = dict[str, tuple[Seconds, int]]  #: name -> (function, bytes that a token reads)
 
 
 def create(name: str) -> Any:
-    """A model in evaluation mode."""
+    """Create a model in evaluation mode."""
     config_class, model_class, sizes = MODELS[name]
     torch.manual_seed(0)
     return getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
 
 
 def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> Variants:
-    """Transformers and ours."""
+    """Return the variants of transformers and ours."""
     keys = {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
     made: dict[str, Any] = {"eager fp32": copy.deepcopy(plain), "eager bf16": copy.deepcopy(plain).bfloat16()}
     options: dict[str, dict[str, Any]] = {}
@@ -94,7 +93,7 @@ def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> Variants:
 
 
 def llama_cpp_variants(plain: Any, prompt: torch.Tensor, peer: llama_cpp_peer.Peer) -> Variants:
-    """llama.cpp in each width, when it was seen to compute the same model."""
+    """Return llama.cpp's variants, one per width, after a check that its logits match."""
     rows = prompt.tolist()
     loaded = peer.ask(want="load", prompt=rows)
     with torch.no_grad():
@@ -113,7 +112,7 @@ def llama_cpp_variants(plain: Any, prompt: torch.Tensor, peer: llama_cpp_peer.Pe
 
 
 def bytes_read(model: Any) -> int:
-    """Of the weights of linear layers: what a token has to read."""
+    """Return the bytes of the linear layers' weights, which each token reads."""
     total = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -124,7 +123,7 @@ def bytes_read(model: Any) -> int:
 
 
 def bandwidth(left: np.ndarray, right: np.ndarray) -> float:
-    """Bytes per second."""
+    """Return the bytes per second of a dot product."""
     start_s = time.perf_counter()
     np.dot(left, right)
     return (left.nbytes + right.nbytes) / (time.perf_counter() - start_s)
@@ -146,7 +145,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
 
 
 def report(name: str, cases: Variants, args: argparse.Namespace) -> None:
-    """Time the variants in turn, and print."""
+    """Time the variants in turn, and print the results."""
     left, right = np.ones(2**25, np.float32), np.ones(2**25, np.float32)
     prompts: dict[str, list[float]] = {each: [] for each in cases}
     tokens: dict[str, list[float]] = {each: [] for each in cases}

@@ -1,13 +1,13 @@
-"""How near are the host's kernels of a generation step to their floor, and to torch's own? In turn, in one run.
+"""Compare the host's kernels of a generation step with their floor and with torch, in turn, in one run.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/inference_kernels.py
     OMP_NUM_THREADS=2 python benchmarks/inference_kernels.py --threads 2 --markdown
 
-Linear layers: the weights of a Llama-shaped model (each layer's four products, or one shape alone, until they are far
-larger than the last cache), read once per pass by x of 1 or more rows. Floor: the bytes of weights and scales over the
-speed at which torch sums a large tensor of fp32, measured in every round. A ratio is of medians; what is timed swaps
-places from round to round, and the first round is dropped.
-Attention: a cache of the given lengths beside `scaled_dot_product_attention` over the same one. The gate: beside
+Linear layers: a pass multiplies x of 1 or more rows once with the weights of a Llama-shaped model (the four products of
+each layer, or one shape, with enough layers to exceed the last cache by far). The floor is the bytes of weights and
+scales divided by the speed of torch's sum of a large fp32 tensor, measured in every round. Ratios are of medians. The
+cases swap places from round to round, and the first round is dropped.
+Attention: our kernel against `scaled_dot_product_attention` on the same cache, for the given lengths. Gate: against
 `silu(gate) * up` in torch.
 """
 
@@ -23,13 +23,13 @@ from deepspeed.ops import registry
 from deepspeed.ops.quantizer import pack_weight
 from torch import Tensor
 
-# name -> (out, in) of the products of a layer, and layers
+# name -> (out, in) of each product of a layer, and the number of layers
 MODELS = {
     "Llama 126 M": ([(2304, 768), (768, 768), (4096, 768), (768, 2048)], 12),
     "4096 x 4096": ([(4096, 4096)], 8),
 }
 GROUP = 128
-# batch, heads, key-value heads, elements of a head, tokens
+# batch, heads, key-value heads, head size, tokens
 ATTENTION = [
     (1, 12, 12, 64, 128),
     (1, 12, 12, 64, 1024),
@@ -41,7 +41,7 @@ ATTENTION = [
 
 @dataclass
 class Case:
-    """What is timed: one pass, and the bytes that it has to read."""
+    """A pass to time, and the bytes that it must read."""
 
     name: str
     run: Callable[[], object]
@@ -58,7 +58,7 @@ class Case:
 
 
 def timed(cases: list[Case], rounds: int) -> None:
-    """Fill in the times, first to last and last to first in turn."""
+    """Measure the times of all cases; the order reverses every round."""
     for number in range(rounds + 1):
         for case in cases if number % 2 else reversed(cases):
             begin = time.perf_counter()
@@ -67,7 +67,7 @@ def timed(cases: list[Case], rounds: int) -> None:
 
 
 def linear_cases(shapes: list[tuple[int, int]], layers: int, rows: int) -> list[Case]:
-    """Every kind of weight, torch's products beside ours."""
+    """Return the cases of torch's and our products for each kind of weight."""
     ops = registry.require("inference_core_ops")
     linear, packed_linear = ops.linear.default, ops.packed_linear.default
     weights = [torch.randn(shape) / shape[1] ** 0.5 for _ in range(layers) for shape in shapes]
@@ -127,7 +127,7 @@ def linear_cases(shapes: list[tuple[int, int]], layers: int, rows: int) -> list[
 
 
 def attention_cases(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[Case]:
-    """torch's attention, ours over the same cache, and ours over blocks of 16 tokens."""
+    """Return the cases of torch's attention, ours over the same cache, and ours over blocks of 16 tokens."""
     batch, heads, kv_heads, head_dim, tokens = shape
     attend = registry.require("ragged_device_ops").decode_attention.default
     q = torch.randn(batch, heads, 1, head_dim).to(dtype)
@@ -148,7 +148,7 @@ def attention_cases(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -
 
 
 def gate_cases(rows: int, cols: int, dtype: torch.dtype) -> list[Case]:
-    """The gate of a feed-forward layer, of halves of one tensor."""
+    """Return the cases of a feed-forward layer's gate over the halves of one tensor."""
     gated = registry.require("inference_core_ops").gated_activation.default
     gate, up = torch.randn(rows, 2 * cols).to(dtype).chunk(2, -1)
     calls = max(1, int(2e6 / (rows * cols)))

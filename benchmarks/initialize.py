@@ -1,9 +1,9 @@
-"""What it costs to begin: `deepspeed.initialize` beside DDP's construction, on the same model and ranks.
+"""Startup cost: `deepspeed.initialize` against the construction of DDP, on the same model and ranks.
 
     python benchmarks/initialize.py --model 25m
 
-Both start from a ready model in memory and end with a module and an optimizer ready for the first step. The two take
-turns (A B A B); the first turn, which pays for imports, is printed by itself.
+Both start with a model in memory, and end with a module and an optimizer ready for the first step. The two take turns
+(A B A B). The first turn includes imports and is printed separately.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from variants import ADAMW, CASES, Case, Engine
 
 
 def time_constructions(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """On each rank: ms of each construction, one figure per round."""
+    """Measure on each rank. Return the ms of each construction, one figure per round."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(1 + rounds):
         for name in names:

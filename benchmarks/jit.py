@@ -1,12 +1,12 @@
-"""What it costs to get `cpu_adam`: the first build on a machine, and every later load in a new process.
+"""Cost of loading `cpu_adam`: the first build on a machine, and a later load in a new process.
 
     python benchmarks/jit.py [--rounds 5] [--no-peer]
 
-Beside it the same kernel as most PyTorch extensions bind it (`jit_peer.cpp`: torch/extension.h, pybind11) through
-`torch.utils.cpp_extension.load`. A cold build is user CPU seconds of the compiler and its children, in an empty cache
-folder; another process on the machine does not count. A warm load is milliseconds in a new process from after
-`import torch` to the loaded op, and beside it the CPU time of that process and its children (a busy machine adds to
-the first and not to the second). The peer is built once: it takes 40 s.
+The peer is the same kernel with the usual binding of PyTorch extensions (`jit_peer.cpp`: torch/extension.h, pybind11),
+loaded by `torch.utils.cpp_extension.load`. A cold build is the user CPU seconds of the compiler and its children, with
+an empty cache folder; other processes do not count. A warm load is the milliseconds in a new process from after
+`import torch` to the loaded op, and the CPU time of the process and its children. A busy machine increases only the
+first figure. The peer is built once, because a build takes 40 s.
 """
 
 import argparse
@@ -42,9 +42,9 @@ print(json.dumps({{
 
 
 def run(program: str, cache: str) -> dict[str, float]:
-    """One new process; what it measured."""
+    """Run a new process, and return its measurements."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": cache, "PYTHONPYCACHEPREFIX": f"{cache}/python"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # use bytecode, as an installed package does
     done = subprocess.run(
         [sys.executable, "-c", FRAME.format(program=program)],
         env=environment,
@@ -57,7 +57,7 @@ def run(program: str, cache: str) -> dict[str, float]:
 
 
 def measure(name: str, program: str, cold_rounds: int, rounds: int) -> tuple[float, float, float]:
-    """(cold user s, warm wall ms, warm CPU ms), medians; prints them."""
+    """Print and return the medians of (cold user s, warm wall ms, warm CPU ms)."""
     cold, warm = [], []
     for index in range(cold_rounds):
         with tempfile.TemporaryDirectory() as cache:

@@ -1,9 +1,9 @@
-"""From the command to the first line of the first rank: `deepspeed` beside `torchrun`, in turn.
+"""Time from the command to the first line of the first rank: `deepspeed` against `torchrun`, in turn.
 
     python benchmarks/launcher.py [--ranks 2] [--rounds 9]
 
-The script prints one line and imports nothing, so the figure is the launcher's own. Target: at most 1.05 x torchrun.
-On a machine that does other work, read the CPU column: user and system time of the launcher and its ranks to their end.
+The script prints one line and imports nothing, so it measures only the launcher. Target: at most 1.05 x torchrun. On a
+busy machine, read the CPU column: the total user and system time of the launcher and its ranks.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """One launch: seconds to the first line, and CPU seconds of everything that ran."""
+    """The seconds of a launch to the first line, and the CPU seconds of all its processes."""
 
     first_line_s: float
     cpu_s: float
 
 
 def measure(command: list[str]) -> Sample:
-    """Launch once, and wait for the end."""
+    """Launch once, and wait until it ends."""
     before = os.times()
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

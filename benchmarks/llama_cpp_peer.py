@@ -1,16 +1,16 @@
-"""llama.cpp as a peer of `inference.py`: a model's weights as GGUF files, and a process that generates from them.
+"""llama.cpp as a peer of `inference.py`: writes a model's weights as GGUF files, and generates in a process.
 
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python gguf
 
-This goes into any environment; `inference.py --llama-python PYTHON` names it. In a virtual machine or sandbox that says
-it has AMX and traps it (the process ends with -4, an illegal instruction, in 8 and 4 bits), build with CFLAGS and
-CXXFLAGS of "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".
+Install this in any environment, and pass its interpreter to `inference.py --llama-python PYTHON`. Some virtual machines
+and sandboxes report AMX but trap it: with 8 and 4 bits, the process ends with -4, an illegal instruction. There, build
+with "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" in CFLAGS and CXXFLAGS.
 
-The benchmark starts this file as a program in that environment and talks to it in lines of JSON. It needs numpy, gguf
-and llama_cpp there, not torch. It calls llama.cpp by its C functions, since a batch of several sequences has no other
-way. Norms, biases and positions stay fp32, as in the files that llama.cpp's own converter writes; every other matrix
-is of the file's width, the embedding and the output too. What is timed has llama.cpp's defaults: keys and values in
-fp16, and its flash attention, which computes in fp16. For the comparison of logits both are off.
+The benchmark starts this file as a program in that environment, and sends and receives lines of JSON. The program needs
+numpy, gguf and llama_cpp, but not torch. It calls the C functions of llama.cpp, because only they accept a batch of
+several sequences. Norms, biases and positions stay fp32, as in files of llama.cpp's converter. All other matrices have
+the file's width, embedding and output included. The timed runs use llama.cpp's defaults: keys and values in fp16, and
+flash attention, which computes in fp16. The comparison of logits uses neither.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-#: The widths of the files, with the variant of ours that each stands beside.
+#: the widths of the files, and our variant that each is compared with
 WIDTHS = {"F32": "fp32", "BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4"}
-#: model type -> the part of a parameter's name in transformers -> in GGUF
+#: model type -> part of a parameter name in transformers -> its name in GGUF
 NAMES = {
     "llama": {
         "model.embed_tokens": "token_embd",
@@ -63,12 +63,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key, for a rotary form that turns neighbors: transformers turns the halves of a head."""
+    """Reorder rows of a query or key: llama.cpp rotates neighbors, transformers rotates the halves of a head."""
     return rows.reshape(num_heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def gguf_arrays(config: dict[str, Any], weights: Arrays) -> Arrays:
-    """A model's weights under the names and in the layout of GGUF. A tied output is left out."""
+    """Return a model's weights with the names and layout of GGUF, without a tied output."""
     names = NAMES[config["model_type"]]
     made: Arrays = {}
     for name, value in weights.items():
@@ -88,7 +88,7 @@ def gguf_arrays(config: dict[str, Any], weights: Arrays) -> Arrays:
 
 
 def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, width: str) -> int:
-    """Write one file. Bytes of the matrices that a token reads whole."""
+    """Write a file, and return the bytes of the matrices that a token reads completely."""
     import gguf
 
     kind = config["model_type"]
@@ -131,12 +131,12 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, width: str) -
 
 
 class Context:
-    """A file that llama.cpp has loaded, with a cache for `batch` sequences."""
+    """A file loaded by llama.cpp, with a cache for `batch` sequences."""
 
     def __init__(
         self, path: Path, *, batch: int, length: int, threads: int, vocabulary: int, exact: bool = False
     ) -> None:
-        """exact: keys and values in fp32, and attention computed in it."""
+        """Load the file. `exact`: keys, values and attention in fp32."""
         import llama_cpp
 
         self.api, self.vocabulary = llama_cpp, vocabulary
@@ -154,7 +154,7 @@ class Context:
         self.tokens = llama_cpp.llama_batch_init(batch * length, 0, 1)
 
     def decode(self, rows: list[list[int]], at: int) -> np.ndarray:
-        """Append a row to each sequence, the first token at position `at`. Logits of the last ones: (batch, words)."""
+        """Append a row to each sequence at position `at`. Return the logits of the last tokens: (batch, words)."""
         batch, last, count = self.tokens, [], 0
         for sequence, row in enumerate(rows):
             for offset, token in enumerate(row):
@@ -170,7 +170,7 @@ class Context:
         return np.stack([np.ctypeslib.as_array(each, (self.vocabulary,)) for each in found])
 
     def close(self) -> None:
-        """Free what llama.cpp has allocated."""
+        """Free the memory of llama.cpp."""
         self.api.llama_batch_free(self.tokens)
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
@@ -180,7 +180,7 @@ class Context:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), False)
 
     def generate(self, prompt: list[list[int]], count: int) -> list[list[int]]:
-        """Greedy tokens after each row."""
+        """Return `count` greedy tokens after each row."""
         self.forget()
         made = [self.decode(prompt, 0).argmax(-1)]
         for step in range(count - 1):
@@ -188,26 +188,26 @@ class Context:
         return np.stack(made, 1).tolist()
 
     def last_logits(self, prompt: list[list[int]]) -> list[list[float]]:
-        """Of each row's last token, which is decoded by itself: a prompt and a step are in it."""
+        """Return the logits of each row's last token. It is decoded in a second call, as in generation."""
         self.forget()
         self.decode([row[:-1] for row in prompt], 0)
         return self.decode([row[-1:] for row in prompt], len(prompt[0]) - 1).tolist()
 
 
 class Peer:
-    """The process, as the benchmark sees it."""
+    """The benchmark's connection to the process."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
 
     def ask(self, **question: Any) -> Any:
-        """Its answer to one question."""
+        """Send a question, and return the answer."""
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> Any:
-        """The next line."""
+        """Return the next answer of the process."""
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(
@@ -219,7 +219,7 @@ class Peer:
 
 @contextlib.contextmanager
 def start(python: str, model: Any, **sizes: int) -> Iterator[Peer | str]:
-    """A process with all widths of a transformers model loaded, or the name of the package that `python` lacks."""
+    """Start a process for a transformers model. Yield its `Peer`, or the names of packages that `python` lacks."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, folder, json.dumps(sizes)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -234,7 +234,7 @@ def start(python: str, model: Any, **sizes: int) -> Iterator[Peer | str]:
 
 
 def quiet() -> Any:
-    """Print only errors of llama.cpp, for as long as what is returned is kept."""
+    """Print only errors of llama.cpp while the returned callback exists."""
     import llama_cpp
 
     @llama_cpp.llama_log_callback
@@ -247,9 +247,9 @@ def quiet() -> Any:
 
 
 def serve(folder: Path, *, batch: int, length: int, threads: int) -> None:
-    """Say what is missing, then answer `load`: bytes by width and the logits of a prompt; `time`: seconds of tokens."""
+    """Send the missing packages. Then answer `load` (bytes by width, logits of a prompt) and `time` (seconds)."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the answers
 
     def answer(value: object) -> None:
         answers.write(json.dumps(value) + "\n")

@@ -1,32 +1,31 @@
-"""Memory of training, per rank: peaks beside the formula and FSDP2's, a run under a limit, and growth over many steps.
+"""Memory of training per rank: peaks against the formula and FSDP2, a run under a limit, and growth over many steps.
 
     python benchmarks/memory.py                     # peaks of stages 0 to 3, stage 3 with and without zero.Init
     python benchmarks/memory.py --limit             # trains under a limit with zero.Init, and fails without
-    python benchmarks/memory.py --limit --nvme DIR  # under a quarter of a rank's states, from the disk and without it
+    python benchmarks/memory.py --limit --nvme DIR  # limit: a quarter of a rank's states; with and without NVMe
     python benchmarks/memory.py --growth            # 200 steps with changing control flow
 
-*peak* is the highest resident set, beyond that of an interpreter which has trained a tiny model in the same way: while
-the model is built, and while it trains. *formula* is the states that a rank holds (ZeRO, arXiv 1910.02054, section 5;
-reduced gradients included) and the largest working set: activations, and what is on its way, two blocks of gathered
-weights (the one in use and the next) and two buckets of gradients (one that fills and one that is reduced), each as
-large as a block. The keys that set it so are in `stage_config`. It is a sum of maxima: who allocates reduced gradients
-during the backward, while activations are freed, as stages 2 and 3 and FSDP2 do, can stay below it.
+*peak* is the highest resident set while the model is built and while it trains, minus the resident set of the same
+process after training a tiny model. *formula* is the sum of a rank's states (ZeRO, arXiv 1910.02054, section 5; reduced
+gradients included) and of the largest working set: activations, two blocks of gathered weights (current and next) and
+two gradient buckets (one being filled, one being reduced), each as large as a block. `stage_config` sets these sizes.
+The formula is a sum of maxima. Stages 2 and 3 and FSDP2 allocate reduced gradients during the backward, while
+activations are freed, so they can stay below it.
 
-Most of what exceeds it is glibc's heap, where freed blocks leave gaps that what lives longer fills. The CPU extension
-sets a threshold while zero.Init and stage 3 shard a model; `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which
-then counts for all variants and for training, shows the peaks nearly without gaps, at the price of page faults.
+Peaks above the formula mostly come from glibc's heap: freed blocks leave gaps, and longer-lived blocks fill them. The
+CPU extension sets a threshold while zero.Init and stage 3 shard a model. `MALLOC_MMAP_THRESHOLD_=131072` in the
+environment applies to all variants and to training. It shows the peaks nearly without gaps, but costs page faults.
 
-The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula
-(or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, gaps in the heap included, so it
-is stricter than the resident set. Hence all variants run with that threshold, unless the environment sets another
-one. The peak of the resident set in the
-same run is printed beside the outcome. With Adam in fp32 a rank of eight holds 16 / 8 bytes per parameter, half of the
-whole parameters: who builds them all exceeds the limit. Many blocks and few tokens keep the working set small beside
-the states.
+The limit is RLIMIT_DATA of each rank's process: the bytes allocated by the rehearsal plus 1.15 times the formula (or
+`--budget-mib`). It counts the heap with its gaps and private anonymous mappings, touched or not, so it is stricter than
+the resident set. So all variants run with that threshold, unless the environment sets another one. The output also
+shows the peak resident set of the run. With Adam in fp32, one of eight ranks holds 16 / 8 bytes per parameter, half the
+size of the whole parameters, so a variant that first builds all parameters exceeds the limit. Many blocks and few
+tokens keep the working set small compared with the states.
 
-With `--nvme` the limit is a quarter of the states that a rank of two holds, and `stage3-nvme` keeps weights, gradients
-and optimizer states in files (`offload_param`, `offload_optimizer`). Its formula has no states, but the buffers that
-docs/howto/offload-parameters.md names; its peak is to be at most 1.15 times that.
+With `--nvme`, the limit is a quarter of the states of one of two ranks, and `stage3-nvme` keeps weights, gradients and
+optimizer states in files (`offload_param`, `offload_optimizer`). Its formula contains no states, only the buffers that
+docs/howto/offload-parameters.md lists. Target: a peak of at most 1.15 times the formula.
 """
 
 import argparse
@@ -48,34 +47,34 @@ from torch import Tensor, nn
 from variants import ADAMW, PERSISTENCE_NUMEL, REHEARSAL, Case, formula_bytes
 
 MEBIBYTE = 2**20
-# many blocks, so that a block is little beside the model
+# many blocks, so that a block is small compared with the model
 DEEP = Case("deep GPT", width=384, num_layers=24, num_heads=6, batch=1)
-# of which the sharded states and the working set of one of 8 ranks are less than the whole parameters
+# sharded states and working set of one of 8 ranks are smaller than the whole parameters
 LIMITED = Case("limited GPT", width=384, num_layers=48, num_heads=6, batch=1, sequence_length=16)
 SMALL = Case("small GPT", width=128, num_layers=6, num_heads=4, batch=1)
 VARIANTS = [*(f"stage{stage}" for stage in range(4)), "stage3-init", "fsdp2-z3", "fsdp2-z3-meta"]
-#: weights, gradients and optimizer states in files below the folder that `NVME_PATH` in the environment names
+#: weights, gradients and optimizer states in files in the folder that the variable `NVME_PATH` names
 ON_NVME = "stage3-nvme"
 NVME_PATH = "NVME_PATH"
 NVME_SUB_GROUP_NUMEL = 2**18
 NVME_BUFFERS = 3
 NVME_STATES_TO_LIMIT = 4
 NVME_PEAK_TO_FORMULA = 1.15
-#: of a parameter, whatever its size: modules, views, hooks, autograd's nodes, and empty tensors of the optimizer
+#: per parameter of any size: modules, views, hooks, autograd nodes, and empty tensors of the optimizer
 OBJECT_BYTES = 20 * 2**10
-#: without zero.Init a rank builds the whole model before anything shards it
+#: without zero.Init, a rank builds the whole model before it is sharded
 LIMITED_VARIANTS = ["stage3-init", "stage3", "fsdp2-z3", "fsdp2-z3-meta"]
 LIMIT_TO_FORMULA = 1.15
-#: bytes; with glibc's heap as it is, gaps in it would count as well
+#: bytes; without this threshold, gaps in glibc's heap would count too
 LIMITED_MMAP_THRESHOLD = 131072
 NUM_LIMITED_STEPS = 3
-#: what torch and Python say where the system refuses memory
+#: messages of torch and Python when the system refuses memory
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 Row = dict[str, Any]
 
 
 class Run:
-    """One variant on this rank: `step()` trains on a batch."""
+    """A variant on this rank. `step()` trains on a batch."""
 
     def __init__(self, case: Case, variant: str, build: Callable[[Case], nn.Module] = Case.build_model) -> None:
         self.batch = case.build_batch()
@@ -90,7 +89,7 @@ class Run:
 
 
 def stage_config(case: Case, stage: int, *, on_nvme: bool) -> dict[str, Any]:
-    """Default keys, but at most two blocks of weights and of gradients at once."""
+    """Return the default configuration, with at most two blocks of weights and of gradients at once."""
     numel = block_numel(case)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": numel}
     if stage == 3:
@@ -161,14 +160,14 @@ def _fsdp2_step(case: Case, build: Callable[[Case], nn.Module], *, on_meta: bool
 
 
 def block_numel(case: Case) -> int:
-    """Elements of the parameters of one block."""
+    """Return the number of elements of a block's parameters."""
     with torch.device("meta"):
         model = dataclasses.replace(case, num_layers=1).build_model()
     return sum(parameter.numel() for parameter in model.blocks.parameters())  # type: ignore[union-attr]
 
 
 def activation_bytes(case: Case) -> int:
-    """Bytes that autograd keeps from forward to backward, in plain torch and besides the parameters."""
+    """Return the bytes that autograd saves for the backward in plain torch, without parameters."""
     model = case.build_model().to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -187,7 +186,7 @@ def activation_bytes(case: Case) -> int:
 
 
 def expected_bytes(case: Case, variant: str, world_size: int) -> float:
-    """States of one rank, and the largest working set."""
+    """Return the bytes of a rank's states and of the largest working set."""
     if variant == ON_NVME:
         return _bytes_beside_nvme(case, world_size)
     kind = variant.removesuffix("-init").removesuffix("-meta")
@@ -197,7 +196,7 @@ def expected_bytes(case: Case, variant: str, world_size: int) -> float:
 
 
 def _bytes_beside_nvme(case: Case, world_size: int) -> float:
-    """What a rank holds whose states are in files: docs/howto/offload-parameters.md."""
+    """Return the bytes of a rank with states in files: docs/howto/offload-parameters.md."""
     itemsize = 2 if case.dtype == "bf16" else 4
     with torch.device("meta"):
         numels = [parameter.numel() for parameter in case.build_model().parameters()]
@@ -216,7 +215,7 @@ def _bytes_beside_nvme(case: Case, world_size: int) -> float:
 def bytes_beside_nvme(
     *, unit: int, sub_group: int, small: int, tensors: int, ranks: int, buffers: int, weight: int, gradient: int
 ) -> float:
-    """The formula of docs/howto/offload-parameters.md, without activations."""
+    """Return the bytes by the formula of docs/howto/offload-parameters.md, without activations."""
     shard = unit / ranks
     slots = 3 * (12 + gradient) * sub_group
     sums = 2 * gradient * shard
@@ -230,20 +229,20 @@ def bytes_beside_nvme(
 
 
 def rehearse(case: Case, variant: str) -> None:
-    """Everything that is imported, started or initialized once, with a tiny model."""
+    """Train a tiny model, to run all imports and one-time initializations."""
     rehearsal = Run(dataclasses.replace(REHEARSAL, dtype=case.dtype), variant)
     for _ in range(2):
         rehearsal.step()
 
 
 def measure_peak(case: Case, variant: str) -> Row:
-    """Peaks while the model is built and while it trains."""
+    """Return the peaks while the model is built and while it trains."""
     rehearse(case, variant)
     before = resident_memory.resident_bytes()
     resident_memory.reset_peak()
     run = Run(case, variant)
     build_peak = resident_memory.peak_bytes() - before
-    run.step()  # optimizer states exist from here on
+    run.step()  # creates the optimizer states
     resident_memory.resident_bytes()
     resident_memory.reset_peak()
     for _ in range(3):
@@ -256,7 +255,7 @@ def measure_peak(case: Case, variant: str) -> Row:
 
 
 def train_under_limit(case: Case, variant: str, budget_bytes: int, num_steps: int) -> Row:
-    """The error that ended it, or None, and the peak of the resident set in building and training."""
+    """Build and train. Return the error that ended the run, or None, and the peak of the resident set."""
     rehearse(case, variant)
     before = resident_memory.resident_bytes()
     resident_memory.reset_peak()
@@ -273,7 +272,7 @@ def train_under_limit(case: Case, variant: str, budget_bytes: int, num_steps: in
 
 
 class ChangingGPT(GPT):
-    """Each forward runs other blocks of its own, in another order, and some twice; the same on all ranks."""
+    """A GPT whose forward runs randomly chosen blocks in random order; the same blocks on all ranks."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -288,13 +287,13 @@ class ChangingGPT(GPT):
 
 
 def build_changing(case: Case) -> nn.Module:
-    """A `ChangingGPT` of the sizes of `case`."""
+    """Build a `ChangingGPT` with the sizes of `case`."""
     torch.manual_seed(0)
     return ChangingGPT(case.gpt_config())
 
 
 def measure_growth(case: Case, variant: str, num_steps: int) -> list[int]:
-    """Resident bytes after a tenth of the steps, when everything has been used once, and then after each tenth."""
+    """Train, and return the resident bytes after each tenth of the steps."""
     run = Run(case, variant, build_changing)
     sizes = []
     for number in range(1, num_steps + 1):
@@ -308,7 +307,7 @@ def measure_growth(case: Case, variant: str, num_steps: int) -> list[int]:
 
 
 def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
-    """A line per variant; the largest of the ranks."""
+    """Print a line per variant with the maximum over the ranks."""
     numel = sum(parameter.numel() for parameter in case.build_model().parameters())
     print(f"{case.model}, {numel / 1e6:.1f} M parameters, {case.dtype}, {arguments.ranks} ranks; MiB per rank")
     print(f"{'variant':16}{'building':>10}{'peak':>10}{'formula':>10}{'to formula':>12}")
@@ -324,7 +323,7 @@ def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
 
 
 def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
-    """A line per variant: whether all ranks trained, the peak of their resident sets, and why it failed."""
+    """Print a line per variant: outcome, peak of the ranks' resident sets, and the cause of a failure."""
     states = formula_bytes("stage3", case, arguments.ranks)
     expected = expected_bytes(case, ON_NVME if arguments.nvme else "stage3", arguments.ranks)
     budget = int(states / NVME_STATES_TO_LIMIT if arguments.nvme else LIMIT_TO_FORMULA * expected)
@@ -340,7 +339,7 @@ def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
         f"{budget / expected:.2f} of the formula"
     )
     print(f"{'variant':16}{'outcome':>10}{'peak':>8}{'to formula':>12}")
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(LIMITED_MMAP_THRESHOLD))  # ranks read it when they start
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(LIMITED_MMAP_THRESHOLD))  # ranks inherit it
     rows = []
     for variant in arguments.variants or ([ON_NVME, "stage3-init"] if arguments.nvme else LIMITED_VARIANTS):
         ranks = rank_processes.run(arguments.ranks, train_under_limit, case, variant, budget, NUM_LIMITED_STEPS)
@@ -357,14 +356,14 @@ def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
 
 
 def _cause(ranks: list[Row]) -> str | None:
-    """Why ranks failed; refused memory first, as the other ranks then only say that a peer has gone."""
+    """Return the cause of a failure. Prefer refused memory: the other ranks only report a lost peer."""
     errors = [rank["error"] for rank in ranks if rank["error"] is not None]
     refused = [error for error in errors if any(text in error for text in NO_MEMORY)]
     return next(iter([*refused, *errors]), None)
 
 
 def report_growth(arguments: argparse.Namespace) -> list[Row]:
-    """The first and last resident set, and the growth in percent."""
+    """Print the resident sets and their growth in percent, one line per variant."""
     rows = []
     for variant in arguments.variants or VARIANTS:
         if variant.startswith("fsdp2"):
@@ -393,7 +392,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     if arguments.nvme:
-        os.environ[NVME_PATH] = arguments.nvme  # ranks read it
+        os.environ[NVME_PATH] = arguments.nvme  # ranks inherit it
     arguments.ranks = arguments.ranks or (8 if arguments.limit and not arguments.nvme else 2)
     case = LIMITED if arguments.limit else DEEP
     case = dataclasses.replace(case, dtype=arguments.dtype, num_layers=arguments.layers or case.num_layers)
