@@ -1,19 +1,19 @@
-"""A layer of experts: time and memory against tokens and experts, beside GShard's einsum over capacity masks.
+"""MoE layers: time and memory for several numbers of tokens and experts, against GShard's einsum over masks.
 
     python benchmarks/moe.py                       # two minutes on one core
     python benchmarks/moe.py --experts 64 --tokens 2048 --rounds 9 --markdown
 
-Reads as: one forward and backward of a layer in fp32 on one core, with k = 2 and a capacity factor of 1. *ms* is the
-median of interleaved rounds, gradients cleared before each, and *to einsum* one median over the other. *peak* is the
-highest resident set of a step beyond that before it, where gradients of the weights exist already: activations, masks,
-and one gradient that is being added. *us per token* and *KiB per token* stay as they are where time and memory are
-linear in tokens.
+Measures a forward and backward of a layer in fp32 on one core, with k = 2 and a capacity factor of 1. *ms* is the
+median of interleaved rounds, with gradients cleared before each; *to einsum* is the ratio of the medians. *peak* is the
+highest resident set of a step minus the resident set before. The weights already have gradients, so the peak contains
+activations, masks, and one gradient being added. *us per token* and *KiB per token* stay constant if time and memory
+are linear in tokens.
 
     stacked   MoE(expert=ExpertMLP(...)): grouped matrix products
     copies    MoE(expert=nn.Sequential(...)): a slice for each expert
     einsum    masks [T, E, capacity] (arXiv 2006.16668, algorithm 1), experts as one batched matrix product
 
-All have the same weights, and their outputs are compared before anything is timed.
+All variants have the same weights. Their outputs are compared before the timing.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")  # freed buffers leave the resident set
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")  # return freed buffers to the system
 
 import resident_memory
 import torch
@@ -34,7 +34,7 @@ K, WIDTH, INNER = 2, 256, 512
 
 
 class Einsum(nn.Module):
-    """The layer by masks, with a stacked one's weights. T tokens, E experts, C capacity, H width, F inner width."""
+    """An MoE layer with masks and the weights of `moe`. T tokens, E experts, C capacity, H width, F inner width."""
 
     def __init__(self, moe: MoE) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Einsum(nn.Module):
 
 
 def build(num_experts: int) -> dict[str, nn.Module]:
-    """The variants, with the same weights."""
+    """Build the variants with the same weights."""
     arguments = {"num_experts": num_experts, "k": K, "min_capacity": 1, "top2_2nd_expert_sampling": False}
     torch.manual_seed(0)
     stacked = MoE(WIDTH, lambda: ExpertMLP(WIDTH, INNER), **arguments)
@@ -91,10 +91,10 @@ def step(layer: nn.Module, x_TH: Tensor) -> Tensor:
 
 
 def measure(num_tokens: int, num_experts: int, num_rounds: int) -> list[tuple[str, float, float]]:
-    """Rows of (variant, median ms, peak bytes)."""
+    """Return rows of (variant, median ms, peak bytes)."""
     layers = build(num_experts)
     x_TH = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    outputs = {name: step(layer, x_TH) for name, layer in layers.items()}  # warms up, and makes gradients
+    outputs = {name: step(layer, x_TH) for name, layer in layers.items()}  # warms up and creates gradients
     for output in outputs.values():
         torch.testing.assert_close(output, outputs["einsum"], rtol=1e-4, atol=1e-5)
     del outputs, output
@@ -106,7 +106,7 @@ def measure(num_tokens: int, num_experts: int, num_rounds: int) -> list[tuple[st
         peaks[name] = resident_memory.peak_bytes() - before
     times: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(num_rounds):
-        for name, layer in layers.items():  # A B C A B C: what else runs here hits all alike
+        for name, layer in layers.items():  # A B C A B C: other load affects all alike
             layer.zero_grad()
             x_TH.grad = None
             start = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Time of a tensor-parallel training step, beside torch's parallelize_module on the same model and data.
+"""Time of a tensor-parallel training step against torch's parallelize_module, on the same model and data.
 
     python benchmarks/parallel.py --ranks 2 --rounds 15
 
-A Llama of transformers (random weights), divided by `tp_model_init` and by parallelize_module with the plan of torch's
-tutorial; and whole, on one rank with one core. A step is forward, backward and SGD, in fp32. A rank has one core and
-one thread; variants live in the same ranks and take turns, and printed are medians over the rounds, after three that do
-not count. Losses of the variants are compared. Pipelines: `pipeline.py`; experts: `moe.py`;
-sequences: `sequence.py`.
+The model is transformers' Llama with random weights: sharded by `tp_model_init`, sharded by parallelize_module with the
+plan of torch's tutorial, and whole on one rank with one core. A step is forward, backward and SGD in fp32. Each rank
+has one core and one thread. The variants share the ranks and take turns. Prints medians over the rounds, after three
+warm-up rounds. The losses of the variants are compared. Pipelines: `pipeline.py`; experts: `moe.py`; sequences:
+`sequence.py`.
 """
 
 import argparse
@@ -26,13 +26,13 @@ WARM_UP, LR = 3, 1e-3
 
 
 def create(args: argparse.Namespace) -> nn.Module:
-    """The model, the same on every rank."""
+    """Create the model, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=args.width,
-        intermediate_size=args.width * 8 // 3 // 64 * 64,  # torch divides it evenly
+        intermediate_size=args.width * 8 // 3 // 64 * 64,  # torch needs an even division
         num_hidden_layers=args.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
@@ -44,7 +44,7 @@ def create(args: argparse.Namespace) -> nn.Module:
 
 
 def divided_by_torch(model: nn.Module) -> nn.Module:
-    """As torch's tutorial divides a Llama over the ranks."""
+    """Shard the model over the ranks as in torch's tutorial for Llama."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -60,7 +60,7 @@ def divided_by_torch(model: nn.Module) -> nn.Module:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """By variant: (seconds of a step, loss) of each round."""
+    """Return variant -> (seconds of a step, loss) of each round."""
     import deepspeed
     import deepspeed.comm as dist
 
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
 
 
 def step_of(model: nn.Module) -> Callable[[torch.Tensor], float]:
-    """Forward, backward and SGD; returns the loss."""
+    """Return a function that runs forward, backward and SGD, and returns the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
     def step(tokens: torch.Tensor) -> float:

@@ -1,13 +1,13 @@
-"""Pipeline schedules: time of a step and share of it in which stages are idle, beside torch.distributed.pipelining.
+"""Pipeline schedules: step time and idle share of the stages, against torch.distributed.pipelining.
 
     python benchmarks/pipeline.py --micro-batches 4 8 16
-    python benchmarks/pipeline.py --stages 4 --waits 4          # layers that wait 4 ms in place of computing
+    python benchmarks/pipeline.py --stages 4 --waits 4          # layers wait 4 ms instead of computing
 
-A stage per rank, one core and one thread each; so there are as many stages as cores, unless layers only wait. All
-variants live in the same ranks and take turns, and printed are medians over the rounds. The *idle share* is that of all
-stages' time between the first start of a pass and the end of the last one; the *ideal* one is that of the schedule on
-paper, (p - 1) / (m + p - 1) for 1F1B with m micro-batches on p stages. What is beyond it is shown by kind, in percent
-(`pipeline_idle.py`); the stages have the same work. A step has the optimizer in it (SGD).
+Each rank runs one stage, with one core and one thread. So stages need as many cores, unless layers only wait. All
+variants share the ranks and take turns. Prints medians over the rounds. The *idle share* is the idle part of all
+stages' time between the start of the first pass and the end of the last pass. *ideal* is the idle share of the schedule
+itself: (p - 1) / (m + p - 1) for 1F1B with m micro-batches on p stages. The rest is shown by kind, in percent
+(`pipeline_idle.py`). All stages have the same work. A step includes the optimizer (SGD).
 """
 
 import argparse
@@ -30,8 +30,8 @@ LR = 1e-3
 
 
 class Block(nn.Module):
-    """Two matrix products and a residual connection. The first one too makes a gradient of its inputs, so that all
-    stages have the same work."""
+    """A block of two matrix products and a residual connection. The first block also computes a gradient of its
+    inputs, so that all stages have the same work."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """Waits in its forward, and twice as long in its backward."""
+    """A layer that waits in its forward, and twice as long in its backward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Waiting(nn.Module):
 
 
 class PassClock:
-    """When each pass of an engine begins and ends."""
+    """Records when each pass of an engine begins and ends."""
 
     def __init__(self, engine: Any, num_micros: int) -> None:
         self._times: list[tuple[float, float]] = []
@@ -78,11 +78,11 @@ class PassClock:
         self._time(engine._compute, "loss", belongs_to_last=True)
 
     def start(self) -> None:
-        """A step begins."""
+        """Drop the records before a step."""
         self._times.clear()
 
     def passes(self) -> list[Pass]:
-        """What all stages did in the step, and when. A collective; the clock is that of the machine."""
+        """Return the passes of all stages in the step, with times of the machine's clock. A collective."""
         from deepspeed.comm.values import all_gather_values
         from pipeline_idle import measured
 
@@ -90,7 +90,7 @@ class PassClock:
         return measured(self._schedules, everyone)
 
     def idle(self) -> dict[str, float]:
-        """Idle shares of the step by kind. A collective."""
+        """Return the idle shares of the step by kind. A collective."""
         from pipeline_idle import idle_by_kind
 
         return idle_by_kind(self._schedules, self.passes())
@@ -108,7 +108,7 @@ class PassClock:
 
 
 def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[dict[str, float]]]:
-    """By variant, for each round: seconds of a step, and its idle shares by kind (not for the peer)."""
+    """Return for each variant and round the seconds of a step, and its idle shares by kind (not for the peer)."""
     import deepspeed
     import deepspeed.comm as dist
 
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[dict[st
 def _peer(
     args: argparse.Namespace, num_micros: int, build: Callable[[], nn.Module], batch: list[tuple[Tensor, Tensor]]
 ) -> Callable[[], None]:
-    """A step of torch's own 1F1B over the same layers."""
+    """Return a function that runs a step of torch's 1F1B over the same layers."""
     import torch.distributed as torch_dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -182,7 +182,7 @@ def _peer(
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[int, str, float, dict[str, float]]]:
-    """(micro-batches, variant, ms of a step, idle shares by kind with their sum)."""
+    """Yield (micro-batches, variant, ms of a step, idle shares by kind with their sum)."""
     for num_micros in args.micro_batches:
         figures = rank_processes.run(args.stages, measure, args, num_micros)[0]
         for name, each in figures.items():

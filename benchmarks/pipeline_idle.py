@@ -1,14 +1,14 @@
-"""Why stages of a pipeline were idle: measured passes beside the schedule on paper. Called by `pipeline.py`.
+"""Attribute the idle time of pipeline stages to causes, from measured passes. Called by `pipeline.py`.
 
-Each kind is what the idle share grows by when one more of the things that were measured is put into the timeline:
+The measured effects are added to the timeline one by one. Each kind is the resulting growth of the idle share:
 
-    schedule     the schedule itself: a backward takes two forwards, all stages are equal
+    schedule     the schedule itself: a backward takes as long as two forwards, and all stages are equal
     unequal      each stage's passes take their median times
-    jitter       each pass takes its own time
-    python       what the host does between two passes of a stage whose message is there
-    messages     from the end of the pass that makes a message to the start of the pass that waits for it
+    jitter       each pass takes its measured time
+    python       host work between two passes of a stage, when the message has already arrived
+    messages     from the end of the pass that sends a message to the start of the pass that waits for it
 
-They add up to what was measured.
+The kinds add up to the measured idle share.
 """
 
 from collections import defaultdict
@@ -25,10 +25,10 @@ _Key = tuple[int, str, int, int]  # stage, name, micro-batch, chunk
 
 
 def measured(schedules: Sequence[PipeSchedule], times: Sequence[Sequence[tuple[float, float]]]) -> list[Pass]:
-    """The passes of a step.
+    """Return the passes of a step.
 
     Args:
-        times: by stage the (start, stop) of its passes, in order, in seconds of one clock.
+        times: for each stage, the (start, stop) of its passes in order, in seconds of one clock.
     """
     passes = []
     for stage, (schedule, own) in enumerate(zip(schedules, times, strict=True)):
@@ -38,7 +38,7 @@ def measured(schedules: Sequence[PipeSchedule], times: Sequence[Sequence[tuple[f
 
 
 def idle_by_kind(schedules: Sequence[PipeSchedule], passes: Sequence[Pass]) -> dict[str, float]:
-    """Shares of all stages' time, which add up to `idle_share(passes)`."""
+    """Return the shares of all stages' time by kind. They add up to `idle_share(passes)`."""
     seconds = {_key(each): each.stop - each.start for each in passes}
     alike: dict[tuple[int, str, int], list[float]] = defaultdict(list)
     for (stage, name, _, chunk), taken in seconds.items():
@@ -61,7 +61,7 @@ def _key(each: Pass) -> _Key:
 
 
 def _idle(schedules: Sequence[PipeSchedule], seconds: dict[_Key, float], delays: dict[_Key, float]) -> float:
-    """Of passes that take `seconds`, and begin so much later than they could."""
+    """Return the idle share if passes take `seconds` and start late by `delays`."""
 
     def cost(stage: int, instruction: BufferOpInstruction) -> float:
         key = (stage, instruction.name, instruction.micro, instruction.chunk)
@@ -74,7 +74,7 @@ def _idle(schedules: Sequence[PipeSchedule], seconds: dict[_Key, float], delays:
 
 
 def _delays(passes: Sequence[Pass]) -> tuple[dict[_Key, float], dict[_Key, float]]:
-    """How much later than possible passes began: those that waited for nobody, and those that waited for a message."""
+    """Return the delays of the starts of passes: passes that wait for no message, and passes that wait for one."""
     num_stages = 1 + max(each.stage for each in passes)
     made = {
         (each.name == "ForwardPass", each.micro, each.chunk * num_stages + each.stage): each.stop

@@ -1,14 +1,14 @@
-"""Memory of training on small meshes, as `ds_plan` estimates it and as it was: the peak of live tensors on every rank.
+"""Memory of training on small meshes: the estimate of `ds_plan` against the measured peak of live tensors.
 
     python benchmarks/plan.py                 # all points: three minutes on two idle cores
     python benchmarks/plan.py --points 0 5 7  # some of them
 
-*planned* is the estimate for the ranks that need most. *measured* is the peak of the bytes in torch's allocator in the
-third step, exactly, from the profiler's record of each allocation, and the largest of all ranks: states, gradients,
-activations, buffers, and what the collectives take from torch. Models are Llamas and Mixtrals of transformers with
-random weights; those of pipelines are made of the same layers; experts get as many tokens each, as the formula has it.
-A point is met if the ratio is within a tenth; the exit code is 1 if one is missed. SHOW_PARTS=1 in the environment
-lists what is live at the peak.
+*planned* is the estimate for the ranks that need the most. *measured* is the exact peak of the bytes in torch's
+allocator in the third step, from the profiler's record of each allocation; the maximum over the ranks counts. It
+contains states, gradients, activations, buffers and the collectives' tensors. Models are Llamas and Mixtrals of
+transformers with random weights; pipelines have the same layers. Each expert gets the same number of tokens, as in the
+formula. A point is met if the ratio is within 10%. The exit code is 1 if a point is missed. SHOW_PARTS=1 in the
+environment lists the tensors that are live at the peak.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 MEBIBYTE = 2**20
 TOLERANCE = 0.1
 NUM_STEPS = 3
-LIMIT_S = 300  # of a point, on a busy machine
+LIMIT_S = 300  # for a point, on a busy machine
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 192,
@@ -59,14 +59,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A model, a mesh and a training."""
+    """A model, a mesh and training options."""
 
     mesh: Mesh
     training: Training
     model: str = "llama"
 
     def config(self) -> dict[str, Any]:
-        """Of the model."""
+        """Return the configuration of the model."""
         return MODELS[self.model]
 
     def shape(self) -> ModelShape:
@@ -117,7 +117,7 @@ POINTS = [
 
 
 class Layer(nn.Module):
-    """A decoder layer of transformers between tensors, for a pipeline."""
+    """A decoder layer of transformers that maps a tensor to a tensor, for pipelines."""
 
     def __init__(self, config: Any, at: int) -> None:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -133,7 +133,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Norm and logits."""
+    """The final norm and the output layer."""
 
     def __init__(self, config: Any) -> None:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -148,7 +148,7 @@ class Head(nn.Module):
 
 
 def build(point: Point) -> Callable[[], None]:
-    """An engine; returns one step."""
+    """Create an engine, and return a function that runs a step."""
     import deepspeed
     import transformers
 
@@ -185,7 +185,7 @@ def build(point: Point) -> Callable[[], None]:
 
 
 def balanced(router: nn.Module, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts in turn in place of those that a router chose which has not learned to balance them."""
+    """Replace a router's choice by experts in turn, because an untrained router is not balanced."""
     logits, scores, experts = outputs
     return logits, scores, (torch.arange(experts.numel()) % router.num_experts).view_as(experts)
 
@@ -220,7 +220,7 @@ def build_pipeline(point: Point, config: Any) -> Callable[[], None]:
 
 
 def ds_config(point: Point) -> dict[str, Any]:
-    """Of DeepSpeed."""
+    """Return the configuration of DeepSpeed."""
     mesh, training = point.mesh, point.training
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch,
@@ -238,11 +238,11 @@ def ds_config(point: Point) -> dict[str, Any]:
 
 
 def measure(point: Point) -> dict[str, Any]:
-    """Peak bytes of live tensors in the last step, and what the collectives prefer."""
+    """Return the peak bytes of live tensors in the last step, and the preferences of the collectives."""
     import deepspeed.comm as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    dist.group_backend().release()  # of an earlier point
+    dist.group_backend().release()  # drop buffers of an earlier point
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
         step = build(point)
         for number in range(NUM_STEPS):
@@ -262,7 +262,7 @@ def measure(point: Point) -> dict[str, Any]:
 
 
 def peak_bytes(records: Any, name: str) -> tuple[int, list[tuple[int, int, str]]]:
-    """The peak within the range `name`, from the allocations and frees since the records began."""
+    """Return the peak of live bytes in the range `name`, and the blocks that are live at the peak."""
     from torch._C._profiler import _EventType
 
     events: list[tuple[int, int, int, str]] = []
@@ -322,7 +322,7 @@ def report(points: list[Point]) -> list[dict[str, Any]]:
 
 
 def library_of(rank: dict[str, Any], mesh: Mesh) -> Library:
-    """What the collectives of the measured ranks need."""
+    """Return the needs of the collectives of the measured ranks."""
     names = ("bucket_bytes", "all_reduce_bytes", "stages")
     return dataclasses.replace(gloo(mesh.replicas), **{name: rank[name] for name in names})
 

@@ -1,19 +1,19 @@
-"""Time of choosing the accelerator in a fresh process, with every extension installed and no device present.
+"""Time to select the accelerator in a fresh process, with every extension installed and no device present.
 
     python benchmarks/plugin_selection.py [--extra 6]
 
-Medians over fresh interpreters, wall and CPU milliseconds. In one kind of interpreter nothing was imported before:
+Prints medians over fresh interpreters, in wall and CPU milliseconds. Some interpreters import nothing before:
 
-    import      `deepspeed.plugins` and what it needs (pluggy, importlib_metadata); no torch
-    offers      `plugin_manager().offers()`: entry points read, every plugin imported and probed
+    import      `deepspeed.plugins` and its dependencies (pluggy, importlib_metadata); no torch
+    offers      `plugin_manager().offers()`: reads entry points, imports and probes every plugin
 
-In the other kind `torch` was imported before, as in every program that trains:
+The others import `torch` before, as every training program does:
 
-    choice      `get_accelerator()` with all of the above in it, and the accelerator built
+    choice      `get_accelerator()`: all of the above, and creates the accelerator
 
-The goal is that offers, and the choice, take less than 50 ms. On the path are all extensions of this repository, also
-those that are not installed, and `--extra` stand-ins for vendors, each a package with an API range and a probe that
-finds no device under /dev.
+Targets: less than 50 ms for offers and for choice. The path contains all extensions of this repository, installed or
+not, and `--extra` stand-ins for vendors. Each stand-in is a package with an API range and a probe that finds no device
+under /dev.
 """
 
 import argparse
@@ -76,7 +76,7 @@ print(json.dumps({"ms": marks}))
 
 
 def install(folder: Path, num_vendors: int) -> list[str]:
-    """The path to search, with the repository's extensions and `num_vendors` more, as pip leaves them in `folder`."""
+    """Install the repository's extensions and `num_vendors` stand-ins in `folder`, and return the search path."""
     for index in range(num_vendors):
         name = f"vendor{index}"
         (folder / f"ds_ext_{name}.py").write_text(VENDOR.format(name=name))
@@ -91,7 +91,7 @@ def install(folder: Path, num_vendors: int) -> list[str]:
 
 
 def announce(folder: Path, name: str, module: str) -> None:
-    """The metadata of a distribution with the accelerator `name`."""
+    """Write the metadata of a distribution with the accelerator `name`."""
     info = folder / f"ds_ext_{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ds-ext-{name}\nVersion: 1.0\n")
@@ -99,9 +99,9 @@ def announce(folder: Path, name: str, module: str) -> None:
 
 
 def run_once(program: str, sources: list[str]) -> dict[str, Any]:
-    """What one fresh interpreter tells."""
+    """Run `program` in a fresh interpreter, and return its measurements."""
     path = os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")]))
-    left_out = ("DS_ACCELERATOR", "PYTHONDONTWRITEBYTECODE")  # the first round, which does not count, writes bytecode
+    left_out = ("DS_ACCELERATOR", "PYTHONDONTWRITEBYTECODE")  # the dropped first round writes bytecode
     variables = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
         [sys.executable, "-c", program],

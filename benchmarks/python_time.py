@@ -1,13 +1,13 @@
-"""What `engine(x)`, `engine.backward` and `engine.step` cost in Python: one rank, 200 tiny layers, beside bare torch.
+"""Python time of `engine(x)`, `engine.backward` and `engine.step` against bare torch: one rank, 200 tiny layers.
 
     python benchmarks/python_time.py                    # stages 0 to 3
     python benchmarks/python_time.py --stages 2 --dtype bf16 --profile 25
 
-The layers are so small that nearly all of a step is Python and dispatch. Each stage has a fresh process, in which it
-and bare torch (the module, `loss.backward()`, the fused AdamW of torch, `zero_grad`) take turns; a pair is a few steps
-of each, in changing order. Printed are medians over the pairs, with the least and the greatest ratio: user CPU time of
-the process, which does not count other processes on the machine. `--optimizer torch` gives the engine the same fused
-AdamW in place of its own kernel. `--profile N` prints the N functions with the most time of their own, by cProfile.
+The layers are so small that Python and dispatch take nearly all of a step. Each stage runs in a fresh process, and
+takes turns with bare torch (the module, `loss.backward()`, torch's fused AdamW, `zero_grad`). A pair is a few steps of
+each, in alternating order. Prints medians over the pairs, with the minimum and maximum ratio, of the process's user CPU
+time, which does not count other processes. With `--optimizer torch`, the engine uses the same fused AdamW instead of
+its own kernel. `--profile N` prints the N functions with the most own time, by cProfile.
 """
 
 import argparse
@@ -33,13 +33,13 @@ Step = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object], Callable[[]
 
 
 def build_model(num_layers: int, dtype: torch.dtype) -> nn.Module:
-    """`num_layers` linear layers with biases, (4, 4) each."""
+    """Build `num_layers` linear layers with biases, (4, 4) each."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))).to(dtype)
 
 
 def bare_step(module: nn.Module) -> Step:
-    """The three parts of a step in plain torch."""
+    """Return the three parts of a step in plain torch."""
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
     def step() -> None:
@@ -50,7 +50,7 @@ def bare_step(module: nn.Module) -> Step:
 
 
 def engine_step(module: nn.Module, stage: int, is_bf16: bool, own_optimizer: bool) -> Step:
-    """The three parts of a step of an engine."""
+    """Return the three parts of a step of an engine."""
     import deepspeed
 
     config: dict[str, Any] = {
@@ -69,12 +69,12 @@ def engine_step(module: nn.Module, stage: int, is_bf16: bool, own_optimizer: boo
 
 
 def user_s() -> float:
-    """User CPU seconds of this process so far."""
+    """Return the user CPU seconds of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def time_steps(parts: Step, x: Tensor, num_steps: int) -> list[float]:
-    """User CPU ms of forward, backward and step, each the mean of `num_steps`."""
+    """Return the user CPU ms of forward, backward and step, averaged over `num_steps`."""
     forward, backward, step = parts
     spent = [0.0, 0.0, 0.0]
     for _ in range(num_steps):
@@ -92,7 +92,7 @@ def time_steps(parts: Step, x: Tensor, num_steps: int) -> list[float]:
 
 
 def measure(stage: int, arguments: argparse.Namespace) -> tuple[list[list[list[float]]], str]:
-    """On the rank: per pair the parts of bare torch and of the engine, and a profile of the engine's step."""
+    """Measure on the rank. Return the times of torch and the engine per pair, and a profile of the engine's steps."""
     is_bf16 = arguments.dtype == "bf16"
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     x = torch.ones(2, WIDTH, dtype=dtype)
@@ -101,7 +101,7 @@ def measure(stage: int, arguments: argparse.Namespace) -> tuple[list[list[list[f
     for parts in (bare, ours):
         time_steps(parts, x, 5)  # lazy initialization
     gc.collect()
-    gc.freeze()  # what lives from step to step is not looked through while one of the two is measured
+    gc.freeze()  # the collector skips long-lived objects during the measurement
     pairs = []
     for number in range(arguments.rounds):
         order = (bare, ours) if number % 2 else (ours, bare)
@@ -121,7 +121,7 @@ def _profile(parts: Step, x: Tensor, num_functions: int) -> str:
 
 
 def summarize(stage: int, pairs: list[list[list[float]]]) -> dict[str, Any]:
-    """Medians over the pairs: ms of both by part, and the ratio of whole steps."""
+    """Return medians over the pairs: ms of both by part, and the ratio of whole steps."""
     row: dict[str, Any] = {"stage": stage}
     for index, part in enumerate(PARTS):
         row[f"torch_{part}_ms"] = statistics.median(bare[index] for bare, _ in pairs)
@@ -132,7 +132,7 @@ def summarize(stage: int, pairs: list[list[list[float]]]) -> dict[str, Any]:
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     parts = "  ".join(f"{part} {row[f'torch_{part}_ms']:6.2f} -> {row[f'{part}_ms']:6.2f}" for part in PARTS)
     return f"stage {row['stage']}  {parts}  ratio {row['ratio']:.2f} ({row['min_ratio']:.2f} {row['max_ratio']:.2f})"
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark: spawned processes over gloo, each with one core and thread, or a device and cores."""
+"""Start the ranks of a benchmark: spawned processes with gloo and one core each, or with a device each."""
 
 import contextlib
 import multiprocessing
@@ -13,22 +13,22 @@ from typing import Any
 def run(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """Call `work(*args)` on `world_size` fresh ranks and return their results by rank.
 
-    `device`: a device type of torch; ranks get one device each, and the library that torch has for it.
-    The first rank that fails ends all of them; its traceback is raised here as a RuntimeError.
+    `device`: a device type of torch. Each rank gets one device, and torch's default backend for it.
+    The first rank that fails ends all ranks; its traceback is raised here as a RuntimeError.
     """
     with Ranks(world_size, device=device) as ranks:
         return ranks.call(work, *args)
 
 
 class Ranks:
-    """Fresh ranks that wait for calls. What a call returns as `kept` on each rank is the first argument of later ones.
+    """Fresh ranks that wait for calls. The object that a rank creates in `keep` is the first argument of later calls.
 
-    Variants that are compared live in ranks of their own: one may change its process for good (an allocator's setting,
-    threads), which would slow a peer beside it. Ranks that wait read a pipe and take no time of a core.
+    Compared variants use separate ranks: a variant may change its process permanently (allocator settings, threads),
+    which would slow a peer in the same process. Waiting ranks block on a pipe and use no CPU.
 
     Args:
-        world_size: how many.
-        device: as in `run`.
+        world_size: number of ranks.
+        device: see `run`.
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
@@ -47,11 +47,11 @@ class Ranks:
             self._processes.append(process)
 
     def keep(self, make: Callable[..., Any], *args: Any) -> None:
-        """Each rank keeps `make(*args)`."""
+        """Create `make(*args)` on each rank, and keep it there."""
         self._ask((True, make, args))
 
     def call(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """`work(*args)` of each rank, by rank; where something is kept, `work(kept, *args)`."""
+        """Call `work(*args)`, or `work(kept, *args)` after `keep`, on each rank. Return the results by rank."""
         return self._ask((False, work, args))
 
     def _ask(self, request: tuple[bool, Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
@@ -75,13 +75,13 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a rank that died has no end of it
+            with contextlib.suppress(OSError):  # the rank may have died
                 pipe.send(None)
         for process in self._processes:
             process.join(timeout=10)
             if process.is_alive():
                 process.terminate()
-                process.join()  # so that its time is counted
+                process.join()  # so that its CPU time is counted
         self._cleanup.close()
 
 
@@ -91,7 +91,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device:
     if device == "cpu":
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     else:
-        threads = max(1, len(cores) // world_size)  # for what the host computes beside a device
+        threads = max(1, len(cores) // world_size)  # for host work beside the device
     os.environ.update(OMP_NUM_THREADS=str(threads), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         import torch
@@ -111,5 +111,5 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device:
                 kept = (work(*args),)
             pipe.send((False, None if keeps else work(*kept, *args)))
         dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - whatever it is, it is raised again in the parent
+    except BaseException:  # noqa: BLE001 - raised again in the parent
         pipe.send((True, traceback.format_exc()))

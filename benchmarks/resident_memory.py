@@ -1,4 +1,4 @@
-"""Bytes of one rank: what the kernel counts as resident, and what tensors hold. Linux only (`/proc/self`)."""
+"""Measure the memory of a rank: the resident set, and the bytes of tensors. Linux only (`/proc/self`)."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def resident_bytes() -> int:
-    """Resident set now, after the allocator has given back what it can."""
+    """Return the resident set, after the allocator has returned free memory to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
@@ -18,32 +18,32 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Forget the peak: the high-water mark becomes today's resident set (man 5 proc, clear_refs)."""
+    """Reset the peak to the current resident set (man 5 proc, clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """Highest resident set since `reset_peak`."""
+    """Return the highest resident set since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 
 def data_bytes() -> int:
-    """Heap and private anonymous mappings, touched or not: what RLIMIT_DATA limits."""
+    """Return the bytes of heap and private anonymous mappings, touched or not, which RLIMIT_DATA limits."""
     return _status_bytes("VmData")
 
 
 def tensor_bytes() -> int:
-    """Bytes of every distinct storage that a living Python tensor, or the `.grad` of one, holds."""
+    """Return the bytes of all distinct CPU storages of live Python tensors and their `.grad`."""
     gc.collect()
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
-        # type(), not isinstance: lazy modules answer isinstance by importing themselves.
+        # type(), not isinstance: isinstance makes lazy modules import themselves
         if not issubclass(type(candidate), Tensor):
             continue
         for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
             if tensor is None or tensor.device.type != "cpu":
                 continue
-            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
+            local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
             storage = torch.Tensor.untyped_storage(local)
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()

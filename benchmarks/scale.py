@@ -1,21 +1,21 @@
-"""What a job of 16 to 1,024 ranks asks of its store, of its launcher and of each rank before the first step.
+"""The load of a job of 16 to 1,024 ranks on its store, its launcher and each rank before the first step.
 
     python benchmarks/scale.py                    # all parts, some ten minutes
     python benchmarks/scale.py --ranks 16 64 --parts meetings meshes
 
-Ranks are simulated (`deepspeed.testing.many_ranks`): threads of one process with a clock of their own, whose questions
-go to a real `TCPStore`. Operations and bytes (of keys and values) are exact, and printed per rank, so that a job which
-grows linearly has equal lines. `store ms` is the CPU time of the store's own thread, of the whole job, and depends on
-the machine. Connections of gloo are made for real, up to `--gloo-ranks`. Parts:
+Ranks are simulated (`deepspeed.testing.many_ranks`): threads of one process with a simulated clock and a real
+`TCPStore`. Operations and bytes (of keys and values) are exact and printed per rank, so a job that grows linearly has
+equal lines. `store ms` is the CPU time of the store's thread for the whole job, and depends on the machine. gloo's
+connections are real, up to `--gloo-ranks`. Parts:
 
 - clients: connections to the store, one after the other, which takes minutes for 1,024;
-- meetings: a call at which all ranks meet, all at one time, or with one that is late;
-- waits: ranks that wait long in a collective for one that is late;
-- ends: each rank notes its end, twice as under the launcher, and half of them look who has ended;
-- meshes: the groups of a mesh of four axes, with tp 8, sp 2, pp 4 where there are ranks for it;
-- gathers: values that ranks compare in `initialize`, at stages 0 to 3, by the code of a first rank alone;
-- gloo: what gloo itself asks to connect all ranks, as torch does by default, and with TORCH_GLOO_LAZY_INIT=1;
-- launcher: `--dry_run` of hosts with 8 slots, and the nodes' agents: how they meet, wait for an end, and re-form.
+- meetings: a call where all ranks meet, at the same time or with one late rank;
+- waits: ranks that wait long in a collective for a late rank;
+- ends: each rank of one half writes its end twice, as under the launcher; the others read who has ended;
+- meshes: the groups of a mesh of four axes, with tp 8, sp 2, pp 4 if there are enough ranks;
+- gathers: values that ranks compare in `initialize` at stages 0 to 3; only the first rank's code runs;
+- gloo: gloo's requests to connect all ranks, with torch's default and with TORCH_GLOO_LAZY_INIT=1;
+- launcher: `--dry_run` of hosts with 8 slots, and the nodes' agents: they meet, wait for an end, and re-form.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class TimedStore:
         self._threads = set(os.listdir("/proc/self/task")) - before
 
     def cpu_ms(self) -> float:
-        """So far."""
+        """Return the CPU milliseconds so far."""
         spent_ns = [int(Path(f"/proc/self/task/{each}/schedstat").read_text().split()[0]) for each in self._threads]
         return sum(spent_ns) / 1e6
 
@@ -71,7 +71,7 @@ class TimedStore:
 def simulate(
     num_ranks: int, job: Callable[[ManyRanks], Callable[[int], Any]], starts_s: list[float], *clocked: ModuleType
 ) -> Row:
-    """A row: what the ranks asked of the store, and its CPU time."""
+    """Run a job, and return a row with the ranks' load on the store and the store's CPU time."""
     timed = TimedStore()
     ranks = ManyRanks(num_ranks, timed.store)
     before_ms = timed.cpu_ms()
@@ -97,11 +97,11 @@ def first_is_late(num_ranks: int, late_s: float) -> list[float]:
 
 
 def clients(num_ranks: int) -> Iterator[Row]:
-    """Connections, one after the other."""
+    """Connect one client after the other."""
     timed = TimedStore()
     before_ms = timed.cpu_ms()
     port = timed.store.port
-    # without the number of ranks, by which torch has each wait a random time before it connects
+    # no number of ranks: with it, torch waits a random time before each connection
     made = [
         torch_dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False) for _ in range(num_ranks)
     ]
@@ -109,7 +109,7 @@ def clients(num_ranks: int) -> Iterator[Row]:
 
 
 def meetings(num_ranks: int) -> Iterator[Row]:
-    """A save, to which the first rank comes late."""
+    """Simulate a save with a late first rank."""
 
     def job(_: ManyRanks) -> Callable[[int], int]:
         return lambda _: Arrivals(range(num_ranks), "a group", 600.0).wait_for_all("save_checkpoint")
@@ -119,7 +119,7 @@ def meetings(num_ranks: int) -> Iterator[Row]:
 
 
 def waits(num_ranks: int) -> Iterator[Row]:
-    """Ten looks of all ranks but the first, which is to come to their collective after 200 others."""
+    """Simulate ten polls of all ranks for the first rank, which is late for the collective after 200 others."""
     name = "deepspeed/failure/0/0/0"
 
     def job(ranks: ManyRanks) -> Callable[[int], None]:
@@ -146,7 +146,7 @@ def waits(num_ranks: int) -> Iterator[Row]:
 
 
 def ends(num_ranks: int) -> Iterator[Row]:
-    """Notes of ends, by the rank and its launcher, and one look of each rank of the second half after each of them."""
+    """Simulate ranks and launchers that note the end of half of the ranks. The others look once."""
 
     def job(ranks: ManyRanks) -> Callable[[int], None]:
         def end_or_look(rank: int) -> None:
@@ -162,13 +162,13 @@ def ends(num_ranks: int) -> Iterator[Row]:
 
 
 class World:
-    """Stands for the world group of one rank."""
+    """A stand-in for the world group of a rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
 
     def size(self) -> int:
-        """Of the world."""
+        """Return the number of ranks."""
         return self._num_ranks
 
 
@@ -180,7 +180,7 @@ def axes_of(num_ranks: int) -> dict[str, int]:
 
 
 def meshes(num_ranks: int) -> Iterator[Row]:
-    """A mesh on every rank; the library's own part of a group is left out."""
+    """Create a mesh on every rank, without the library's part of each group."""
     axes, seconds, made = axes_of(num_ranks), list[float](), list[int]()
     worlds = [World(num_ranks) for _ in range(num_ranks)]
 
@@ -241,7 +241,7 @@ print(json.dumps({"gathers": len(gathered), "bytes": sum(gathered), "own_cpu_ms"
 
 
 def gathers(num_ranks: int) -> Iterator[Row]:
-    """All ranks say what the first one does. `bytes`: that each rank gives; it gets as many from every other."""
+    """Run `initialize` on the first rank only. `bytes`: sent by each rank, and received from every other rank."""
     for stage in range(4):
         command = [sys.executable, "-c", INITIALIZE, str(num_ranks), str(stage)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -249,7 +249,7 @@ def gathers(num_ranks: int) -> Iterator[Row]:
 
 
 class PythonStore(torch_dist.Store):
-    """A store that torch's own code asks, and that counts."""
+    """A counting store for torch's own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class PythonStore(torch_dist.Store):
             setattr(type(self), name, _forwarded(name))
 
     def has_extended_api(self) -> bool:
-        """As a TCPStore."""
+        """Return True, like a TCPStore."""
         return True
 
 
@@ -267,7 +267,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def gloo(num_ranks: int) -> Iterator[Row]:
-    """A thread per rank makes its process group, and all go through one barrier."""
+    """Create each rank's process group in a thread, and run a barrier."""
     for is_lazy in (False, True):
         os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(is_lazy))
         store, kept = PythonStore(), [None] * num_ranks
@@ -285,7 +285,7 @@ def gloo(num_ranks: int) -> Iterator[Row]:
 
 
 def launcher(num_ranks: int) -> Iterator[Row]:
-    """`num_ranks` in hosts of 8."""
+    """Measure the launcher for `num_ranks` on hosts with 8 slots."""
     num_hosts = num_ranks // SLOTS
     with tempfile.TemporaryDirectory() as folder:
         hostfile, script = Path(folder) / "hostfile", Path(folder) / "train.py"
@@ -316,7 +316,7 @@ def meet_nodes(ranks: ManyRanks) -> Callable[[int], None]:
 
 def watch_nodes(ranks: ManyRanks) -> Callable[[int], None]:
     def watch(node: int) -> None:
-        """Node 0 fails late; the others look for that as their threads do, and read why."""
+        """Let node 0 fail late. The other nodes poll like their threads, and read the cause."""
         peers = nodes.NodePeers(ranks.store, node, ranks.world_size)  # type: ignore[arg-type]
         if node == 0:
             peers.post(NodeFailure(0, 1, 1, False, "RuntimeError: no memory"))
@@ -327,7 +327,7 @@ def watch_nodes(ranks: ManyRanks) -> Callable[[int], None]:
 
 
 def reform(num_hosts: int) -> Row:
-    """An elastic job forms, loses a node and forms again: messages and bytes to nodes, and CPU time of the rules."""
+    """Form an elastic job, lose a node and re-form. Return messages and bytes to nodes, and the rules' CPU time."""
     sent: list[int] = []
     rules = Membership(1, num_hosts, 3, num_hosts, lambda _, what: sent.append(len(json.dumps(what))), lambda _: None)
     start = time.process_time()

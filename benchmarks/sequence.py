@@ -1,15 +1,15 @@
-"""Time of a sequence-parallel training step, beside plain torch on the same tokens; bytes beside the formula.
+"""Time of a sequence-parallel training step against plain torch on the same tokens, and bytes against the formula.
 
     python benchmarks/sequence.py --ranks 2 --length 2048 --rounds 9
 
-A causal GPT of attention and MLP blocks (random weights), in fp32. A step is forward, backward, the average of
-gradients and SGD, on as many sequences as ranks. Variants live in the same ranks, one core and one thread each, and
-take turns; printed are medians over the rounds, after two that do not count. Losses of all variants are compared.
+The model is a causal GPT with random weights in fp32. A step is forward, backward, averaging of gradients and SGD, on
+one sequence per rank. The variants share the ranks (one core and one thread each) and take turns. Prints medians over
+the rounds, after two warm-up rounds. The losses of all variants are compared.
 
     Ulysses, ds-core      DistributedAttention: two all-to-alls per attention, engine at stage 0
     Ulysses, plain torch  four calls of all_to_all_single per attention, as in arXiv 2309.14509, section 3; DDP
     ring, zigzag          RingAttention, neighboring tokens or balanced chunks, engine at stage 0
-    DDP                   each rank has whole sequences: no exchange of activations, and no longer sequence either
+    DDP                   whole sequences per rank: no exchange of activations, but also no longer sequences
 
 torch's own context parallelism has no kernels for the CPU (2.13: flash, efficient and cuDNN attention only).
 """
@@ -38,7 +38,7 @@ def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all in plain torch: divides dim `scatter`, joins dim `gather`."""
+    """All-to-all in plain torch: splits dim `scatter`, concatenates dim `gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scatter: int, gather: int) -> Tensor:
@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.attend = [attend]  # its modules have no parameters
+        self.attend = [attend]  # a list hides the modules, which have no parameters
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
@@ -121,7 +121,7 @@ def ddp_step(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def count_bytes(args: argparse.Namespace) -> tuple[int, int]:
-    """Bytes that this rank sends in one attention, forward and backward: counted, and by the formula."""
+    """Return the bytes that this rank sends in an attention's forward and backward: counted, and by the formula."""
     from deepspeed.comm.torch_group import TorchGroup, serve_by
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -145,7 +145,7 @@ def count_bytes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float], tuple[int, int]]:
-    """Seconds of a step by variant, the mean losses of the last step, and bytes."""
+    """Return the seconds of a step by variant, the mean losses of the last step, and the bytes."""
     import deepspeed
     import deepspeed.comm as dist
     from deepspeed.sequence.layer import DistributedAttention

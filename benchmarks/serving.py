@@ -1,13 +1,13 @@
-"""Tokens per second of many requests: continuous batching beside static batches, in turn, in one run.
+"""Tokens per second of many requests: continuous batching against static batches, in turn, in one run.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/serving.py
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/serving.py --static 8 32 --eager
 
-All requests are there at the beginning. Prompts have `--prompt` tokens and answers `--tokens`, from the least to the
-most, evenly spread over the logarithm: most are short, and a few are long. A static batch is padded on the left and
-generates until the longest answer in it is complete; only tokens that were asked for count. Static batches compute by
-the same fused blocks, or with `--eager` by transformers' layers too. Their requests have their first token when the
-batch is complete. Ratios are of medians; the variants swap places from round to round, and the first round is dropped.
+All requests arrive at the beginning. The lengths of prompts (`--prompt`) and answers (`--tokens`) are log-uniform
+between minimum and maximum: most are short, and a few are long. A static batch is padded on the left, and generates
+until its longest answer is complete; only requested tokens count. Static batches use the same fused blocks; `--eager`
+adds transformers' layers. Their requests get the first token when the batch is complete. Ratios are of medians. The
+variants swap places from round to round, and the first round is dropped.
 """
 
 import argparse
@@ -30,7 +30,7 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request."""
+    """The prompt of a request and the number of tokens to generate."""
 
     prompt: list[int]
     num_new: int
@@ -38,7 +38,7 @@ class Wanted:
 
 @dataclass
 class Outcome:
-    """seconds: of all requests. waits_s: of each, to its first token. tokens: by request."""
+    """The seconds of all requests together, and per request the wait for the first token and the tokens."""
 
     seconds: float
     waits_s: list[float]
@@ -49,7 +49,7 @@ Serve = Callable[[list[Wanted]], Outcome]
 
 
 def requests(count: int, prompt: tuple[int, int], tokens: tuple[int, int], seed: int) -> list[Wanted]:
-    """The same for a seed."""
+    """Return random requests; the same seed gives the same requests."""
     draw = random.Random(seed)
 
     def length(least: int, most: int) -> int:
@@ -61,7 +61,7 @@ def requests(count: int, prompt: tuple[int, int], tokens: tuple[int, int], seed:
 
 
 def static(model: Any, batch: int) -> Serve:
-    """Batches in the order of arrival."""
+    """Return a function that serves requests in static batches, in their order."""
 
     def serve(wanted: list[Wanted]) -> Outcome:
         start_s, waits_s, found = time.perf_counter(), [], []
@@ -81,7 +81,7 @@ def static(model: Any, batch: int) -> Serve:
 
 
 def continuous(engine: InferenceEngineV2, budget: int, max_sequences: int) -> Serve:
-    """All requests over one engine."""
+    """Return a function that serves all requests with one engine."""
 
     def serve(wanted: list[Wanted]) -> Outcome:
         start_s, scheduler = time.perf_counter(), Scheduler(engine, budget, max_sequences)

@@ -1,4 +1,4 @@
-"""One training step beside its peers: ms, ratio to DDP, to a floor without communication and to FSDP2, bytes per rank.
+"""A training step against its peers: ms, bytes per rank, ratios to DDP, FSDP2 and a floor without communication.
 
     python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json --plot step.png
     python benchmarks/train_step.py --offload
@@ -6,24 +6,23 @@
     python benchmarks/train_step.py --deterministic --accumulation 4
 
 `fsdp2-z3` shards per block and reshards after forward, as stage 3 does; in bf16 it reduces in bf16, as ours do. Stage 3
-has its default keys. `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. Where ranks
-are the host itself neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
-`--offload nvme` sets swap files beside host memory, which moves nothing here: that is the *computation*. fio takes
-turns with them, with as many jobs as ranks and the same engine, block size, depth and mix of reads and writes; the
-bytes that a step has asked the disk for, over what fio moves per second, are its *disk time*. The target is 1.15 times
-the larger of the two. A step cannot reach it where both are alike and most of the states pass the disk: no update
-begins before the norm of all gradients is known. `--sub-group-numel` makes the part that stays in memory small;
-`--batch` and `--sequence` change how much is computed. What an update leaves in memory is written only when its place
-is needed: where all states fit there (12.6 million elements of a rank by default), no byte passes the disk.
+has default keys. `--offload` compares variants with `offload_optimizer` and FSDP2's `CPUOffloadPolicy`. If the ranks'
+accelerator is the host, neither copies anything; `-apart` uses a separate host memory and makes every copy.
+`--offload nvme` compares swap files with offload to host memory, which moves nothing here: its time is the
+*computation*. fio takes turns with the variants, with one job per rank and the same engine, block size, depth and mix
+of reads and writes. The *disk time* is the bytes that a step reads and writes, divided by fio's rate. The target is
+1.15 times the larger of the two. A step cannot reach the target if both are similar and most states go through the
+disk, because no update starts before the norm of all gradients is known. `--sub-group-numel` reduces the part that
+stays in memory; `--batch` and `--sequence` change the computation. An update's results stay in memory until their space
+is needed: if all states fit (12.6 million elements per rank by default), nothing is written to the disk.
 
-How it measures: each variant has ranks of its own, since one may change its process for good (stage 3 of ds-ext-cpu
-sets thresholds of the allocator). They take turns, `--steps-per-round`
-steps each, so that a noisy machine disturbs them alike, and wait for their next turn without a core's time; each round
-has another order. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed median
-over another. One core and one thread per rank. No variant clips gradients. Memory is measured separately, in fresh
-ranks for each variant: *state* counts tensors after backward and before the optimizer's step, when parameters,
-gradients and optimizer states all exist; *peak* is the highest resident set during steps, beyond the resident set
-before the model. With `--device` these are figures of the device's allocator.
+Method: each variant has its own ranks, because a variant may change its process permanently (stage 3 of ds-ext-cpu sets
+thresholds of the allocator). The variants take turns of `--steps-per-round` steps, so that noise affects all alike, and
+use no CPU while they wait. Each round has another order. Prints the median of the rounds with minimum and maximum; a
+ratio is a ratio of printed medians. Each rank has one core and one thread. No variant clips gradients. Memory is
+measured separately, in fresh ranks for each variant. *state* counts tensors after backward and before the optimizer's
+step, when parameters, gradients and optimizer states all exist. *peak* is the highest resident set during steps, minus
+the resident set before the model. With `--device`, these are figures of the device's allocator.
 """
 
 import argparse
@@ -66,16 +65,16 @@ PEER_NAMES = {
     "fsdp2-z2-offload": "FSDP2 z2",
     "fsdp2-z3-offload": "FSDP2 z3",
 }
-#: of a step with swap files, to the larger of computation and disk time
+#: maximum ratio of a step with swap files to the larger of computation and disk time
 NVME_TARGET = 1.15
 FIO = "fio"
 Row = dict[str, Any]
 
 
 def time_variants(case: Case, arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    """Milliseconds per step of each variant on its slower rank, one figure per round; the first, a warm-up, is dropped.
-    With swap files also the bytes per step of each rank, "bytes of" each of those variants, and "fio", bytes per
-    second."""
+    """Return the milliseconds per step of each variant on its slowest rank, one figure per round without the warm-up.
+    Variants with swap files add an entry "bytes of <variant>", the bytes per step of each rank, and "fio", fio's bytes
+    per second."""
     names = arguments.variants
     on_nvme = [name for name in names if name.endswith(NVME)]
     figures: dict[str, list[Any]] = {name: [] for name in [*names, *map("bytes of {}".format, on_nvme)]}
@@ -84,7 +83,7 @@ def time_variants(case: Case, arguments: argparse.Namespace) -> dict[str, list[A
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=case.nvme_path or None))
         ranks = {name: stack.enter_context(Ranks(arguments.ranks, device=case.device)) for name in names}
-        with ThreadPoolExecutor(1 if case.device == "cpu" else len(names)) as builders:  # the host's cores are few
+        with ThreadPoolExecutor(1 if case.device == "cpu" else len(names)) as builders:  # the host has few cores
             list(builders.map(lambda name: ranks[name].keep(build, name, case), names))
         for _ in range(1 + arguments.rounds):
             for name in orders.sample(turns, len(turns)):
@@ -101,13 +100,13 @@ def time_variants(case: Case, arguments: argparse.Namespace) -> dict[str, list[A
 
 
 def measure_round(variant: Variant, case: Case, num_steps: int) -> tuple[float, disk.Bytes]:
-    """On each rank: ms per step, and bytes that a step asks the disk for."""
+    """Measure on each rank. Return ms per step, and the disk bytes per step."""
     _wait_for_all(case)
     before, start_s = disk.passed(), time.perf_counter()
     for _ in range(num_steps):
         variant.forward_backward()
         variant.update()
-    variant.finish()  # a variant pays for what its last step left in flight
+    variant.finish()  # count the work that the last step left in flight
     _wait_for_all(case)
     ms = (time.perf_counter() - start_s) / num_steps * 1e3
     passed = zip(disk.passed(), before, strict=True)
@@ -115,7 +114,7 @@ def measure_round(variant: Variant, case: Case, num_steps: int) -> tuple[float, 
 
 
 def _fio(folder: Path, moved: list[disk.Bytes], num_ranks: int) -> float:
-    """Bytes per second of the mix that steps have moved, by one job per rank."""
+    """Return fio's bytes per second with the steps' mix of reads and writes, and one job per rank."""
     read, total = sum(each.read for each in moved), sum(each.total for each in moved)
     files = [folder / f"rank{rank}" for rank in range(num_ranks)]
     percent = round(100 * read / total) if total else 50
@@ -129,7 +128,7 @@ def _wait_for_all(case: Case) -> None:
 
 
 def measure_device_memory(case: Case, name: str) -> Row:
-    """On each rank, in a fresh process: bytes of its device between steps, and peaks."""
+    """Measure on each rank, in a fresh process. Return the bytes of states and the peaks of device memory."""
     variant = VARIANTS[name](case)
     build_peak = torch.accelerator.max_memory_allocated()
     for _ in range(2):
@@ -149,7 +148,7 @@ def measure_device_memory(case: Case, name: str) -> Row:
 
 
 def measure_memory(case: Case, name: str) -> Row:
-    """On each rank, in a fresh process: bytes of states, resident between steps, and peaks."""
+    """Measure on each rank, in a fresh process. Return the bytes of states, the resident set and the peaks."""
     rehearsal = VARIANTS[name](dataclasses.replace(REHEARSAL, dtype=case.dtype))
     rehearsal.forward_backward()
     rehearsal.update()
@@ -161,9 +160,9 @@ def measure_memory(case: Case, name: str) -> Row:
     variant = VARIANTS[name](case)
     build_peak = resident_memory.peak_bytes()
     variant.forward_backward()
-    variant.update()  # optimizer states exist from here on
+    variant.update()  # creates the optimizer states
 
-    resident_memory.resident_bytes()  # trims the heap: the peak starts from what is really held
+    resident_memory.resident_bytes()  # trims the heap before the peak is reset
     resident_memory.reset_peak()
     variant.forward_backward()
     variant.settle()
@@ -181,7 +180,7 @@ def measure_memory(case: Case, name: str) -> Row:
 
 
 def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
-    """Every variant of one model and dtype, as rows for the table and the JSON file."""
+    """Measure every variant of one model and dtype. Return rows for the table and the JSON file."""
     names = arguments.variants
     times = time_variants(case, arguments)
     numel = sum(parameter.numel() for parameter in case.build_model().parameters())
@@ -204,12 +203,12 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
 
 
 def _computation(name: str) -> str:
-    """The variant that does the same without swap files."""
+    """Return the name of the same variant without swap files."""
     return name.replace(NVME, "-offload")
 
 
 def _beside_the_disk(name: str, times: dict[str, list[Any]], ms: float) -> Row:
-    """Bytes of a step of all ranks, the ms that fio takes for them, and the step to the larger of it and computing."""
+    """Return a step's disk bytes, disk time and computation time, and the ratio of the step to the larger time."""
     computation_ms = statistics.median(times[_computation(name)])
     moved = times[f"bytes of {name}"]
     read = statistics.median(sum(rank.read for rank in ranks) for ranks in moved)
@@ -227,7 +226,7 @@ def _beside_the_disk(name: str, times: dict[str, list[Any]], ms: float) -> Row:
 
 
 def print_beside_the_disk(row: Row) -> None:
-    """A line: computation, disk time, and whether the step is near the larger one."""
+    """Print computation, disk time, and whether the step meets the target."""
     verdict = "met" if row["to_target"] <= NVME_TARGET else "MISSED"
     print(
         f"{row['variant']}: {row['ms']['median']:.0f} ms; computation {row['computation_ms']:.0f} ms; disk "
@@ -237,7 +236,7 @@ def print_beside_the_disk(row: Row) -> None:
 
 
 def build_table(rows: list[Row], peers: list[str]) -> Table:
-    """The rows as a rich table; bytes in MiB per rank."""
+    """Return the rows as a rich table; bytes in MiB per rank."""
     table = Table()
     table.add_column("variant")
     ratios = [f"to {PEER_NAMES.get(peer, peer)}" for peer in peers]
@@ -249,7 +248,7 @@ def build_table(rows: list[Row], peers: list[str]) -> Table:
 
 
 def build_markdown(rows: list[Row], peers: list[str]) -> str:
-    """The rows as one markdown table, for the README."""
+    """Return the rows as a markdown table for the README."""
     ratios = [f"to {PEER_NAMES.get(peer, peer)}" for peer in peers]
     headings = ["model", "dtype", "variant", "ms per step", *ratios, "state MiB", "to formula", "peak MiB"]
     lines = [f"| {' | '.join(headings)} |", "|---|---|---" + "|--:" * (len(headings) - 3) + "|"]
@@ -278,7 +277,7 @@ def _spread(summary: dict[str, float]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Milliseconds per step as bars, one panel for each model and dtype; whiskers are the least and the greatest."""
+    """Plot ms per step as bars, one panel per model and dtype; whiskers are minimum and maximum."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -368,7 +367,7 @@ def main() -> None:
             for row in case_rows:
                 if "disk_ms" in row:
                     print_beside_the_disk(row)
-            if arguments.json:  # after each case: an interrupted run keeps what it has
+            if arguments.json:  # after each case, so that an interrupted run keeps its results
                 arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.plot:
         plot(rows, arguments.plot)

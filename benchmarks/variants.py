@@ -1,7 +1,7 @@
-"""The ways to train one GPT that `train_step.py` sets beside each other: same model, data, optimizer and threads.
+"""The ways to train a GPT that `train_step.py` compares: same model, data, optimizer and threads.
 
-A variant is built on every rank at once. A step is `forward_backward()`, with the collectives of the gradients, and
-`update()`: the optimizer, gradients cleared. Add a peer by adding a function to `VARIANTS`.
+All ranks build a variant at the same time. A step is `forward_backward()`, which includes the gradients' collectives,
+and `update()`, which runs the optimizer and clears gradients. To add a peer, add a function to `VARIANTS`.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# AdamW as every variant gets it. torch's fused kernel is the fastest one a peer can choose on a CPU.
+# AdamW options of all variants. Peers use torch's fused kernel, the fastest one on a CPU.
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model in one dtype; the vocabulary is the 256 bytes."""
+    """A model and a dtype. The vocabulary is the 256 byte values."""
 
     model: str
     width: int
@@ -28,13 +28,13 @@ class Case:
     batch: int
     dtype: str = "fp32"
     sequence_length: int = 128
-    device: str = "cpu"  # device type of torch; a rank has one
+    device: str = "cpu"  # device type of torch; one device per rank
     nvme_path: str = ""  # a folder on a local disk, for variants with swap files
-    sub_group_numel: int = 10**9  # that these update at a time
-    accumulation: int = 1  # micro-batches of a step, of `batch` samples each; for ours
+    sub_group_numel: int = 10**9  # elements per update, for variants with swap files
+    accumulation: int = 1  # micro-batches per step, of `batch` samples each; only ours
 
     def gpt_config(self) -> Any:
-        """The `GPTConfig` of the sizes here."""
+        """Return the `GPTConfig` with these sizes."""
         from deepspeed.testing.models import GPTConfig
 
         return GPTConfig(
@@ -52,7 +52,7 @@ class Case:
         return GPT(self.gpt_config())
 
     def build_batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, (batch, sequence) int64, different on each rank."""
+        """Return tokens and targets, (batch, sequence) int64, different on each rank."""
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         tokens = torch.randint(256, (self.batch, self.sequence_length + 1), generator=generator)
         return tokens[:, :-1].contiguous().to(self.device), tokens[:, 1:].contiguous().to(self.device)
@@ -61,7 +61,7 @@ class Case:
 CASES = {
     "3m": Case("GPT 3.3 M", width=256, num_layers=4, num_heads=4, batch=4),
     "25m": Case("GPT 25 M", width=512, num_layers=8, num_heads=8, batch=2),
-    # of a size that keeps a GPU busy
+    # large enough to keep a GPU busy
     "350m": Case("GPT 303 M", width=1024, num_layers=24, num_heads=16, batch=4, sequence_length=1024),
 }
 # Runs every import and lazy initialization of a variant before its memory is measured.
@@ -71,7 +71,7 @@ PERSISTENCE_NUMEL = 100_000
 
 
 class Plain:
-    """A module and a torch optimizer: the floor (no communication), DDP and FSDP2."""
+    """A module with a torch optimizer: the floor (no communication), DDP and FSDP2."""
 
     def __init__(self, module: nn.Module, case: Case) -> None:
         self.module = module
@@ -86,13 +86,13 @@ class Plain:
         self.optimizer.zero_grad()
 
     def finish(self) -> None:
-        """A step leaves nothing in flight."""
+        """Do nothing: a step leaves nothing in flight."""
 
     def settle(self) -> None:
-        """Backward has waited for its collectives."""
+        """Do nothing: backward has waited for its collectives."""
 
     def hidden_bytes(self) -> int:
-        """Bytes of states held in C++ where no Python object points to them: DDP's copies of the gradients."""
+        """Return the bytes of states that only C++ holds: DDP's copies of the gradients."""
         if not isinstance(self.module, nn.parallel.DistributedDataParallel):
             return 0
         data = self.module._get_ddp_logging_data()
@@ -104,11 +104,11 @@ class Engine:
     """`deepspeed.initialize` and the engine's own forward, backward and step.
 
     Args:
-        offloads: with `offload_optimizer`, in stage 3 with `offload_param` too, as FSDP2's policy does. The ranks'
-            accelerator is the host, so by itself that moves nothing, as with FSDP2's policy.
-        apart: a memory for it all the same, to and from which every copy is made.
-        swaps: with `offload_optimizer` in swap files, read ahead and written behind.
-        is_deterministic: with `deterministic`.
+        offloads: use `offload_optimizer`, and `offload_param` in stage 3, like FSDP2's policy. If the ranks'
+            accelerator is the host, this alone moves nothing, as with FSDP2's policy.
+        apart: use a separate memory for offloading even on the host, so that every copy is made.
+        swaps: use `offload_optimizer` with swap files, with asynchronous reads and writes.
+        is_deterministic: use `deterministic`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Engine:
             "deterministic": {"enabled": is_deterministic},
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
             "zero_optimization": zero,
-            "gradient_clipping": 0.0,  # as its peers
+            "gradient_clipping": 0.0,  # like the peers
             "bf16": {"enabled": case.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
@@ -163,11 +163,11 @@ class Engine:
         self.engine.sharding.placement.settle()
 
     def settle(self) -> None:
-        """Finish the collectives that backward left in flight, so that their buffers are not counted as states."""
+        """Finish the collectives that backward left in flight, so that their buffers do not count as states."""
         self.engine.sharding.gradients.reduce()
 
     def hidden_bytes(self) -> int:
-        """Minus the buffers kept for communication: tensors, but no states; `resident` and `peak` count them."""
+        """Return minus the bytes of communication buffers: they are no states. `resident` and `peak` count them."""
         return -self.engine.sharding.held_bytes
 
 
@@ -187,19 +187,19 @@ Variant = Plain | Engine
 
 
 def build_floor(case: Case) -> Variant:
-    """No communication at all: what the arithmetic and the optimizer cost."""
+    """Build a model without communication: the cost of arithmetic and the optimizer alone."""
     return Plain(_cast(case.build_model(), case), case)
 
 
 def build_ddp(case: Case) -> Variant:
-    """torch DDP as its defaults have it; in bf16 it keeps no fp32 master weights."""
+    """Build torch DDP with its defaults; in bf16 it has no fp32 master weights."""
     return Plain(nn.parallel.DistributedDataParallel(_cast(case.build_model(), case)), case)
 
 
 def build_fsdp2(case: Case, reshard_after_forward: bool, *, offloads: bool = False) -> Variant:
-    """torch FSDP2, one unit per block; resharding after forward makes it a stage 3, keeping the weights a stage 2.
+    """Build torch FSDP2 with one unit per block. `reshard_after_forward` corresponds to stage 3, else stage 2.
 
-    `offloads`: parameters, gradients and optimizer states in host memory, the one way to offload that it has.
+    `offloads`: keep parameters, gradients and optimizer states in host memory, FSDP2's only way to offload.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -223,7 +223,7 @@ def build_fsdp2(case: Case, reshard_after_forward: bool, *, offloads: bool = Fal
 
 
 def build_stage(case: Case, stage: int) -> Variant:
-    """Ours; in bf16 with fp32 master weights."""
+    """Build our variant of a stage; in bf16 with fp32 master weights."""
     return Engine(case.build_model(), case, stage)
 
 
@@ -259,13 +259,13 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
 
 
 def build(name: str, case: Case) -> Variant:
-    """The variant of this name; on each rank."""
+    """Build a variant by name. Called on each rank."""
     return VARIANTS[name](case)
 
 
 NVME, DETERMINISTIC = "-nvme", "-deterministic"
 DETERMINISTIC_VARIANTS = [f"stage{stage}{kind}" for stage in range(4) for kind in ("", DETERMINISTIC)]
-#: beside each other, by the value of `--offload`; the rest is the default
+#: value of `--offload` -> variants to compare
 OFFLOAD_VARIANTS = {
     "cpu": [name for name in VARIANTS if name.endswith(("-offload", "-apart"))],
     "nvme": [f"stage{stage}{place}" for stage in (1, 2, 3) for place in ("-offload", NVME)],
@@ -273,13 +273,13 @@ OFFLOAD_VARIANTS = {
 
 
 def formula_bytes(variant: str, case: Case, world_size: int) -> float:
-    """Bytes of parameters, gradients and Adam's states per rank. Source: ZeRO, arXiv 1910.02054, section 5.
+    """Return the bytes of parameters, gradients and Adam's states per rank. Source: ZeRO, arXiv 1910.02054, section 5.
 
-    p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master weight among them.
-    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks, and of parameters that it keeps whole
-    g + o. "apart": both memories together, so master weights beside fp32 weights too, and in stage 1 the gradients of
-    the own shard twice. "nvme": what is swapped out counts nowhere. "deterministic": gradients are fp32, and none are
-    whole in stage 1.
+    p, g: bytes of a parameter and of a gradient. o: bytes of optimizer state, fp32 master weight included. Stage 1
+    divides o by the number of ranks, stage 2 divides g + o, and stage 3 divides p + g + o, but only g + o of parameters
+    that stay whole. "apart" counts both memories: fp32 weights also have master weights, and in stage 1 the gradients
+    of the rank's own shard count twice. "nvme": swapped-out states do not count. "deterministic": gradients are fp32,
+    and stage 1 has no whole gradients.
     """
     with torch.device("meta"):
         numels = [parameter.numel() for parameter in case.build_model().parameters()]
@@ -290,7 +290,7 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
     whole, divided = {
         "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master weights
         "ddp": (p + g + 2 * p, 0),
-        "fsdp2-z2": (0, 16),  # all four in fp32, divided; gathered weights are gone once backward has ended
+        "fsdp2-z2": (0, 16),  # all four in fp32, sharded; gathered weights are freed after backward
         "fsdp2-z3": (0, 16),
         "stage0": (p + g + o, 0),
         "stage1": (p + g, o),
