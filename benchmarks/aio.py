@@ -1,4 +1,4 @@
-"""`deepspeed.ops.aio` beside fio: reads and writes of one file with the same engine, block size and depth, in turns.
+"""`deepspeed.ops.aio` against fio: reads and writes of a file with the same engine, block size and depth, in turns.
 
     python benchmarks/aio.py --gib 1 --rounds 9 --folder /local_nvme
 

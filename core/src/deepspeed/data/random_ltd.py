@@ -301,7 +301,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
     Call it on the engine from `initialize`, on every rank, before `load_checkpoint`.
 
     Args:
-        model: an engine, or a module, whose layers then process all tokens.
+        model: an engine; or a module, but then its layers process all tokens.
         convert_type: the class of the layers.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Training: the losses of ZeRO 0, 1 and 2 on the device equal those of plain torch on the host, and runs resume.
+"""Training: the losses of ZeRO 0, 1 and 2 on the device equal the losses of plain torch on the host. Runs resume.
 
 The tests train a GPT of 30 thousand parameters with AdamW, on two ranks if possible. The reference averages the
 gradients of both ranks' data in one process, in fp32 on the host. Losses agree to 1e-4 in fp32 and to 5% in half
