@@ -1,4 +1,4 @@
-# A thin door to nox: noxfile.py is the one place where tasks are defined.
+# A thin front end of nox: noxfile.py is the one place where tasks are defined.
 #   make demo        train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
 #   make test        run what a pull request must pass: every behavior once
 #   make test-all    run the same with the sweeps: every world, kill, planted fault, template language, sanitizers

@@ -1,4 +1,4 @@
 """The CPU as a DeepSpeed accelerator. Importing this package loads nothing.
 
-May import `deepspeed` and torch. Read next: `plugin.py` (the only door), then `accelerator.py`, `numa.py`.
+May import `deepspeed` and torch. Read next: `plugin.py` (the entry point), then `accelerator.py`, `numa.py`.
 """

@@ -1,1 +1,1 @@
-"""{{ cookiecutter.device_name }} as a DeepSpeed accelerator. Read next: `plugin.py` (the only door), then `accelerator.py`."""
+"""{{ cookiecutter.device_name }} as a DeepSpeed accelerator. Read next: `plugin.py` (the entry point), then `accelerator.py`."""

@@ -1,4 +1,4 @@
-"""The door of this extension: hooks only. torch is imported once the device was chosen, not to look for it."""
+"""The entry point of this extension: hooks only. torch is imported once the device was chosen, not to look for it."""
 {%- set sought = cookiecutter.__module.split('.')[0] %}
 {%- set poses = '' if cookiecutter.torch_device == cookiecutter.device_name else ', impersonates="' ~ cookiecutter.torch_device ~ '"' %}
 
