@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("core", "extensions", "compat", "examples", "benchmarks", "template", "docs")
 REFERENCE = re.compile(r"`([A-Z]\w*)\.([a-z_]\w*)[`(]")
-#: pages that tell what was: names of DeepSpeed that are missing here, and former names of ours
+#: pages about other names: those of DeepSpeed that are missing here, and former names of ours
 OF_OTHER_NAMES = {"compatibility.md", "decisions"}
 
 

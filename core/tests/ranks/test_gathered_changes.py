@@ -427,5 +427,6 @@ def merge(inside: bool) -> tuple[bool, list[str]]:
 def test_an_adapter_that_is_merged_while_sharded_is_a_warning():
     for is_same, said in run_ranks(2, merge, False):
         assert not is_same
-        assert len([each for each in said if "0.a.weight and what else its module trains left the model" in each]) == 1
+        (warning,) = said  # one, of all parts of the adapter
+        assert "0.a.weight and more that the engine trains left the model" in warning
     assert run_ranks(2, merge, True) == [(True, []), (True, [])]

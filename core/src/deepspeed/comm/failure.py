@@ -10,7 +10,7 @@ the buffers of its collectives alive, since peers may still read them and the li
 [Note: a rank that has ended] A rank that waits in the job's store for an ended rank raises and names the ended rank. A
 rank notes its own end as the interpreter exits. The `deepspeed` launcher (`launcher/node_agent.py`) notes the end of
 each process that it started, so it also notes a process that was killed. Noting does not block. Where ranks wait in a
-library, or read each other's memory, a connection or a process is gone, and the notes tell which rank ended.
+library, or read each other's memory, a connection or a process is gone, and the notes name the rank that ended.
 
 [Note: interrupts] The handler of a signal such as Ctrl-C may raise between any two instructions of a call that ranks
 make together, also between two collectives that the peers expect. The peers would wait in the second collective, and

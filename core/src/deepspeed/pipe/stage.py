@@ -90,7 +90,7 @@ class Results:
 
 
 class Stage:
-    """`Stage` runs the instructions of a schedule: it computes with `compute`, and exchanges tensors with `peers`.
+    """`Stage` runs the instructions of a schedule: it computes with `compute`, and sends and receives by `peers`.
 
     Args:
         compute: the computations of the stage.

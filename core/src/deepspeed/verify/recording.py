@@ -101,7 +101,7 @@ class Record:
         return json.loads(path.read_text()) if path.exists() else None
 
     def tensor(self, step: int, name: str, rank: int) -> Tensor | None:
-        """Return a tensor that a rank recorded for a step, in host memory; None if there is none of this name."""
+        """Return a tensor that a rank recorded for a step, in host memory; None if no tensor has this name."""
         if (step, rank) not in self._files:
             path = self.folder / f"step{step}" / f"rank{rank}.safetensors"
             file = safe_open(path, framework="pt") if path.exists() else None

@@ -29,7 +29,6 @@ in stage 3, and again after a param group was added to the optimizer.
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_marks import WITHOUT_ENGINE, ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.redistribute import load_parts, saved_part, whole_of_parts
-from deepspeed.zero.states import links_in
+from deepspeed.zero.states import are_unchanged, links_in
 
 #: torch's errors about a 1-D tensor without elements: "vec (0)", "shape [0]", "tensor b (0)", "got 1-D tensor"
 _EMPTY = re.compile(r"[(\[]0[)\]]|1-?D\b|2-?D\b|at least \w+ dimensions")
@@ -204,17 +203,19 @@ class ModuleHooks:
 
     def _warn_of_removed(self) -> None:
         """Warn of trained parameters that left the model while sharded: a merge of an adapter added nothing."""
-        if all(map(is_, [link.children.get(link.name) for link in self._links], [link.child for link in self._links])):
+        if are_unchanged(self._links):
             return
         self._links, present = links_in(self.module), set(self.module.modules())
         for unit in [unit for each, units in self._units_of_module.items() if each not in present for unit in units]:
             was_whole = unit.num_changes_seen == unit.num_changes or unit.status is not ZeroParamStatus.NOT_AVAILABLE
-            if not was_whole and any(param.requires_grad for param in unit.params):
-                warn_once(
-                    f"zero stage 3: {unit.names[0]} and what else its module trains left the model while they were "
-                    "sharded. A merge of them into other weights (merge_and_unload) added nothing; load a checkpoint, "
-                    "and merge inside deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
-                )
+            if was_whole or not any(param.requires_grad for param in unit.params):
+                continue
+            warn_once(
+                f"zero stage 3: {unit.names[0]} and more that the engine trains left the model while sharded. "
+                "Merging them into other weights (merge_and_unload) added nothing; load a checkpoint, and merge "
+                "inside deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
+            )
+            break
 
     def _computed_again(self, units: list[ParamUnit]) -> None:
         """Expect all gradients of `units` again, because a checkpoint reruns a forward in the backward. A reentrant one

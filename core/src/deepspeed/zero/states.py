@@ -212,8 +212,7 @@ class OutsideChanges:
             StateError: if a parameter was replaced, or its value has another shape or dtype; names the parameter.
         """
         found = [place.owner._parameters.get(place.name) for place in self._places]
-        children = [link.children.get(link.name) for link in self._links]
-        if not (all(map(is_, found, self._params)) and all(map(is_, children, [link.child for link in self._links]))):
+        if not (all(map(is_, found, self._params)) and are_unchanged(self._links)):
             self.refuse_converted()
             self._follow(found)
         if not all(map(Tensor.is_set_to, self._placed, self._homes)):
@@ -321,6 +320,11 @@ def _places_in(module: Module) -> dict[int, _ParamPlace]:
             if param is not None:
                 places.setdefault(id(param), _ParamPlace(each, name, f"{path}.{name}" if path else name))
     return places
+
+
+def are_unchanged(links: Sequence[_Link]) -> bool:
+    """Return whether every module of `links_in` is still in its place."""
+    return all(link.children.get(link.name) is link.child for link in links)
 
 
 def links_in(module: Module) -> list[_Link]:

@@ -332,7 +332,7 @@ class PdshRunner(RemoteShellRunner):
         }
 
 
-# BatchMode: with many hosts a user cannot tell which host asks for a password. ServerAlive: a host that does not answer
+# BatchMode: with many hosts a user cannot see which host asks for a password. ServerAlive: a host that does not answer
 # for 15 s is lost. ControlPath: a master process that ssh leaves behind would keep our pipes open.
 _OUR_OPTIONS = ("-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3", "-oControlPath=none")
 
