@@ -1,4 +1,5 @@
-"""The stack of models in their forward: their tensor-parallel ranks, and whether these have equal activations now.
+"""The stack of models in their forward: their tensor-parallel ranks, and whether these have equal activations now; and
+the tensors that a forward returns.
 
 Engines and divided models push themselves here, innermost last, for code outside the model that saves activations
 (`activation/`). A program may have several engines with different meshes, so the mesh of the engine that was built last
@@ -8,7 +9,10 @@ Engines and divided models push themselves here, innermost last, for code outsid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.parallel import groups
@@ -75,3 +79,21 @@ def leave(model: RunningModel) -> None:
     """End the forward of `model`; does nothing if the forward had not begun."""
     if model in _running:
         del _running[len(_running) - 1 - _running[::-1].index(model) :]
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of containers; inside torch.func's transforms also the tensors they wrap."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        while is_functorch_wrapped_tensor(outputs):
+            outputs = get_unwrapped(outputs)
+            yield outputs
+    elif isinstance(outputs, dict):  # ModelOutput of transformers is one
+        for value in outputs.values():
+            yield from tensors_in(value)
+    elif isinstance(outputs, (list, tuple)):
+        for value in outputs:
+            yield from tensors_in(value)
+    elif hasattr(outputs, "__dataclass_fields__"):
+        for name in outputs.__dataclass_fields__:
+            yield from tensors_in(getattr(outputs, name))

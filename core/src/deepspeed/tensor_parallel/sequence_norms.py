@@ -6,7 +6,6 @@ This sends as many bytes as the all-reduces. Parameters outside blocks see only 
 are summed. In evaluation the sequence stays whole, since generation processes one token at a time.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.model_part import part_held
+from deepspeed.parallel.running import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.plans import TensorPlan
 from deepspeed.tensor_parallel.ranges import remember_sums
@@ -129,14 +129,3 @@ def _change(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)

@@ -44,11 +44,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
 
 from deepspeed.comm.give_up import on_failure_after
 from deepspeed.errors import StateError, counted
+from deepspeed.parallel.running import tensors_in
 from deepspeed.zero.managed import manager_of
 
 
@@ -281,24 +282,6 @@ class _TaskEnd:
 
     def __call__(self) -> None:
         self._window.end_of_task(self)
-
-
-def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of containers; inside torch.func's transforms also the tensors they wrap."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        while is_functorch_wrapped_tensor(outputs):
-            outputs = get_unwrapped(outputs)
-            yield outputs
-    elif isinstance(outputs, dict):  # ModelOutput of transformers is one
-        for value in outputs.values():
-            yield from tensors_in(value)
-    elif isinstance(outputs, (list, tuple)):
-        for value in outputs:
-            yield from tensors_in(value)
-    elif hasattr(outputs, "__dataclass_fields__"):
-        for name in outputs.__dataclass_fields__:
-            yield from tensors_in(getattr(outputs, name))
 
 
 _NAME = "_engine_run_backward"

@@ -39,7 +39,8 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.log import warn_once
-from deepspeed.zero.backward_window import is_in_backward, tensors_in
+from deepspeed.parallel.running import tensors_in
+from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
