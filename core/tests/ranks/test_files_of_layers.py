@@ -15,9 +15,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.index import TensorTable, read_index
 from deepspeed.checkpoint.tags import saved_tags
-from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.errors import CheckpointError
 from deepspeed.moe.experts import ExpertMLP
 from deepspeed.moe.layer import MoE

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.convert import convert
-from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.tensor_index import TensorTable
+from deepspeed.checkpoint.index import TensorTable, read_index
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.muon import Muon
 from deepspeed.testing.distributed import run_ranks

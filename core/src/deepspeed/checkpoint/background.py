@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.locks import Ending
 from deepspeed.checkpoint.stores import write_state
 from deepspeed.checkpoint.tensors import with_placeholders
+from deepspeed.checkpoint.writer import Ending
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger
 from deepspeed.zero.pending_tensor import PendingTensor
@@ -221,7 +221,7 @@ class BackgroundWriter:
         """Copy the states to save; when it returns, training may go on and change all but held `PendingTensor`s.
 
         Args:
-            name: name of this rank's report, see `locks.Report`.
+            name: name of this rank's report, see `writer.Report`.
             files: name -> state.
 
         Returns the order to write them, for `write`.
@@ -251,7 +251,7 @@ class BackgroundWriter:
         Args:
             commit: on the committing rank, the arguments of `Writer._commit`; else None.
             folder, name: as for `stage`.
-            began, save_latest: as in `locks.Ending`.
+            began, save_latest: as in `writer.Ending`.
         """
         assert self._process is not None, "write before stage"
         ending = Ending(str(folder.absolute()), name, began, save_latest, self._limit_s)

@@ -121,7 +121,7 @@ class Checkpointer:
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
             compared in any case.
-        keep_last: after a save, remove the older tags of the directory so that this many stay; see `store.plan_prune`.
+        keep_last: after a save, remove the older tags of the directory so that this many stay; see `tags.plan_prune`.
             None removes nothing.
         background: makes saves asynchronous: `save` returns when this rank's states are copied, and a process writes
             them. It replaces `store` for saving.

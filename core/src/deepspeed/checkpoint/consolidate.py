@@ -6,7 +6,7 @@ It stands alone: it needs torch and the standard library. First the sizes and ch
 `index.json` beside them, if there is one. Files are read with `weights_only=True`, so no code in them is run, and
 memory-mapped. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
 
-A save joins three files of `deepspeed.checkpoint` into this program (`store.py`): this one,
+A save joins three files of `deepspeed.checkpoint` into this program (`tags.py`): this one,
 `consolidate_files.py` and `consolidate_join.py`.
 """
 

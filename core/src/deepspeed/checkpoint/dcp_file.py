@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.checkpoint.index import check_regular
+from deepspeed.checkpoint.tensor_index import MemoryFile
 from deepspeed.checkpoint.tensors import StoredTensor
-from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, counted, first_line
 
 METADATA_FILE = ".metadata"

@@ -4,6 +4,8 @@
 Through the page cache a file is copied, and written back by the kernel: that takes several times the processor time of
 all the rest of a save, also from training. Here a thread writes blocks to the disk, while the next one is filled and
 its checksum computed.
+
+`ChecksumWriter` computes checksums of blocks while a file is written.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -246,3 +249,61 @@ def _free_space(path: Path) -> str:
         with contextlib.suppress(OSError):
             return f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"
     return ""
+
+
+BLOCK_BYTES = 64 * 2**20
+PART_BYTES = 2**20  # fits into a core's cache
+
+
+class ChecksumWriter:
+    """`ChecksumWriter` is a file for `torch.save` that sums each part just before the write, when it is in the cache.
+
+    A second thread for the sums would be slower, since it reads the memory once more.
+
+    Args:
+        file: open for writing, and empty; it stays open.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._sums = BlockSums()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        for first in range(0, len(view), PART_BYTES):
+            part = view[first : first + PART_BYTES]
+            self._sums.add(part)
+            self._file.write(part)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def checksums(self) -> list[str]:
+        """Return the checksums of the written bytes, as `BlockSums.as_text` returns them."""
+        return self._sums.as_text()
+
+
+class BlockSums:
+    """`BlockSums` computes the checksums of the bytes that are added."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._current = 0
+        self._num_bytes = 0  # in the current block
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Add more bytes."""
+        view = memoryview(data)
+        while view:
+            part = view[: BLOCK_BYTES - self._num_bytes]
+            self._current = zlib.crc32(part, self._current)
+            self._num_bytes += len(part)
+            view = view[len(part) :]
+            if self._num_bytes == BLOCK_BYTES:
+                self._done.append(self._current)
+                self._current, self._num_bytes = 0, 0
+
+    def as_text(self) -> list[str]:
+        """Return the checksum of each block so far, as 8 hexadecimal digits."""
+        return [f"{each:08x}" for each in (*self._done, *([self._current] if self._num_bytes else []))]

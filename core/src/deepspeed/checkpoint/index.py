@@ -12,136 +12,73 @@
 
 `crc32` has one checksum per block of `block_bytes`; the last block is shorter. So a reader of part of a file verifies
 only the blocks that it reads, and a message says where the damage is. Checksums are computed while a file is written
-(`ChecksumWriter`), and compared when it is read (`check_content`; `check_size` compares only sizes). The `tensors` of a
+(`durable.py`), and compared when it is read (`check_content`; `check_size` compares only sizes). The `tensors` of a
 file are key, dtype, shape and first byte of each tensor, and its stride if the elements are not in row-major order. The
-top-level `tensors` says where the values of each parameter are (`tensor_index.py`). Both are null or absent if the
-store does not know them. The last line is the checksum of the bytes before it. Other keys may be added under the same
-`format`; a reader ignores keys that it does not know.
+top-level `tensors` says where the values of each parameter are (`TensorTable`); `tensor_index.py` makes it. Both are
+null or absent if the store does not know them. The last line is the checksum of the bytes before it. Other keys may be
+added under the same `format`; a reader ignores keys that it does not know.
+
+ZeRO joins parameters and divides the result among ranks (`zero.layout`). `tensors` says where the parts of each
+parameter are then, so that a reader needs no knowledge of that:
+
+    {"groups": [{"fp32": key, "exp_avg": key, ...}, ...],
+     "entries": [{"name": "embed.weight", "shape": [7, 3], "weight": {"key": key, "parts": parts},
+                  "group": 0, "parts": parts},
+                 {"name": "head.weight", "same_as": "embed.weight"}, ...]}
+
+`weight` is the module's value; it is omitted if the files have only the master weights (`fp32`).
+The values of a group are under its keys, and have the same parts. A key leads to a tensor in a file: the keys and
+positions in nested dicts and lists. Parts are `[file, count, start, numel]`, in the order of the parameter's elements:
+each of `count` files, from number `file` of the index on, has `numel` elements from element `start` of the tensor, or
+as many as the parameter has left. An entry has `mp_rank` if several model-parallel ranks saved. Values that are one
+number, such as Adam's `step`, and states of other shapes than the parameter's are omitted.
 """
 
 import io
 import json
+import math
 import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deepspeed.checkpoint import layout
+from deepspeed.checkpoint import durable, layout
 from deepspeed.checkpoint.layout import is_remote, reason_of
-from deepspeed.checkpoint.torch_file import Key, TensorRecord
-from deepspeed.errors import CheckpointError, counted
+from deepspeed.errors import CheckpointError, counted, first_line
 
-BLOCK_BYTES = 64 * 2**20
-_PART_BYTES = 2**20  # fits into a core's cache
+Key = tuple[str | int, ...]
+"""The keys and positions that lead to a value in nested dicts and lists."""
+
+
+class TensorRecord(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Byte of the file at which its first element is."""
+    stride: tuple[int, ...] | None = None
+    """The strides in elements; None where the elements lie in row-major order without gaps."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def itemsize_bytes(dtype: str) -> int:
+    """Return the bytes per element: bfloat16 -> 2, float8_e4m3fn -> 1."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
 _NUM_READERS = 2  # one waits for the disk or copies, while the other sums
-
-
-class ChecksumWriter:
-    """`ChecksumWriter` is a file for `torch.save` that sums each part just before the write, when it is in the cache.
-
-    A second thread for the sums would be slower, since it reads the memory once more.
-
-    Args:
-        file: open for writing, and empty; it stays open.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._sums = BlockSums()
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data)
-        for first in range(0, len(view), _PART_BYTES):
-            part = view[first : first + _PART_BYTES]
-            self._sums.add(part)
-            self._file.write(part)
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def checksums(self) -> list[str]:
-        """Return the checksums of the written bytes, as `BlockSums.as_text` returns them."""
-        return self._sums.as_text()
-
-
-class BlockSums:
-    """`BlockSums` computes the checksums of the bytes that are added."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._current = 0
-        self._num_bytes = 0  # in the current block
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Add more bytes."""
-        view = memoryview(data)
-        while view:
-            part = view[: BLOCK_BYTES - self._num_bytes]
-            self._current = zlib.crc32(part, self._current)
-            self._num_bytes += len(part)
-            view = view[len(part) :]
-            if self._num_bytes == BLOCK_BYTES:
-                self._done.append(self._current)
-                self._current, self._num_bytes = 0, 0
-
-    def as_text(self) -> list[str]:
-        """Return the checksum of each block so far, as 8 hexadecimal digits."""
-        return [_as_text(each) for each in (*self._done, *([self._current] if self._num_bytes else []))]
-
-
-def _as_text(value: int) -> str:
-    return f"{value:08x}"
-
-
-def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> list[str]:
-    """Return the checksums of the blocks of a file, as `ChecksumWriter.checksums` does. Raises OSError.
-
-    Args:
-        advance: called with the number of bytes of each part that was read, to show progress.
-    """
-    if is_remote(path):
-        return _sums_in_order(path, advance)
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_NUM_READERS, "ds-verify") as threads:
-        size = os.fstat(file.fileno()).st_size
-        firsts = range(0, size, BLOCK_BYTES)
-        sums = []
-        for first, value in zip(firsts, threads.map(partial(_sum_of_block, file.fileno()), firsts), strict=True):
-            sums.append(_as_text(value))
-            if advance is not None:
-                advance(min(BLOCK_BYTES, size - first))
-    return sums
-
-
-def _sum_of_block(descriptor: int, first: int) -> int:
-    """Return the CRC-32 of the block at `first`. Runs in a thread: the disk reads ahead for it while another sums."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, first, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
-    buffer, value, position = memoryview(bytearray(_PART_BYTES)), 0, first
-    while num_bytes := os.preadv(descriptor, [buffer[: first + BLOCK_BYTES - position]], position):
-        value = zlib.crc32(buffer[:num_bytes], value)
-        position += num_bytes
-    return value
-
-
-def _sums_in_order(path: Path, advance: Callable[[int], object] | None) -> list[str]:
-    """Return the checksums of the blocks of an object in an object store, which is read as one stream."""
-    sums = BlockSums()
-    with path.open("rb") as file:
-        while part := file.read(_PART_BYTES):
-            sums.add(part)
-            if advance is not None:
-                advance(len(part))
-    return sums.as_text()
-
-
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
 _SEAL_BYTES = 12  # of the text after `_SEAL`
@@ -165,7 +102,7 @@ class FileEntry:
     num_bytes: int | None
     """None where the store does not know."""
     checksums: Sequence[str] | None
-    """CRC-32 per block of `BLOCK_BYTES`; None where the store computes none."""
+    """CRC-32 per block of `durable.BLOCK_BYTES`; None where the store computes none."""
     tensors: Mapping[Key, TensorRecord] | None = None
     """The tensors in it; None where the store does not know them."""
     parameters: Mapping[str, Any] | None = None
@@ -194,7 +131,7 @@ class FileEntry:
         _require(num_bytes is None or _is_count(num_bytes), f"bytes of {name}", num_bytes)
         if sums is not None:
             _require(isinstance(sums, list) and all(isinstance(each, str) for each in sums), f"crc32 of {name}", sums)
-            num_blocks = len(sums) if num_bytes is None else -(-num_bytes // BLOCK_BYTES)
+            num_blocks = len(sums) if num_bytes is None else -(-num_bytes // durable.BLOCK_BYTES)
             _require(
                 len(sums) == num_blocks,
                 f"number of checksums of {name}, a file of {counted(num_bytes, 'byte')}",
@@ -213,7 +150,7 @@ class Index:
     """Facts of the save, for people and for the order of tags: `tag`, `at` (ISO 8601, UTC), `ds_core`, `global_steps`,
     `zero_stage`, `dp_world_size`, `mp_world_size`; None where unknown."""
     tensors: Mapping[str, Any] | None = None
-    """The table of where each parameter's values lie, which `tensor_index.TensorTable` reads; None without one."""
+    """The table of where each parameter's values lie, which `TensorTable` reads; None without one."""
 
     def entry(self, name: str) -> FileEntry | None:
         """Return the file of this name, or None."""
@@ -221,7 +158,7 @@ class Index:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        content = {"format": _FORMAT, "saved": dict(self.saved), "block_bytes": BLOCK_BYTES}
+        content = {"format": _FORMAT, "saved": dict(self.saved), "block_bytes": durable.BLOCK_BYTES}
         parts = [json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")]
         parts.append(f'"files": {_lines(entry.as_json() for entry in self.files)}')
         if self.tensors is not None:
@@ -249,7 +186,7 @@ class Index:
         try:
             known = json.loads(content if with_tensors else _without_tensors(text))
             version, block_bytes, saved = known["format"], known["block_bytes"], known["saved"]
-            if (version, block_bytes) == (_FORMAT, BLOCK_BYTES):
+            if (version, block_bytes) == (_FORMAT, durable.BLOCK_BYTES):
                 return cls(tuple(map(FileEntry.parse, known["files"])), _checked(saved), _table(known.get("tensors")))
             saver = saved.get("ds_core")
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -259,8 +196,8 @@ class Index:
             ) from error
         raise CheckpointError(
             f"{path} has format {version} with blocks of {block_bytes} bytes, and this version reads format {_FORMAT} "
-            f"with {BLOCK_BYTES}. Load the checkpoint with the version of ds-core that saved it ({saver}) or a later "
-            "one."
+            f"with {durable.BLOCK_BYTES}. Load the checkpoint with the version of ds-core that saved it ({saver}) or a "
+            "later one."
         )
 
 
@@ -372,6 +309,47 @@ def _sealed(text: bytes) -> bytes:
 _ADVICE = "Copy the file again from where it came, or load another tag."
 
 
+def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> list[str]:
+    """Return the checksums of the blocks of a file, as `ChecksumWriter.checksums` does. Raises OSError.
+
+    Args:
+        advance: called with the number of bytes of each part that was read, to show progress.
+    """
+    if is_remote(path):
+        return _sums_in_order(path, advance)
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_NUM_READERS, "ds-verify") as threads:
+        size = os.fstat(file.fileno()).st_size
+        firsts = range(0, size, durable.BLOCK_BYTES)
+        sums = []
+        for first, value in zip(firsts, threads.map(partial(_sum_of_block, file.fileno()), firsts), strict=True):
+            sums.append(f"{value:08x}")
+            if advance is not None:
+                advance(min(durable.BLOCK_BYTES, size - first))
+    return sums
+
+
+def _sum_of_block(descriptor: int, first: int) -> int:
+    """Return the CRC-32 of the block at `first`. Runs in a thread: the disk reads ahead for it while another sums."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, first, durable.BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+    buffer, value, position = memoryview(bytearray(durable.PART_BYTES)), 0, first
+    while num_bytes := os.preadv(descriptor, [buffer[: first + durable.BLOCK_BYTES - position]], position):
+        value = zlib.crc32(buffer[:num_bytes], value)
+        position += num_bytes
+    return value
+
+
+def _sums_in_order(path: Path, advance: Callable[[int], object] | None) -> list[str]:
+    """Return the checksums of the blocks of an object in an object store, which is read as one stream."""
+    sums = durable.BlockSums()
+    with path.open("rb") as file:
+        while part := file.read(durable.PART_BYTES):
+            sums.add(part)
+            if advance is not None:
+                advance(len(part))
+    return sums.as_text()
+
+
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raise `DamagedCheckpoint` if the file is missing or does not have the number of bytes that was saved."""
     check_regular(path)
@@ -422,12 +400,121 @@ def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]
         )
     if len(found) != len(entry.checksums):  # if the store did not know the number of bytes
         raise DamagedCheckpoint(
-            f"{path} is damaged: it has {counted(len(found), 'block')} of {BLOCK_BYTES} bytes, and was saved with "
-            f"{len(entry.checksums)}. {_ADVICE}"
+            f"{path} is damaged: it has {counted(len(found), 'block')} of {durable.BLOCK_BYTES} bytes, and was saved "
+            f"with {len(entry.checksums)}. {_ADVICE}"
         )
     block = next(i for i, (one, other) in enumerate(zip(found, entry.checksums, strict=True)) if one != other)
-    first, last = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, path.stat().st_size) - 1
+    first, last = block * durable.BLOCK_BYTES, min((block + 1) * durable.BLOCK_BYTES, path.stat().st_size) - 1
     raise DamagedCheckpoint(
         f"{path} is damaged: its bytes {first} to {last} have the CRC-32 {found[block]}, and were saved with "
         f"{entry.checksums[block]}. {_ADVICE}"
     )
+
+
+Parts = list[tuple[int, int, int, int]]
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of a parameter in one file."""
+
+    file: str
+    key: Key
+    """The key of the tensor in the file."""
+    dtype: str
+    start: int
+    """The first of them, in the tensor's row-major order."""
+    numel: int
+    offset: int | None
+    """Byte of the file at which they begin; None where the tensor's elements do not lie in that order."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One parameter or buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    mp_rank: int
+    values: Mapping[str, tuple[Piece, ...]]
+    """`weight`: the module's; `fp32`: the master weights; else states of the optimizer. In the order of elements."""
+
+
+class TensorTable:
+    """The parameters and buffers of an index that has tensors.
+
+    Args:
+        index: the index that `read_index` returned.
+
+    Raises:
+        CheckpointError: the index has no tensors.
+    """
+
+    def __init__(self, index: Index) -> None:
+        if index.tensors is None:
+            raise CheckpointError(
+                "the index lists no tensors: an earlier version, or a store that does not keep files of torch.save, "
+                "wrote it"
+            )
+        self._files = index.files
+        self._groups = index.tensors["groups"]
+        self._rows = {(row.get("mp_rank", 0), row["name"]): row for row in index.tensors["entries"]}
+
+    def __iter__(self) -> Iterator[TensorEntry]:
+        return (self.entry(name, mp_rank) for mp_rank, name in self._rows)
+
+    def entry(self, name: str, mp_rank: int = 0) -> TensorEntry:
+        """Return the parameter or buffer of this name. Raises KeyError if there is none."""
+        row = self._rows[mp_rank, name]
+        names = {name}
+        while "same_as" in row:
+            if row["same_as"] in names:
+                raise ValueError(f"{name} is the same as itself")
+            names.add(row["same_as"])
+            row = self._rows[mp_rank, row["same_as"]]
+        shape = tuple(row["shape"])
+        keys = self._groups[row["group"]] if "group" in row else {}
+        places = {value: (key, row["parts"]) for value, key in keys.items()}
+        if "weight" in row:
+            places = {"weight": (row["weight"]["key"], row["weight"]["parts"]), **places}
+        values = {value: tuple(self._pieces(tuple(key), parts, shape)) for value, (key, parts) in places.items()}
+        return TensorEntry(name, shape, mp_rank, values)
+
+    def _pieces(self, key: Key, parts: Parts, shape: tuple[int, ...]) -> Iterator[Piece]:
+        left = math.prod(shape)
+        for file, count, start, size in parts:
+            for entry in self._files[file : file + count]:
+                numel = min(size, left)
+                assert entry.tensors is not None
+                record = entry.tensors[key]
+                offset = record.offset + start * itemsize_bytes(record.dtype) if record.stride is None else None
+                yield Piece(entry.name, key, record.dtype, start, numel, offset)
+                left -= numel
+
+
+def fault_in_table(index: Index) -> str:
+    """Return the fault in the table of an index whose checksum fits; empty if there is none."""
+    if index.tensors is None:
+        return ""
+    try:
+        table = TensorTable(index)
+        records = {entry.name: entry.tensors or {} for entry in index.files}
+        for entry in table:
+            for value, pieces in entry.values.items():
+                _check_pieces(entry, value, pieces, records)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
+        return f"its table of tensors is damaged ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def _check_pieces(
+    entry: TensorEntry, value: str, pieces: Sequence[Piece], records: Mapping[str, Mapping[Key, TensorRecord]]
+) -> None:
+    """Raise ValueError if pieces are not inside their tensors, or are not the whole parameter."""
+    for piece in pieces:
+        if min(piece.start, piece.numel) < 0 or piece.start + piece.numel > records[piece.file][piece.key].numel:
+            raise ValueError(f"{value} of {entry.name} lies outside of the tensor {piece.key} of {piece.file}")
+    numel = sum(piece.numel for piece in pieces)
+    if numel != math.prod(entry.shape):
+        raise ValueError(
+            f"{value} of {entry.name} has {counted(numel, 'element')} in the files, and the shape {entry.shape}"
+        )

@@ -33,10 +33,10 @@ from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
 from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, write_file
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.layout import is_remote, location
-from deepspeed.checkpoint.locks import COMMITTER
 from deepspeed.checkpoint.store import FolderStore, IndexedStore, Store, prune, put_in_place
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.tensors import compact
+from deepspeed.checkpoint.writer import COMMITTER
 from deepspeed.errors import ConfigError
 from deepspeed.zero.pending_tensor import PendingTensor
 
@@ -247,7 +247,7 @@ def _entry(store: Store, folder: Path, name: str, num_bytes: int | None) -> File
 
 
 def save_in_background(save: Save, ranks: "Ranks", background: BackgroundWriter) -> None:
-    """Return when every rank has copied its states; the writer processes agree about the rest (`locks.py`)."""
+    """Return when every rank has copied its states; the writer processes agree about the rest (`writer.py`)."""
     rank = str(ranks.position.rank)
     name = COMMITTER if ranks.commits else rank
     others = [other for other in map(str, range(ranks.position.world_size)) if other != rank]

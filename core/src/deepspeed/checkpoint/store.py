@@ -1,5 +1,6 @@
 """`Store`: where the bytes of a checkpoint go; other kinds of storage, or other ways of writing, implement it.
-`FolderStore`: keeps each version of a folder whole or not there. Imports no torch: the writer process needs none.
+`FolderStore`: keeps each version of a folder whole or not there.
+`Claim`: this process is saving one tag now. Imports no torch: the writer process needs none.
 
 [Note: how a folder is replaced] The new version is written into a staging folder beside the old one, each of its files
 is fsynced, and renames put it in place. If there is a former version of the same tag, two renames are needed:
@@ -11,7 +12,12 @@ is fsynced, and renames put it in place. If there is a former version of the sam
 A process killed before the first rename leaves the former version in its place. Killed between the two, it leaves the
 former version under its second name, where loading finds it (`layout.whole_folder`). After the second rename the new
 version is in place. The next `create` in the same directory puts everything in order, except for saves that another job
-may still be making (`locks.py`). So at every moment one whole version can be loaded.
+may still be making. So at every moment one whole version can be loaded.
+
+Through claims, jobs that share a directory leave each other's saves alone. A claim is a file `.<tag>.lock` beside the
+tag's folder, locked with `flock`, that names its holder. The system drops the lock when the holder dies, however it
+dies. A holder whose death cannot be seen (a lock of another machine, or of a file system without locks) counts as alive
+for a day.
 
 A tag that is removed (`remove`) is renamed to `.global_step5.pruned` and then deleted. If a kill interrupts that, the
 next `create` deletes the rest.
@@ -20,25 +26,23 @@ A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder;
 
 `put_in_place` takes the last steps of a save, on one rank, when every file is there: the checkpoint takes its place,
 and `latest` names it. `prune` then removes old tags (`checkpoint.keep_last`; `ds_ckpt prune` does it by hand).
-
-`zero_to_fp32.py`, which a save puts beside the tags, is one program, joined from several files of this folder.
 """
 
-import ast
+import contextlib
+import fcntl
 import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, write_file
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, check_content, check_size, read_index
-from deepspeed.checkpoint.layout import is_remote
-from deepspeed.checkpoint.locks import Claim, abandoned, remove_reports
-from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags, write_latest
+from deepspeed.checkpoint.tags import plan_prune, write_latest, write_script
 from deepspeed.checkpoint.tensor_index import index_of
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger, warn_once
@@ -112,6 +116,160 @@ class IndexedStore(Store, Protocol):
     def remove(self, folder: Path) -> None:
         """Delete the version in `folder`, so that a crash leaves it whole or not there."""
         ...
+
+
+_IDLE_S = 24 * 3600.0  # a save that has touched no file for so long has ended
+_TIDIES = ", removing what an earlier save left"  # in the lock file of a job that does so
+_BRIEF_S = 0.02  # between two looks at a lock file
+_MAX_LOOKS = 250  # at a lock file that is locked for a moment
+
+
+class Claim:
+    """`Claim` is held from `FolderStore.create` to the end of the save; `take` and `abandoned` create claims."""
+
+    def __init__(self, path: Path, descriptor: int, has_lock: bool) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._has_lock = has_lock
+        self._text = b""
+
+    @classmethod
+    def take(cls, folder: Path) -> "Claim":
+        """Claim `folder`.
+
+        Raises:
+            CheckpointError: a living process is saving this folder; the message names it.
+            OSError: the lock file cannot be created.
+        """
+        path = layout.lock_file(folder)
+        num_looks = 0
+        while (claim := _open(path)) is None:
+            num_looks += 1
+            if num_looks < _MAX_LOOKS and _is_brief(path):
+                continue
+            raise CheckpointError(
+                f"cannot save {folder}: {_holder(path)} is saving it now. Let each job save into a directory of its "
+                "own, or under tags of its own."
+            )
+        try:
+            claim._sign()
+        except OSError:
+            claim.release()
+            raise
+        return claim
+
+    def check(self) -> None:
+        """Raise CheckpointError if another job has claimed the folder since; possible where `flock` does not work."""
+        if self._read() != self._text:
+            raise CheckpointError(
+                f"{_holder(self.path)} began to save the same tag (see {self.path}), so this save is given up. Let "
+                "each job save into a directory of its own, or under tags of its own."
+            )
+
+    def release(self, removes_file: bool = True) -> None:
+        """End the claim and remove its file."""
+        if removes_file and _is_open_file(self._descriptor, self.path):
+            self.path.unlink(missing_ok=True)
+        if self._has_lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a fork has the descriptor too
+        os.close(self._descriptor)
+
+    def is_of_this_machine(self) -> bool:
+        """Whether the last holder ran on this machine, so that a free lock proves that its save has ended."""
+        return self._has_lock and os.pread(self._descriptor, 200, 0).split(b"\n")[0] == machine().encode()
+
+    def _sign(self, purpose: str = "") -> None:
+        holder = f"process {os.getpid()} on {os.uname().nodename}{purpose}"
+        self._text = f"{machine()}\n{holder}\n{secrets.token_hex(8)}\n".encode()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, self._text, 0)
+
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+@contextmanager
+def abandoned(folder: Path) -> Iterator[bool]:
+    """Yield whether the save that left files of `folder` behind has ended; if so, it is claimed inside the context."""
+    idle_s = _idle_s(folder)
+    claim = _open(layout.lock_file(folder))
+    if claim is None:
+        yield False
+        return
+    is_over = claim.is_of_this_machine() or idle_s > _IDLE_S
+    try:
+        if is_over:
+            claim._sign(_TIDIES)
+        yield is_over
+    finally:
+        claim.release(removes_file=is_over)
+
+
+def _open(path: Path) -> Claim | None:
+    """Open and lock the file at `path`, which is created if need be; return None if a living process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:  # a file system without locks
+            return Claim(path, descriptor, has_lock=False)
+        if _is_open_file(descriptor, path):
+            return Claim(path, descriptor, has_lock=True)
+        os.close(descriptor)  # its former holder has just removed the file
+
+
+def _is_brief(path: Path) -> bool:
+    """Whether the job that locks `path`, if any, only removes what an earlier save left. Wait a little: such a job may
+    not have written its name yet, or is about to be done."""
+    before = _text(path)
+    time.sleep(_BRIEF_S)
+    return _text(path) != before or not before or f"{_TIDIES}\n" in before
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def _is_open_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        return path.read_text(errors="replace").splitlines()[1]
+    return "another process"
+
+
+def machine() -> str:
+    """Return the id of one running system: containers on it share its locks; its next boot has another id."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.uname().nodename
+
+
+def _idle_s(folder: Path) -> float:
+    """Return the seconds since a file of an unfinished save was touched; files that are being renamed do not count."""
+    staging = layout.staging_folder(folder)
+    paths = [staging, layout.former_folder(folder), layout.lock_file(folder), layout.draft_file(folder)]
+    paths += [layout.pruned_folder(folder), layout.writers_folder(folder)]
+    with contextlib.suppress(FileNotFoundError):
+        paths += staging.iterdir() if staging.is_dir() else ()
+    touched = [0.0]
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            touched.append(path.lstat().st_mtime)
+    return time.time() - max(touched)
 
 
 class FolderStore:
@@ -299,67 +457,6 @@ def put_in_place(
         write_latest(folder.parent, folder.name)
 
 
-def write_script(folder: Path) -> None:
-    """Put `zero_to_fp32.py` beside the tag's `folder`: a program that runs without this package."""
-    source = script()
-    target = folder.with_name(layout.SCRIPT_FILE)
-    if target.is_file() and target.read_bytes() == source:
-        return
-    write_file(target, lambda file: file.write(source), layout.draft_file(folder))
-    if is_remote(target):
-        return
-    try:
-        target.chmod(0o755)
-    except OSError as error:
-        raise disk_error("make executable", target, error) from error
-
-
-@dataclass(frozen=True)
-class PrunePlan:
-    """`PrunePlan` lists the tags to remove and the tags to keep, those of the fewest steps first."""
-
-    removed: list[SavedTag]
-    kept: dict[str, str]
-    """Every other tag -> why it stays."""
-
-
-def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
-    """Find the tags of `directory` to remove, so that the `keep_last` last complete ones stay. Changes nothing.
-
-    Tags are in the order of their global steps, since clocks may be set back; tags of equal or unknown steps are in the
-    order in which they were saved. A tag is complete if every file of its index is there with its size, and, for
-    tags that stay, if the lists of tensors in the index fit. Never removed: the tag that `latest` names, folders that a
-    symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
-    checkpoints), and folders that hold other files too.
-
-    Args:
-        newest: a tag that was saved just now; it stays, whatever the steps of others are.
-
-    Raises `CheckpointError` if `latest` cannot be read.
-    """
-    assert keep_last >= 1
-    latest, linked = read_latest(directory), _linked_in(directory)
-    removed: list[SavedTag] = []
-    kept: dict[str, str] = {}
-    num_complete = 0
-    for tag in sorted(saved_tags(directory), key=lambda tag: _place(tag, newest), reverse=True):
-        is_recent = num_complete < keep_last
-        if is_recent and tag.index is not None and not tag.faults(content=False):
-            num_complete += tag.name == newest or not tag.fault_in_table
-        why = _why_never(tag, directory)
-        if not why and tag.name == latest:
-            why = "named by latest"
-        elif not why and is_recent:
-            why = f"one of the last {keep_last}"
-        elif not why and tag.folder.resolve() in linked:
-            why = "a link leads to it"
-        if why:
-            kept[tag.name] = why
-        else:
-            removed.append(tag)
-    return PrunePlan(removed[::-1], dict(reversed(kept.items())))
-
-
 def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, newest: str | None = None) -> None:
     """Remove old tags after a save of the tag `newest`. A failed removal is a warning: the save has succeeded."""
     try:
@@ -375,45 +472,26 @@ def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, ne
             warn_once(f"checkpoint.keep_last: {error}", (-1,))
 
 
-def _place(tag: SavedTag, newest: str | None) -> tuple[bool, int, datetime]:
-    steps = tag.index.saved.get("global_steps") if tag.index is not None else None
-    return tag.name == newest, -1 if steps is None else steps, tag.saved_at
+def remove_reports(place: Path) -> None:
+    """Delete a folder of reports, unless a living process has a report in it."""
+    with contextlib.suppress(FileNotFoundError):
+        reports = list(place.iterdir())
+        if not any(map(is_held, reports)):
+            for path in reports:
+                path.unlink(missing_ok=True)
+            place.rmdir()
 
 
-def _why_never(tag: SavedTag, directory: Path) -> str:
-    if tag.folder != directory / tag.name or tag.folder.is_symlink():
-        return "a link, or a save that is not finished"
-    if tag.index is None:
-        return tag.trouble or f"it has no {layout.INDEX_FILE}"
-    listed = {entry.name for entry in tag.index.files}
-    names = [path.name for path in tag.folder.iterdir()]
-    foreign = [name for name in names if name not in listed and not layout.is_own_file(name)]
-    return f"it holds other files: {', '.join(sorted(foreign))}" if foreign else ""
-
-
-def _linked_in(directory: Path) -> set[Path]:
-    """Return the paths that the symbolic links in `directory` lead to."""
-    return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
-
-
-#: in the order in which the program has them; the docstring of the last one becomes the program's
-_FILES = ("consolidate_files.py", "consolidate_join.py", "consolidate.py")
-_OWN = "deepspeed.checkpoint.consolidate"
-
-
-def script() -> bytes:
-    """Return the program, which needs torch and the standard library: the files without imports of each other."""
-    folder = Path(__file__).parent
-    texts = [(folder / name).read_text(encoding="utf-8") for name in _FILES]
-    about = ast.get_docstring(ast.parse(texts[-1]), clean=False)
-    return "\n\n".join([f'#!/usr/bin/env python3\n"""{about}"""\n', *map(_without_imports, texts)]).encode()
-
-
-def _without_imports(text: str) -> str:
-    """Return a file without its imports of the others."""
-    lines = text.split("\n")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OWN):
-            assert node.end_lineno is not None
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "\n".join(lines)
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the report; True if that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -16,9 +16,8 @@ import torch
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
-from deepspeed.checkpoint.durable import write_file
+from deepspeed.checkpoint.durable import ChecksumWriter, write_file
 from deepspeed.checkpoint.index import (
-    ChecksumWriter,
     DamagedCheckpoint,
     FileEntry,
     Index,

@@ -1,9 +1,11 @@
-"""Tags: the names of checkpoints, the file `latest` that holds the newest one, and the facts in the index of each tag.
+"""Tags: the names of checkpoints, the files that all tags of a directory share, and the facts in the index of each tag.
 
-`saved_tags` lists the tags of a directory for pruning and for `ds_ckpt`. `last_good_tag` finds a tag to offer after a
-load found damage: all ranks look together for another tag that is whole.
+All tags share `latest`, which names the newest one, and `zero_to_fp32.py`, one program that is joined from several
+files of this folder. `saved_tags` lists the tags of a directory for `plan_prune` and for `ds_ckpt`. `last_good_tag`
+finds a tag to offer after a load found damage: all ranks look together for another tag that is whole.
 """
 
+import ast
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
-from deepspeed.checkpoint.index import Index, check_content, check_regular, check_size, read_index
-from deepspeed.checkpoint.layout import reason_of
-from deepspeed.checkpoint.tensor_index import fault_in_table
+from deepspeed.checkpoint.index import Index, check_content, check_regular, check_size, fault_in_table, read_index
+from deepspeed.checkpoint.layout import is_remote, reason_of
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
@@ -251,3 +252,108 @@ def _fault_in_share(directory: Path, name: str, share: tuple[int, int]) -> str |
         return "it is not there any more"
     faults = (tag.fault_in(entry.name, content=True) for entry in tag.index.files[rank::world_size])
     return next(filter(None, faults), None)
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """`PrunePlan` lists the tags to remove and the tags to keep, those of the fewest steps first."""
+
+    removed: list[SavedTag]
+    kept: dict[str, str]
+    """Every other tag -> why it stays."""
+
+
+def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
+    """Find the tags of `directory` to remove, so that the `keep_last` last complete ones stay. Changes nothing.
+
+    Tags are in the order of their global steps, since clocks may be set back; tags of equal or unknown steps are in the
+    order in which they were saved. A tag is complete if every file of its index is there with its size, and, for
+    tags that stay, if the lists of tensors in the index fit. Never removed: the tag that `latest` names, folders that a
+    symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
+    checkpoints), and folders that hold other files too.
+
+    Args:
+        newest: a tag that was saved just now; it stays, whatever the steps of others are.
+
+    Raises `CheckpointError` if `latest` cannot be read.
+    """
+    assert keep_last >= 1
+    latest, linked = read_latest(directory), _linked_in(directory)
+    removed: list[SavedTag] = []
+    kept: dict[str, str] = {}
+    num_complete = 0
+    for tag in sorted(saved_tags(directory), key=lambda tag: _place(tag, newest), reverse=True):
+        is_recent = num_complete < keep_last
+        if is_recent and tag.index is not None and not tag.faults(content=False):
+            num_complete += tag.name == newest or not tag.fault_in_table
+        why = _why_never(tag, directory)
+        if not why and tag.name == latest:
+            why = "named by latest"
+        elif not why and is_recent:
+            why = f"one of the last {keep_last}"
+        elif not why and tag.folder.resolve() in linked:
+            why = "a link leads to it"
+        if why:
+            kept[tag.name] = why
+        else:
+            removed.append(tag)
+    return PrunePlan(removed[::-1], dict(reversed(kept.items())))
+
+
+def _place(tag: SavedTag, newest: str | None) -> tuple[bool, int, datetime]:
+    steps = tag.index.saved.get("global_steps") if tag.index is not None else None
+    return tag.name == newest, -1 if steps is None else steps, tag.saved_at
+
+
+def _why_never(tag: SavedTag, directory: Path) -> str:
+    if tag.folder != directory / tag.name or tag.folder.is_symlink():
+        return "a link, or a save that is not finished"
+    if tag.index is None:
+        return tag.trouble or f"it has no {layout.INDEX_FILE}"
+    listed = {entry.name for entry in tag.index.files}
+    names = [path.name for path in tag.folder.iterdir()]
+    foreign = [name for name in names if name not in listed and not layout.is_own_file(name)]
+    return f"it holds other files: {', '.join(sorted(foreign))}" if foreign else ""
+
+
+def _linked_in(directory: Path) -> set[Path]:
+    """Return the paths that the symbolic links in `directory` lead to."""
+    return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
+
+
+#: in the order in which the program has them; the docstring of the last one becomes the program's
+_FILES = ("consolidate_files.py", "consolidate_join.py", "consolidate.py")
+_OWN = "deepspeed.checkpoint.consolidate"
+
+
+def script() -> bytes:
+    """Return the program, which needs torch and the standard library: the files without imports of each other."""
+    folder = Path(__file__).parent
+    texts = [(folder / name).read_text(encoding="utf-8") for name in _FILES]
+    about = ast.get_docstring(ast.parse(texts[-1]), clean=False)
+    return "\n\n".join([f'#!/usr/bin/env python3\n"""{about}"""\n', *map(_without_imports, texts)]).encode()
+
+
+def _without_imports(text: str) -> str:
+    """Return a file without its imports of the others."""
+    lines = text.split("\n")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OWN):
+            assert node.end_lineno is not None
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(lines)
+
+
+def write_script(folder: Path) -> None:
+    """Put `zero_to_fp32.py` beside the tag's `folder`: a program that runs without this package."""
+    source = script()
+    target = folder.with_name(layout.SCRIPT_FILE)
+    if target.is_file() and target.read_bytes() == source:
+        return
+    write_file(target, lambda file: file.write(source), layout.draft_file(folder))
+    if is_remote(target):
+        return
+    try:
+        target.chmod(0o755)
+    except OSError as error:
+        raise disk_error("make executable", target, error) from error

@@ -1,42 +1,39 @@
-"""The table of where in a checkpoint's files the values of each parameter are. A save makes it, and an index has it.
+"""List the tensors in the files of a save, and make the table in its index of where the values of each parameter are.
 
-ZeRO joins parameters and divides the result among ranks (`zero.layout`). The table says where the parts of each
-parameter are then, so that a reader needs no knowledge of that. As JSON:
-
-    {"groups": [{"fp32": key, "exp_avg": key, ...}, ...],
-     "entries": [{"name": "embed.weight", "shape": [7, 3], "weight": {"key": key, "parts": parts},
-                  "group": 0, "parts": parts},
-                 {"name": "head.weight", "same_as": "embed.weight"}, ...]}
-
-`weight` is the module's value; it is omitted if the files have only the master weights (`fp32`).
-The values of a group are under its keys, and have the same parts. A key leads to a tensor in a file: the keys and
-positions in nested dicts and lists. Parts are `[file, count, start, numel]`, in the order of the parameter's elements:
-each of `count` files, from number `file` of the index on, has `numel` elements from element `start` of the tensor, or
-as many as the parameter has left. An entry has `mp_rank` if several model-parallel ranks saved.
-
-The table omits values that are one number, such as Adam's `step`, and states of other shapes than the parameter's.
+`index.py` has the form of both, and reads them. `TorchFile` reads the structure of a file that `torch.save` wrote,
+without torch and without reading its tensors. Such a file is a zip of uncompressed records: `data.pkl`, a pickle in
+which each tensor refers to a storage, and `data/<number>`, the bytes of a storage. The pickle is loaded with
+placeholders for all classes: no code is run.
 """
 
+import io
 import math
+import pickle
+import re
+import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.index import FileEntry, Index
-from deepspeed.checkpoint.torch_file import Key, TensorRecord, TorchFile, itemsize_bytes
-from deepspeed.errors import CheckpointError, counted, first_line
+from deepspeed.checkpoint.index import FileEntry, Index, Key, Parts, TensorRecord, itemsize_bytes
+from deepspeed.errors import first_line
 from deepspeed.log import warn_once
 from deepspeed.zero.layout import contiguous
 
-Parts = list[tuple[int, int, int, int]]
-
 _SHARDED, _CONTIGUOUS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 _STATES = ("base_optimizer_state", "optimizer_state_dict")  # the second in files for DeepSpeed's stage 3
-
-
-# --- at a save
+_STORAGES = {
+    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
+    **{"ByteStorage": "uint8", "BoolStorage": "bool"},
+    **{"ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64"},
+}
+_NAME_LENGTHS = struct.Struct("<26xHH")  # of a record's name and its extra field, in the header before its bytes
+_HEADER_BYTES = 30
 
 
 def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
@@ -289,109 +286,179 @@ def _text(value: Any) -> str:
     return value
 
 
-# --- in an index
-
-
-class Piece(NamedTuple):
-    """Consecutive elements of a parameter in one file."""
-
-    file: str
-    key: Key
-    """The key of the tensor in the file."""
-    dtype: str
-    start: int
-    """The first of them, in the tensor's row-major order."""
-    numel: int
-    offset: int | None
-    """Byte of the file at which they begin; None where the tensor's elements do not lie in that order."""
-
-
 @dataclass(frozen=True)
-class TensorEntry:
-    """One parameter or buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    mp_rank: int
-    values: Mapping[str, tuple[Piece, ...]]
-    """`weight`: the module's; `fp32`: the master weights; else states of the optimizer. In the order of elements."""
-
-
-class TensorTable:
-    """The parameters and buffers of an index that has tensors.
+class TorchFile:
+    """A `TorchFile` has the content of a file that `torch.save` wrote, and lists its tensors.
 
     Args:
-        index: the index that `read_index` returned.
-
-    Raises:
-        CheckpointError: the index has no tensors.
+        value: the saved object, with `TensorRecord`s in place of tensors. Objects that are neither tensors nor plain
+            values are opaque.
     """
 
-    def __init__(self, index: Index) -> None:
-        if index.tensors is None:
-            raise CheckpointError(
-                "the index lists no tensors: an earlier version, or a store that does not keep files of torch.save, "
-                "wrote it"
-            )
-        self._files = index.files
-        self._groups = index.tensors["groups"]
-        self._rows = {(row.get("mp_rank", 0), row["name"]): row for row in index.tensors["entries"]}
+    value: Any
 
-    def __iter__(self) -> Iterator[TensorEntry]:
-        return (self.entry(name, mp_rank) for mp_rank, name in self._rows)
+    @classmethod
+    def read(cls, file: BinaryIO) -> "TorchFile | None":
+        """Read the file; return None if `torch.save` did not write it, or wrote it in the form before torch 1.6.
 
-    def entry(self, name: str, mp_rank: int = 0) -> TensorEntry:
-        """Return the parameter or buffer of this name. Raises KeyError if there is none."""
-        row = self._rows[mp_rank, name]
-        names = {name}
-        while "same_as" in row:
-            if row["same_as"] in names:
-                raise ValueError(f"{name} is the same as itself")
-            names.add(row["same_as"])
-            row = self._rows[mp_rank, row["same_as"]]
-        shape = tuple(row["shape"])
-        keys = self._groups[row["group"]] if "group" in row else {}
-        places = {value: (key, row["parts"]) for value, key in keys.items()}
-        if "weight" in row:
-            places = {"weight": (row["weight"]["key"], row["weight"]["parts"]), **places}
-        values = {value: tuple(self._pieces(tuple(key), parts, shape)) for value, (key, parts) in places.items()}
-        return TensorEntry(name, shape, mp_rank, values)
+        Raises:
+            OSError: the file cannot be read.
+            Exception: of any kind, if the file holds something that this version does not know.
+        """
+        try:
+            archive = zipfile.ZipFile(file)
+        except zipfile.BadZipFile:
+            return None
+        found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if len(found) != 1:
+            return None
+        folder = found[0].filename.removesuffix("data.pkl") + "data/"
+        offsets = {
+            info.filename.removeprefix(folder): _first_byte(file, info)
+            for info in archive.infolist()
+            if info.filename.startswith(folder)
+        }
+        file.seek(_first_byte(file, found[0]))  # not by `archive`, which compares checksums that our files do not have
+        return cls(_Unpickler(io.BytesIO(file.read(found[0].file_size)), offsets).load())
 
-    def _pieces(self, key: Key, parts: Parts, shape: tuple[int, ...]) -> Iterator[Piece]:
-        left = math.prod(shape)
-        for file, count, start, size in parts:
-            for entry in self._files[file : file + count]:
-                numel = min(size, left)
-                record = _tensors(entry)[key]
-                offset = record.offset + start * itemsize_bytes(record.dtype) if record.stride is None else None
-                yield Piece(entry.name, key, record.dtype, start, numel, offset)
-                left -= numel
+    def tensors(self) -> dict[Key, TensorRecord]:
+        """Return the tensors that have elements, in the order of the file."""
+        return dict(_walk(self.value, (), set()))
 
 
-def fault_in_table(index: Index) -> str:
-    """Return the fault in the table of an index whose checksum fits; empty if there is none."""
-    if index.tensors is None:
-        return ""
-    try:
-        table = TensorTable(index)
-        records = {entry.name: entry.tensors or {} for entry in index.files}
-        for entry in table:
-            for value, pieces in entry.values.items():
-                _check_pieces(entry, value, pieces, records)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
-        return f"its table of tensors is damaged ({type(error).__name__}: {first_line(error)})"
-    return ""
+class MemoryFile(io.RawIOBase):
+    """Bytes in memory as a readable file, without a copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
-def _check_pieces(
-    entry: TensorEntry, value: str, pieces: Sequence[Piece], records: Mapping[str, Mapping[Key, TensorRecord]]
-) -> None:
-    """Raise ValueError if pieces are not inside their tensors, or are not the whole parameter."""
-    for piece in pieces:
-        if min(piece.start, piece.numel) < 0 or piece.start + piece.numel > records[piece.file][piece.key].numel:
-            raise ValueError(f"{value} of {entry.name} lies outside of the tensor {piece.key} of {piece.file}")
-    numel = sum(piece.numel for piece in pieces)
-    if numel != math.prod(entry.shape):
-        raise ValueError(
-            f"{value} of {entry.name} has {counted(numel, 'element')} in the files, and the shape {entry.shape}"
+def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset)
+    return info.header_offset + _HEADER_BYTES + sum(_NAME_LENGTHS.unpack(file.read(_HEADER_BYTES)))
+
+
+def _walk(value: Any, key: Key, inside: set[int]) -> Iterator[tuple[Key, TensorRecord]]:
+    """Yield each tensor in `value` that has elements, after the key that leads to it; `key` leads to `value`.
+
+    Args:
+        inside: the ids of the containers that `value` is in: one may hold itself.
+    """
+    if isinstance(value, TensorRecord):
+        if value.numel:
+            yield key, value
+        return
+    if id(value) in inside:
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = ((name, item) for name, item in value.items() if isinstance(name, str | int))
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    within = inside | {id(value)}
+    for name, item in items:
+        yield from _walk(item, (*key, name), within)
+
+
+class _Dict(dict[Any, Any]):
+    """A mapping of any kind. Attributes of the saved one become its own."""
+
+
+class _Opaque:
+    """An `_Opaque` stands for an object of any class, and drops everything that a pickle gives it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Opaque":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Ignore the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the attributes."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item of a mapping."""
+
+    def append(self, item: Any) -> None:
+        """Ignore an item of a list."""
+
+    def extend(self, items: Any) -> None:
+        """Ignore several items of a list."""
+
+
+class _Storage(NamedTuple):
+    dtype: str
+    number: str
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, offsets: Mapping[str, int]) -> None:
+        super().__init__(file)
+        self._offsets = offsets
+        mapping = type("_Dict", (_Dict,), {})  # created per load: a pickle can set attributes of a class
+        self._opaque = type("_Opaque", (_Opaque,), {})
+        self._known = {
+            ("collections", "OrderedDict"): mapping,
+            ("collections", "defaultdict"): lambda *_: mapping(),
+            ("__builtin__", "set"): set,
+            ("builtins", "set"): set,
+            ("torch", "Size"): tuple,
+            ("torch._utils", "_rebuild_tensor_v2"): partial(self._tensor),
+            ("torch._utils", "_rebuild_tensor_v3"): partial(self._tensor_of_dtype),
+            ("torch._utils", "_rebuild_parameter"): lambda value, *_: value,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda value, *_: value,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and re.fullmatch(r"[a-z]+\d+\w*", name):
+            return name  # a dtype
+        return self._known.get((module, name), self._opaque)
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, number, *_ = pid
+        return _Storage(dtype, number)
+
+    def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
+        return self._record(storage, storage.dtype, start, shape, stride)
+
+    def _tensor_of_dtype(
+        self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *rest: Any
+    ) -> TensorRecord:
+        _requires_grad, _hooks, dtype, *_ = rest
+        return self._record(storage, dtype, start, shape, stride)
+
+    def _record(
+        self, storage: _Storage, dtype: str, start: int, shape: Sequence[int], stride: Sequence[int]
+    ) -> TensorRecord:
+        first = self._offsets[storage.number] + start * itemsize_bytes(dtype)
+        is_row_major = all(
+            found == expected or size == 1
+            for found, expected, size in zip(stride, _row_major(shape), shape, strict=True)
         )
+        return TensorRecord(dtype, tuple(shape), first, None if is_row_major else tuple(stride))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return list(accumulate(reversed(shape[1:]), lambda one, other: one * other, initial=1))[::-1][: len(shape)]

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.index import check_regular
+from deepspeed.checkpoint.index import TensorRecord, check_regular
+from deepspeed.checkpoint.tensor_index import TorchFile
 from deepspeed.checkpoint.tensors import StoredTensor
-from deepspeed.checkpoint.torch_file import TensorRecord, TorchFile
 from deepspeed.errors import CheckpointError, counted, first_line
 
 _SAFETENSORS_DTYPES = {

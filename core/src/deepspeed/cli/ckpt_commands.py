@@ -18,9 +18,8 @@ from deepspeed.checkpoint import TorchStore, consolidate, layout
 from deepspeed.checkpoint import convert as formats
 from deepspeed.checkpoint.layout import local_folder
 from deepspeed.checkpoint.saved_run import SavedRun, open_run
-from deepspeed.checkpoint.store import plan_prune
 from deepspeed.checkpoint.stores import built_in_store
-from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
+from deepspeed.checkpoint.tags import SavedTag, plan_prune, read_latest, saved_tags
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError, counted
 

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import merged, naming_files
-from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.index import TensorEntry, TensorTable, read_index
 from deepspeed.checkpoint.load import check_types
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
-from deepspeed.checkpoint.tensor_index import TensorEntry, TensorTable
 from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
 from deepspeed.cli.ckpt_commands import Result, as_size, asked_tags, no_tags, warn
 from deepspeed.cli.console import make_table

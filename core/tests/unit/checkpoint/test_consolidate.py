@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import consolidate, consolidate_files, layout, store
-from deepspeed.checkpoint import index as indexes
+from deepspeed.checkpoint import consolidate, consolidate_files, durable, layout, tags
 from deepspeed.errors import CheckpointError
 
 get_weights = consolidate.get_fp32_state_dict_from_zero_checkpoint
@@ -288,10 +287,10 @@ def test_without_verifying_sizes_are_compared(intact, tmp_path):
 
 
 def test_blocks_of_a_file_have_checksums_of_their_own(intact, tmp_path, monkeypatch):
-    monkeypatch.setattr(indexes, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(durable, "BLOCK_BYTES", 1000)
     content = bytes(range(256)) * 10
     (tmp_path / "file").write_bytes(content)
-    sums = indexes.BlockSums()
+    sums = durable.BlockSums()
     sums.add(content)
     parts = []
     assert list(consolidate_files._checksums(tmp_path / "file", 1000, parts.append)) == sums.as_text()
@@ -424,7 +423,7 @@ def test_deepspeeds_module_is_a_program(saved, tmp_path):
 
 def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     script = tmp_path / "ckpt" / "zero_to_fp32.py"
-    assert script.read_bytes() == store.script()
+    assert script.read_bytes() == tags.script()
     assert os.access(script, os.X_OK)
     done = run_alone(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr

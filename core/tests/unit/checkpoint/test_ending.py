@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, background, layout, locks
+from deepspeed.checkpoint import Checkpointer, background, layout, writer
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.locks import COMMITTER, Ending, Report, create_reports
 from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.writer import COMMITTER, Ending, Report, create_reports
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.tiers import swept
 
@@ -21,7 +21,7 @@ OTHER = "1"
 WRITER = """
 import functools, os, signal, sys
 sys.path[:] = sys.argv[1:-2]
-from deepspeed.checkpoint import locks, store, writer
+from deepspeed.checkpoint import store, writer
 
 def dies(call, is_after):
     @functools.wraps(call)
@@ -36,12 +36,12 @@ setattr(owner, name, dies(getattr(owner, name), is_after))
 writer.main()
 """
 BEFORE_FILES = "writer, 'write_file', False"
-BEFORE_REPORT = "locks.Report, 'write', False"
-AFTER_REPORT = "locks.Report, 'write', True"
+BEFORE_REPORT = "writer.Report, 'write', False"
+AFTER_REPORT = "writer.Report, 'write', True"
 BEFORE_PLACE = "store.FolderStore, 'commit', False"
 BEFORE_LATEST = "store, 'write_latest', False"
 BEFORE_RESULT = "writer, 'put_in_place', True"
-BEFORE_ANSWER = "locks.Report, 'leave', True"
+BEFORE_ANSWER = "writer.Report, 'leave', True"
 BEFORE_ANSWER_OF_COMMITTER = "store.FolderStore, 'discard', True"
 
 
@@ -209,7 +209,7 @@ def ending(tmp_path):
 @pytest.mark.parametrize("latest", ["former", ""])
 def test_a_committer_that_may_still_commit_leaves_it_unknown(ending, monkeypatch, latest):
     with monkeypatch.context() as patch:
-        patch.setattr(locks, "machine", lambda: "another-boot")
+        patch.setattr(writer, "machine", lambda: "another-boot")
         report = Report(Path(ending.folder), COMMITTER, 30)
     if latest:
         Path(ending.folder).with_name("latest").write_text(latest)

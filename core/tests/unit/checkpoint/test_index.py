@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, index, layout
+from deepspeed.checkpoint import Checkpointer, durable, layout
+from deepspeed.checkpoint.durable import ChecksumWriter
 from deepspeed.checkpoint.index import (
-    ChecksumWriter,
     DamagedCheckpoint,
     FileEntry,
     Index,
+    TensorRecord,
     check_content,
     checksums_of,
     read_index,
 )
 from deepspeed.checkpoint.tags import saved_tags
-from deepspeed.checkpoint.torch_file import TensorRecord
 from deepspeed.errors import CheckpointError
 
 TAG = "global_step3"
@@ -245,8 +245,8 @@ def test_the_index_is_plain_json_and_unknown_keys_are_ignored(folder):
 
 def test_blocks_are_summed_as_they_are_written(tmp_path, monkeypatch):
     """Writes of all sizes, some of which end in a block, and some of which are summed in parts."""
-    monkeypatch.setattr(index, "BLOCK_BYTES", 3000)
-    monkeypatch.setattr(index, "_PART_BYTES", 2000)
+    monkeypatch.setattr(durable, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(durable, "PART_BYTES", 2000)
     parts = [torch.arange(n, dtype=torch.int64).to(torch.uint8).numpy().tobytes() for n in (10, 2990, 1, 9000, 2500, 0)]
     with open(tmp_path / "f", "wb") as file:
         writer = ChecksumWriter(file)
@@ -259,7 +259,7 @@ def test_blocks_are_summed_as_they_are_written(tmp_path, monkeypatch):
 
 
 def test_damage_in_a_large_file_is_located(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(durable, "BLOCK_BYTES", 4096)
     state = {"module": {"w": torch.arange(4096.0)}, "dp_world_size": 1, "mp_world_size": 1}
     path = Checkpointer().save(tmp_path, "t", model_state=state, shard_state=None) / NAMES[0]
     content = bytearray(path.read_bytes())

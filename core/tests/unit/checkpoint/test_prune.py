@@ -9,8 +9,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, index, layout
 from deepspeed.checkpoint.index import read_index
-from deepspeed.checkpoint.store import plan_prune
-from deepspeed.checkpoint.tags import saved_tags
+from deepspeed.checkpoint.tags import plan_prune, saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 
 MODEL = layout.model_file(0)

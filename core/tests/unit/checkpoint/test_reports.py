@@ -4,8 +4,9 @@ import fcntl
 import os
 
 import pytest
-from deepspeed.checkpoint import layout, locks
-from deepspeed.checkpoint.locks import COMMITTER, Report, create_reports, remove_reports
+from deepspeed.checkpoint import layout, writer
+from deepspeed.checkpoint.store import remove_reports
+from deepspeed.checkpoint.writer import COMMITTER, Report, create_reports
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def folder(tmp_path):
 def elsewhere(folder, monkeypatch):
     """A report of another machine, whose lock is not seen here."""
     with monkeypatch.context() as patch:
-        patch.setattr(locks, "machine", lambda: "another-boot")
+        patch.setattr(writer, "machine", lambda: "another-boot")
         made = Report(folder, "1", 30)
     fcntl.flock(made._descriptor, fcntl.LOCK_UN)
     return made
@@ -27,7 +28,7 @@ def elsewhere(folder, monkeypatch):
 def on_look(monkeypatch, *calls):
     """Call them one by one between the looks of a wait."""
     left = list(calls)
-    monkeypatch.setattr(locks.time, "sleep", lambda seconds: left.pop(0)())
+    monkeypatch.setattr("time.sleep", lambda seconds: left.pop(0)())
     return left
 
 

@@ -7,9 +7,8 @@ import signal
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, TorchStore, layout, locks
-from deepspeed.checkpoint.store import write_script
-from deepspeed.checkpoint.tags import write_latest
+from deepspeed.checkpoint import Checkpointer, TorchStore, layout, store
+from deepspeed.checkpoint.tags import write_latest, write_script
 from deepspeed.errors import CheckpointError
 
 NAME = layout.model_file(0)
@@ -193,7 +192,7 @@ def test_a_save_that_another_job_completes_meanwhile_is_no_leftover(tmp_path, li
             return is_there
 
     staging_folder = layout.staging_folder
-    monkeypatch.setattr("deepspeed.checkpoint.locks.layout.staging_folder", lambda path: Watched(staging_folder(path)))
+    monkeypatch.setattr(layout, "staging_folder", lambda path: Watched(staging_folder(path)))
     save(tmp_path / "second", 2)
     assert lines == []
     assert names(tmp_path) == ["first", "second"]
@@ -248,7 +247,7 @@ def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(make_ranks,
     assert names(tmp_path) == ["a", "latest", "zero_to_fp32.py"]
 
 
-@pytest.mark.parametrize("text", ["", f"a machine\nprocess 1 on a host{locks._TIDIES}\n0\n"], ids=["new", "tidies"])
+@pytest.mark.parametrize("text", ["", f"a machine\nprocess 1 on a host{store._TIDIES}\n0\n"], ids=["new", "tidies"])
 def test_a_save_waits_for_a_job_that_only_tidies_up(tmp_path, monkeypatch, text):
     """Another job's save looks at every lock file beside its own, and holds it meanwhile."""
     path = layout.lock_file(tmp_path / "tag")
@@ -263,7 +262,7 @@ def test_a_save_waits_for_a_job_that_only_tidies_up(tmp_path, monkeypatch, text)
                 path.unlink()
                 fcntl.flock(held, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(locks.time, "sleep", let_go)
+        monkeypatch.setattr("time.sleep", let_go)
         store = TorchStore()
         store.create(tmp_path / "tag")
     assert len(looks) == 3
@@ -272,7 +271,7 @@ def test_a_save_waits_for_a_job_that_only_tidies_up(tmp_path, monkeypatch, text)
 
 def test_a_save_does_not_wait_forever(tmp_path, monkeypatch):
     path = layout.lock_file(tmp_path / "tag")
-    monkeypatch.setattr(locks.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="another process is saving it now"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, layout
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.index import Index, read_index
+from deepspeed.checkpoint.index import Index, TensorTable, read_index
 from deepspeed.checkpoint.tags import saved_tags
-from deepspeed.checkpoint.tensor_index import TensorTable, file_entry, sorted_entries, tensor_table
+from deepspeed.checkpoint.tensor_index import file_entry, sorted_entries, tensor_table
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError
 

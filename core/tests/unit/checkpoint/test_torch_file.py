@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from deepspeed.checkpoint.torch_file import MemoryFile, TorchFile
+from deepspeed.checkpoint.tensor_index import MemoryFile, TorchFile
 from torch import Tensor
 
 
