@@ -1,6 +1,7 @@
 """Asynchronous saving by the engines of two ranks, whose writer processes agree by themselves."""
 
 import os
+import shutil
 import signal
 
 import deepspeed
@@ -69,21 +70,46 @@ def test_a_run_resumes_from_what_was_saved_while_it_went_on(tmp_path, stage):
     assert not layout.unfinished_in(tmp_path)
 
 
-def nebula_job(folder):
-    nebula = {"enabled": True, "persistent_storage_path": folder, "num_of_version_in_retention": 1}
-    engine = create_engine(1, nebula=nebula, async_save=False)
-    for step in range(2):
+def nebula_job(near, far):
+    nebula = {"enabled": True, "persistent_storage_path": far, "num_of_version_in_retention": 2}
+    engine = create_engine(1, nebula=nebula, async_save=False, keep_last=1)
+    for step in range(4):
         train(engine, step, step + 1)
-        engine.save_checkpoint(f"{folder}/elsewhere")
-    path, _ = engine.load_checkpoint(f"{folder}/elsewhere")
+        engine.save_checkpoint(near)
+    expected = train(engine, 4, 6)
+    engine.destroy()
+    engine = create_engine(1, nebula=nebula, async_save=False)
+    near_path, _ = engine.load_checkpoint(near)
+    found = train(engine, 4, 6)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(near)
+    dist.barrier()
+    far_path, _ = engine.load_checkpoint(near)
+    assert train(engine, 4, 6) == expected == found
+    engine.destroy()
+    return near_path, far_path
+
+
+def test_nebula_saves_asynchronously_in_two_tiers_and_loads_the_nearest(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    for paths in run_ranks(WORLD_SIZE, nebula_job, str(near), str(far)):
+        assert paths == tuple(str(tier / "global_step4" / "mp_rank_00_model_states.pt") for tier in (near, far))
+    assert sorted(os.listdir(far)) == ["global_step1", "global_step4", "latest", "zero_to_fp32.py"]
+
+
+def load_path_job(folder):
+    engine = create_engine(1, nebula={"enabled": True, "nebula_load_path": f"{folder}/former"}, async_save=False)
+    engine.save_checkpoint(f"{folder}/former", "one")
+    engine.save_checkpoint(f"{folder}/own", "two")
+    path, _ = engine.load_checkpoint(f"{folder}/own")
     engine.destroy()
     return path
 
 
-def test_nebula_saves_asynchronously_to_its_own_directory(tmp_path):
-    for path in run_ranks(WORLD_SIZE, nebula_job, str(tmp_path)):
-        assert path == str(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
-    assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
+def test_nebula_loads_from_its_load_path_alone(tmp_path):
+    for path in run_ranks(WORLD_SIZE, load_path_job, str(tmp_path)):
+        assert path.startswith(str(tmp_path / "former" / "one"))
 
 
 def kill_job(folder, killed):

@@ -207,10 +207,13 @@ class BackgroundWriter:
 
     Args:
         limit_s: how long the writers wait for the silent writer of another rank.
+        persistent: arguments of `writer.Persistence`, for the committing rank; None: there is no farther tier.
     """
 
-    def __init__(self, limit_s: float = 300.0) -> None:
+    def __init__(self, limit_s: float = 300.0, persistent: Mapping[str, Any] | None = None) -> None:
         self._limit_s = limit_s
+        self._persistent = persistent
+        self._commits = False  # whether this process has ordered a commit
         self._process: _Process | None = None
 
     def create(self, folder: Path) -> None:
@@ -255,6 +258,8 @@ class BackgroundWriter:
         """
         assert self._process is not None, "write before stage"
         ending = Ending(str(folder.absolute()), name, began, save_latest, self._limit_s)
+        if commit is not None and self._persistent is not None:
+            commit, self._commits = {**commit, "persistent": self._persistent}, True
         order = {"do": "write", "files": staged, "commit": commit, "ending": ending.as_message()}
         self._process.begin(order, f"save of {folder}", ending)
 
@@ -293,16 +298,18 @@ class BackgroundWriter:
             self._process.finish()
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the process.
+        """Wait for the save in flight, and for its copy to a farther tier, and end the process.
 
         Raises:
-            CheckpointError: as for `finish`.
+            CheckpointError: as for `finish`; or the newest tag cannot be copied.
         """
         process, self._process = self._process, None
         if process is None:
             return
         try:
             process.finish()
+            if self._commits and self._persistent is not None and process.is_alive():
+                process.persist(self._persistent["directory"])
         finally:
             process.end()
 
@@ -354,7 +361,17 @@ class _Process:
     def ask(self, order: Mapping[str, Any]) -> None:
         """Send an order and wait for the answer; raise `CheckpointError` if the order failed."""
         assert not self._in_flight, "an order before the save in flight was waited for"
-        answer = self._orders.receive(self._orders.send(order))
+        self._wait_for(self._orders.send(order))
+
+    def persist(self, directory: str) -> None:
+        """Wait until the newest tag is in the farther tier `directory`; raise `CheckpointError` if it cannot be."""
+        number = self._orders.send({"do": "persist"})
+        if not self._orders.has_answer(number, _BRIEF_S):
+            announce(f"waiting for the copy of the last checkpoint to {directory}")
+        self._wait_for(number)
+
+    def _wait_for(self, number: int) -> None:
+        answer = self._orders.receive(number)
         if answer is None:
             raise CheckpointError(self._orders.error_of_end())
         if "error" in answer:

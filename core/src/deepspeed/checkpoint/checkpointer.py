@@ -4,6 +4,7 @@ The steps that ranks take together are in `save.py`; the reads of one rank are i
 all raise with its reason, nothing is committed and `latest` does not change. `Ranks` gathers failures after each step,
 so that no rank waits in a collective for one that has already failed."""
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,14 @@ from deepspeed.checkpoint.save import (
 from deepspeed.checkpoint.saved_states import ModuleFiles
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stores import ObjectStore, TorchStore
-from deepspeed.checkpoint.tags import check_new_tag, check_same_tags, check_tag, last_good_tag, read_latest
+from deepspeed.checkpoint.tags import (
+    check_new_tag,
+    check_same_tags,
+    check_tag,
+    last_good_tag,
+    newest_first,
+    read_latest,
+)
 from deepspeed.checkpoint.tensors import with_placeholders
 from deepspeed.comm.failure import PeerFailed, held, let_through
 from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
@@ -291,11 +299,47 @@ class Checkpointer:
         if self._background is not None:
             self._background.close()
 
+    def load_nearest(
+        self, directories: Sequence[str], tag: str | None = None, **options: Any
+    ) -> LoadedCheckpoint | None:
+        """Load the newest tag that is whole in any of `directories`, from the nearest one that has it. Every rank calls
+        it.
+
+        A damaged tag is passed over with a warning, and so is a directory that cannot be read, if another one has a
+        tag. Tags that were saved after the one that `latest` of their directory names are not looked at.
+
+        Args:
+            directories: the nearest first. With one, this is `load`.
+            tag: look for this tag only.
+            options: as for `load`.
+
+        Raises:
+            DamagedCheckpoint: on every rank: no directory has a tag that is whole.
+        """
+        if len(directories) == 1:
+            return self.load(directories[0], tag, **options)
+        self.wait_for_save()
+        what = f"find {'a checkpoint' if tag is None else tag} in {' or '.join(directories)}"
+        places = self.together(lambda: newest_first(directories, tag) if self.commits else None, what)
+        listed = self._ranks.gather(json.dumps(places) if places is not None else None)
+        damage = []
+        for number, name in json.loads(next(filter(None, listed))):
+            try:
+                return self.load(directories[number], name, offers=False, **options)
+            except DamagedCheckpoint as error:
+                damage.append(str(error))
+                if self.commits:
+                    logger.warning("%s", error)
+        if damage:
+            raise DamagedCheckpoint(f"cannot {what}: no tag there is whole. {damage[0]}")
+        return self.load(directories[0], tag, **options)
+
     def load(
         self,
         load_dir: str | Path,
         tag: str | None = None,
         *,
+        offers: bool = True,
         load_shard: bool = True,
         needs_states: bool = False,
         zero_stages: Collection[int] | None = None,
@@ -306,6 +350,7 @@ class Checkpointer:
 
         Args:
             tag: default: the tag that `<load_dir>/latest` names.
+            offers: after damage, name another tag that is whole.
             load_shard: read the optimizer's state too. The shards of stage 3 have the weights, so they are always read.
             needs_states: the optimizer's state must be there.
             zero_stages: stages whose shards the caller can load as they are, for example `(1, 2)`; None: any. Shards of
@@ -318,8 +363,11 @@ class Checkpointer:
         shape; then nothing of the caller was changed.
         """
         self.wait_for_save()
-        with store_failures(load_dir):
-            name = self._agreed_tag(load_dir, tag)
+        try:
+            with store_failures(load_dir):
+                name = self._agreed_tag(load_dir, tag)
+        except DamagedCheckpoint as error:  # of this rank alone; the one raised below is raised on every rank
+            raise CheckpointError(str(error)) from error
         directory = location(load_dir)
         if name is None:
             logger.warning(
@@ -353,18 +401,14 @@ class Checkpointer:
         except CommError:  # there is nobody to agree with
             raise
         except BaseException as error:  # raised on every rank, by `together`
-            offer = self._offer(error, directory, name)
-            if offer and isinstance(error, Exception):
-                raise CheckpointError(f"{error} {offer}") from error
+            is_damage = any(self._ranks.gather("damaged" if isinstance(error, DamagedCheckpoint) else None))
+            offer = f" {self._offer(directory, name)}" if is_damage and offers else ""
+            if is_damage and isinstance(error, Exception):
+                raise DamagedCheckpoint(f"{error}{offer}") from error
             raise
 
-    def _offer(self, error: BaseException, directory: Path, damaged: str) -> str:
-        """Name another tag that is whole, after a load failed on every rank; return "" if no rank found damage.
-
-        A collective of all ranks.
-        """
-        if not any(self._ranks.gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
-            return ""
+    def _offer(self, directory: Path, damaged: str) -> str:
+        """Name another tag that is whole, after a load found damage. A collective of all ranks."""
         share = (self.position.rank, self.position.world_size)
         tag = last_good_tag(self._ranks.gather, directory, damaged, lists=self.commits, share=share)
         return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."

@@ -34,7 +34,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -457,10 +457,16 @@ def put_in_place(
         write_latest(folder.parent, folder.name)
 
 
-def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, newest: str | None = None) -> None:
+def prune(
+    directory: Path,
+    keep_last: int,
+    store: IndexedStore | FolderStore,
+    newest: str | None = None,
+    needed: Collection[str] = (),
+) -> None:
     """Remove old tags after a save of the tag `newest`. A failed removal is a warning: the save has succeeded."""
     try:
-        plan = plan_prune(directory, keep_last, newest)
+        plan = plan_prune(directory, keep_last, newest, needed)
     except (CheckpointError, OSError) as error:
         warn_once(f"checkpoint.keep_last: nothing was removed from {directory}: {error}", (-1,))
         return

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.index import Index, check_content, check_regular, check_size, fault_in_table, read_index
-from deepspeed.checkpoint.layout import is_remote, reason_of
+from deepspeed.checkpoint.layout import is_remote, location, reason_of, store_failures
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
@@ -234,6 +234,53 @@ def last_good_tag(
     return None
 
 
+def newest_first(directories: Sequence[str], wanted: str | None) -> list[tuple[int, str]]:
+    """Return the tags to try in a load from several directories: the number of the directory and the name, of tags
+    that were saved last first, and of copies of one save the nearest first.
+
+    Left out are tags without states, and tags that were saved after the one which `latest` of their directory names.
+
+    Args:
+        directories: the nearest first.
+        wanted: list this tag only, whatever `latest` names.
+
+    Raises:
+        CheckpointError: a directory cannot be read, and no other one has a tag.
+    """
+    found: list[tuple[float, int, str]] = []
+    failures: list[CheckpointError] = []
+    for number, directory in enumerate(directories):
+        try:
+            with store_failures(directory):
+                found += [(-tag.saved_at.timestamp(), number, tag.name) for tag in _named(directory, wanted)]
+        except CheckpointError as error:
+            failures.append(error)
+        except OSError as error:
+            failures.append(CheckpointError(f"cannot read {directory}: {reason_of(error)}. Correct its permissions."))
+    if failures and not found:
+        raise failures[0]
+    for failure in failures:
+        logger.warning("%s. Its tags are not looked at", str(failure).rstrip("."))
+    return [(number, name) for _, number, name in sorted(found)]
+
+
+def _named(directory: str, wanted: str | None) -> list[SavedTag]:
+    """Return the tags of `newest_first` in one directory."""
+    path = location(directory)
+    names = None if wanted is None else [check_tag(wanted)]
+    listed, latest = saved_tags(path, names), None if wanted is not None else read_latest(path)
+    tags = [tag for tag in listed if not tag.trouble]
+    for tag in listed:
+        if tag.trouble:
+            logger.warning("%s", tag.trouble)
+    if wanted is not None:
+        return tags
+    last = next((tag.saved_at for tag in tags if tag.name == latest), None)
+    if last is None:  # a kill, or a hand, has removed it
+        return tags if latest is not None else []
+    return [tag for tag in tags if tag.saved_at <= last]
+
+
 def _newest_first(directory: Path) -> list[str]:
     try:
         return [tag.name for tag in reversed(saved_tags(directory)) if tag.index is not None]
@@ -263,7 +310,7 @@ class PrunePlan:
     """Every other tag -> why it stays."""
 
 
-def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
+def plan_prune(directory: Path, keep_last: int, newest: str | None = None, needed: Collection[str] = ()) -> PrunePlan:
     """Find the tags of `directory` to remove, so that the `keep_last` last complete ones stay. Changes nothing.
 
     Tags are in the order of their global steps, since clocks may be set back; tags of equal or unknown steps are in the
@@ -274,6 +321,7 @@ def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> Pr
 
     Args:
         newest: a tag that was saved just now; it stays, whatever the steps of others are.
+        needed: tags that are being copied to a farther tier; they stay, too.
 
     Raises `CheckpointError` if `latest` cannot be read.
     """
@@ -291,6 +339,8 @@ def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> Pr
             why = "named by latest"
         elif not why and is_recent:
             why = f"one of the last {keep_last}"
+        elif not why and tag.name in needed:
+            why = "being copied"
         elif not why and tag.folder.resolve() in linked:
             why = "a link leads to it"
         if why:

@@ -2,6 +2,7 @@
 
     ds_ckpt verify DIR [TAG ...]              read every file and compare it with its checksums
     ds_ckpt show DIR                          the tags: step, stage, ranks, size, date, whether complete
+    ds_ckpt show DIR --persistent PATH        those of both tiers of `nebula`, and in which each tag is
     ds_ckpt show DIR TAG                      the files of a tag, and its parameters with their shapes
     ds_ckpt show DIR TAG --tensors            where in the files the values of each parameter are
     ds_ckpt prune DIR --keep-last N           remove all but the last N tags; --dry-run only lists them
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     show = _command(commands, "show", "list the tags, or what is in one")
     show.add_argument("tag", metavar="TAG", nargs="?", help="list its files and parameters")
     show.add_argument("--tensors", action="store_true", help="list where in its files the values of parameters are")
+    show.add_argument("--persistent", metavar="PATH", help="list nebula.persistent_storage_path too, with the tiers")
     prune = _command(commands, "prune", "remove old tags")
     prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
@@ -150,7 +152,9 @@ def _run(options: argparse.Namespace) -> "Result":
     if options.tag is None:
         if options.tensors:
             raise ConfigError("--tensors: found no TAG, whose tensors to list; add it after DIR")
-        return ckpt_show.run(options.directory)
+        return ckpt_show.run(options.directory, None if options.persistent is None else location(options.persistent))
+    if options.persistent is not None:
+        raise ConfigError(f"--persistent: found the TAG {options.tag} too; give the directory that holds it, alone")
     return (ckpt_show.run_tensors if options.tensors else ckpt_show.run_tag)(options.directory, options.tag)
 
 

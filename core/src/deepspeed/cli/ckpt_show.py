@@ -11,6 +11,7 @@ from rich.console import Console
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import merged, naming_files
 from deepspeed.checkpoint.index import TensorEntry, TensorTable, read_index
+from deepspeed.checkpoint.layout import store_failures
 from deepspeed.checkpoint.load import check_types
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
@@ -23,16 +24,25 @@ from deepspeed.errors import CheckpointError
 _COLUMNS = ("tag", "step", "stage", "ranks", "size", "date", "complete", "latest")
 
 
-def run(directory: Path) -> Result:
-    """List the tags of `directory`, oldest first.
+def run(directory: Path, persistent: Path | None = None) -> Result:
+    """List the tags of `directory`, oldest first, and with `persistent` those of that farther tier.
 
     The record: `directory`, `latest`, and `tags`, each with `tag`, `global_steps`, `zero_stage`, `ranks` (data parallel
     x model parallel), `bytes`, `date` (ISO 8601), `complete` (by names and sizes) and `faults`. Values that only an
-    index holds are null for a checkpoint without an index.
+    index holds are null for a checkpoint without an index. With `persistent`: the path too, `persistent_latest`, and of
+    each tag the `tier`, "near" or "persistent"; a tag that is in both has two entries.
     """
     latest = read_latest(directory)
-    rows = [_about(tag) for tag in saved_tags(directory)]
-    record = {"directory": str(directory), "latest": latest, "tags": rows}
+    record: dict[str, Any] = {"directory": str(directory), "latest": latest}
+    if persistent is None:
+        rows = [_about(tag) for tag in saved_tags(directory)]
+    else:
+        with store_failures(persistent):
+            record |= {"persistent": str(persistent), "persistent_latest": read_latest(persistent)}
+            tiers = (("near", saved_tags(directory)), ("persistent", saved_tags(persistent)))
+            found = [(tag.saved_at, {**_about(tag), "tier": tier}) for tier, tags in tiers for tag in tags]
+            rows = [row for _, row in sorted(found, key=lambda each: each[0])]
+    record["tags"] = rows
     if not rows:
         hint = no_tags(directory, "show")
         return Result(record, lambda console: warn(console, hint))
@@ -131,8 +141,14 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
 
 
 def _show_tags(record: Mapping[str, Any], console: Console) -> None:
-    rows = [_row(row, record["latest"]) for row in record["tags"]]
-    console.print(make_table(f"Checkpoints in {record['directory']}", _COLUMNS, rows))
+    latest = {"near": record["latest"], "persistent": record.get("persistent_latest")}
+    rows = [_row(row, latest[row.get("tier", "near")]) for row in record["tags"]]
+    if "persistent" not in record:
+        console.print(make_table(f"Checkpoints in {record['directory']}", _COLUMNS, rows))
+    else:
+        tiered = [[*row, each["tier"]] for row, each in zip(rows, record["tags"], strict=True)]
+        title = f"Checkpoints in {record['directory']} (near) and {record['persistent']} (persistent)"
+        console.print(make_table(title, (*_COLUMNS, "tier"), tiered))
     _show_faults([fault for row in record["tags"] for fault in row["faults"].values()], console)
 
 

@@ -320,7 +320,7 @@ _shtab_ds_build() {
 complete -o bashdefault -F _shtab_ds_build ds_build
 _shtab_ds_ckpt_subparsers=(verify show prune convert compare)
 _shtab_ds_ckpt_verify_option_strings=(-h --help --json)
-_shtab_ds_ckpt_show_option_strings=(-h --help --json --tensors)
+_shtab_ds_ckpt_show_option_strings=(-h --help --json --tensors --persistent)
 _shtab_ds_ckpt_prune_option_strings=(-h --help --json --keep-last --dry-run)
 _shtab_ds_ckpt_convert_option_strings=(-h --help --json --to --no-verify -t --tag --max-shard-size)
 _shtab_ds_ckpt_compare_option_strings=(-h --help --json -t --tag --other-tag --within --top)

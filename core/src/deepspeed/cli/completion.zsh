@@ -218,6 +218,7 @@ _shtab_ds_ckpt_show_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print the result as JSON]"
   "--tensors[list where in its files the values of parameters are]"
+  "--persistent[list nebula.persistent_storage_path too, with the tiers]:PATH:"
   ":the directory, or URL, that holds the tags:_files -/"
   ":list its files and parameters:"
 )

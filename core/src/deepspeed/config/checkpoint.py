@@ -96,32 +96,47 @@ class CheckpointConfig(Section):
 
 
 class NebulaConfig(Section):
-    """`nebula`: asynchronous saving, with the keys of Azure's service. The service itself is not used."""
+    """`nebula`: asynchronous saving in tiers, with the keys of Azure's service. The service itself is not used."""
 
-    enabled: Flag = key(False, "Save asynchronously, as checkpoint.async_save does.")
+    enabled: Flag = key(
+        False, "Save asynchronously, as checkpoint.async_save does, and copy versions to persistent_storage_path."
+    )
     persistent_storage_path: str | None = key(
-        None, "The directory that is saved to, in place of the one that save_checkpoint is given."
+        None, "A folder or URL to which whole versions are copied from the directory of save_checkpoint."
     )
     persistent_time_interval: Int = key(
-        100, "Time between writes.", unit="s", ge=1, support=warned("every save is written at once")
+        100, "Least time between the beginnings of two copies; the newest version is copied.", unit="s", ge=1
     )
-    num_of_version_in_retention: Int = key(2, "checkpoint.keep_last, where that is not set.", ge=1)
+    num_of_version_in_retention: Int = key(
+        2, "How many versions stay in persistent_storage_path; and checkpoint.keep_last, where that is not set.", ge=1
+    )
     enable_nebula_load: Flag = key(
-        True, "Load from load_path, or else persistent_storage_path, in place of the directory of load_checkpoint."
+        True,
+        "Load the newest whole version of the directory of load_checkpoint and persistent_storage_path; false: of the "
+        "former alone.",
     )
     load_path: str | None = key(
-        None, "The directory to load from; see enable_nebula_load.", json_key="nebula_load_path"
+        None,
+        "With enable_nebula_load: the directory to load from, in place of both.",
+        json_key="nebula_load_path",
     )
 
     @property
-    def save_dir(self) -> str | None:
-        """The directory that replaces the argument of `save_checkpoint`; None: use the argument."""
+    def persistent_dir(self) -> str | None:
+        """The farther tier; None: there is none."""
         return self.persistent_storage_path if self.enabled else None
 
-    @property
-    def load_dir(self) -> str | None:
-        """The directory that replaces the argument of `load_checkpoint`; None: use the argument."""
-        return self.load_path or self.persistent_storage_path if self.enabled and self.enable_nebula_load else None
+    def load_dirs(self, load_dir: str) -> list[str]:
+        """Return the directories of a load, the nearest first.
+
+        Args:
+            load_dir: argument of `load_checkpoint`.
+        """
+        if not (self.enabled and self.enable_nebula_load):
+            return [load_dir]
+        if self.load_path:
+            return [self.load_path]
+        return list(dict.fromkeys(filter(None, [load_dir, self.persistent_storage_path])))
 
     @property
     def keep_last(self) -> int | None:

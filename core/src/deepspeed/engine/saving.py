@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup, Store
 from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, validate_tag
 from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.layout import is_remote, location
 from deepspeed.checkpoint.load import as_damage
 from deepspeed.checkpoint.model_ranks import Division, SavedExperts
 from deepspeed.checkpoint.saved_states import module_files
@@ -113,8 +114,7 @@ class Saving:
         tag_validation: "Ignore", "Warn" or "Fail": what to do if ranks save under different tags.
         deepspeed_sub_group_size: write DeepSpeed's form, with sub-groups of so many elements; None: ours.
         meet: waits until every rank makes the call of this name, and raises if one does not; None with one rank.
-        save_dir: directory that replaces the argument of every save; None: use the argument.
-        load_dir: the same for loads.
+        load_dirs: from the argument of a load to the directories to look in, the nearest first.
         sigterm: the watch of `checkpoint.on_sigterm`.
     """
 
@@ -127,20 +127,18 @@ class Saving:
         tag_validation: str,
         deepspeed_sub_group_size: int | None = None,
         meet: Callable[[str], object] | None = None,
-        save_dir: str | None = None,
-        load_dir: str | None = None,
+        load_dirs: Callable[[str], list[str]] = lambda load_dir: [load_dir],
         sigterm: SigtermWatch | None = None,
     ) -> None:
         self.sigterm = sigterm
-        self.last_dir: str | None = save_dir  # of the last save or load
+        self.last_dir: str | None = None  # of the last save or load
         self._state = state
         self.checkpointer = checkpointer
         self._gather = gather
         self._tag_validation = tag_validation
         self._sub_group_size = deepspeed_sub_group_size
         self._meet = meet
-        self._save_dir = save_dir
-        self._load_dir = load_dir
+        self._load_dirs = load_dirs
         self._running = ""  # the call that is going on
         self._lock = threading.Lock()
 
@@ -175,7 +173,7 @@ class Saving:
         exclude_frozen: bool,
     ) -> None:
         """See `DeepSpeedEngine.save_checkpoint`."""
-        save_dir = self.last_dir = self._save_dir or save_dir
+        self.last_dir = save_dir
         state, checkpointer = self._state, self.checkpointer
         self._refuse_unknown_experts("save_checkpoint")
         self._refuse_to_save_borrowed()
@@ -288,14 +286,14 @@ class Saving:
         custom_load_fn: Callable[..., Any] | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
-        load_dir = self._load_dir or load_dir
-        self.last_dir = self._save_dir or load_dir
+        load_dirs = self._load_dirs(load_dir)
+        self.last_dir = load_dir if load_dir in load_dirs else load_dirs[0]
         state, sharding = self._state, self._state.sharding
         self._refuse_unknown_experts("load_checkpoint")
         self._begin("load_checkpoint", load_optimizer_states=with_optimizer, load_module_only=module_only)
         with_states = with_optimizer and not module_only and state.has_optimizer
-        found = self.checkpointer.load(
-            load_dir,
+        found = self.checkpointer.load_nearest(
+            load_dirs,
             tag,
             load_shard=with_states or sharding.stage == 3,
             needs_states=with_states,
@@ -426,7 +424,7 @@ def create_saving(
         held_layers=pipeline.saved_layers() if pipeline else (),
         verify=section.verify,
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
-        background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
+        background=_background(section, nebula),
     )
     if checkpointer.copies_later:
         sharding.states.wait_for_copy = checkpointer.wait_for_copy
@@ -440,10 +438,24 @@ def create_saving(
         tag_validation=section.tag_validation,
         deepspeed_sub_group_size=_deepspeed_sub_group_size(section, state, sub_group_numel),
         meet=meet,
-        save_dir=nebula.save_dir,
-        load_dir=nebula.load_dir,
+        load_dirs=nebula.load_dirs,
         sigterm=watch_sigterm() if section.on_sigterm else None,
     )
+
+
+def _background(section: CheckpointConfig, nebula: NebulaConfig) -> BackgroundWriter | None:
+    """Create this rank's side of asynchronous saves; None: saves are synchronous."""
+    if not (section.async_save or nebula.enabled):
+        return None
+    persistent = None
+    if (directory := nebula.persistent_dir) is not None:
+        place = location(directory)  # a URL that cannot be used is refused here
+        persistent = {
+            "directory": directory if is_remote(place) else str(place.absolute()),
+            "interval_s": nebula.persistent_time_interval,
+            "keep_last": nebula.num_of_version_in_retention,
+        }
+    return BackgroundWriter(section.wait_s, persistent)
 
 
 def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:

@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, layout
+from deepspeed.checkpoint.writer import copy_tag
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError
 
@@ -151,6 +152,20 @@ def test_show_lists_tags(saved, ask):
     }
     assert first["complete"] is False
     assert "is missing" in first["faults"][SHARD]
+
+
+def test_show_lists_both_tiers(saved, ask, tmp_path, capsys):
+    far = tmp_path / "far"
+    copy_tag(saved / "s1", far, save_latest=True, keep_last=None)
+    code, record = ask("show", saved, "--persistent", far)
+    assert code == 0
+    assert [(row["tag"], row["tier"]) for row in record["tags"]] == [
+        *(("s1", "near"), ("s1", "persistent"), ("s2", "near")),
+    ]
+    assert (record["latest"], record["persistent_latest"]) == ("s2", "s1")
+    assert main(["show", str(saved), "--persistent", str(far)]) == 0
+    assert "persistent" in capsys.readouterr().out
+    assert "--persistent: found the TAG s1 too" in ask("show", saved, "s1", "--persistent", far)[1]
 
 
 def test_show_lists_files_and_parameters_of_a_tag(saved, ask):
