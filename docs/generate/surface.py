@@ -83,7 +83,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             D,
             "Accepted without effect: the communication backend chooses.",
         ),
-        ("optimizer.params of Muon", D, "`torch_adam`, `adam_w_mode` and `per_head_muon` are refused."),
+        (
+            "optimizer.params of Muon",
+            D,
+            "`torch_adam` and `adam_w_mode` are refused. At every stage matrices are orthogonalized once per step, by "
+            "one rank each. `per_head_muon` reads the `config` nearest to a layer; fused projections stay one matrix "
+            "unless `weight.muon_num_heads` is set. Tensor-parallel models are refused.",
+        ),
         ("deepspeed.DeepSpeedConfigError", W, "It is `deepspeed.errors.ConfigError`, also a `ValueError`."),
         ("deepspeed.ADAM_OPTIMIZER", W, "Its name in the configuration; `LAMB_OPTIMIZER` likewise."),
         ("deepspeed.runtime.constants", D, "Keys and defaults of the configuration; not the `SPARSE_*` details."),

@@ -311,7 +311,7 @@ def test_a_layer_of_another_name_does_not_get_the_states_in_its_place(tmp_path, 
 
 
 @pytest.mark.parametrize("form", ["universal", "dcp"])
-@pytest.mark.parametrize(("kind", "stage"), [*product(["SGD"], STAGES), *product(["Muon"], STAGES[:3])])
+@pytest.mark.parametrize(("kind", "stage"), [*product(["SGD", "Muon"], STAGES)])
 def test_a_conversion_keeps_the_states_of_optimizers_that_count_no_steps(tmp_path, kind, stage, form):
     expected, _ = run_ranks(2, save_layers_job, str(tmp_path / "saved"), stage, kind)
     convert(tmp_path / "saved", tmp_path / form if form == "universal" else tmp_path / form / "a_dcp", form)

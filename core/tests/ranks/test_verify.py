@@ -273,7 +273,6 @@ def is_possible(what, stage, dtype):
     types = {"autocast": ("fp32",), "overflow": ("fp16",), "rising scale": ("fp16",), "own clipping": ("fp32",)}
     stages = {
         "unused on rank 1": (0, 1, 2),
-        "Muon": (0, 1, 2),
         "Lamb": (0,),
         "zero.Init": (3,),
         "generation": (3,),

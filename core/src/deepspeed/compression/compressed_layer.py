@@ -211,7 +211,9 @@ class CompressedLayer(nn.Module):
         if method == "l1":
             self.register_buffer(f"{kind}_pruning_mask", self._l1_mask(kind, ratio).bool())
         else:
-            setattr(self, _scores_of(kind), Parameter(scores))
+            learned = Parameter(scores)
+            learned.use_muon = False  # type: ignore[attr-defined]  # no matrix, whatever its shape
+            setattr(self, _scores_of(kind), learned)
         self.prunings = {**self.prunings, kind: (method, ratio)}
         for what, value in (("enabled", False), ("method", method), ("ratio", ratio)):
             setattr(self, f"{kind}_pruning_{what}", value)

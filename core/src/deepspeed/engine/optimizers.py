@@ -17,7 +17,7 @@ from deepspeed.config.training import OptimizerConfig, SchedulerConfig
 from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError
 from deepspeed.optim import arguments_of_step, create_optimizer, create_scheduler, is_elementwise, is_host_front
-from deepspeed.optim.factory import scheduler_class
+from deepspeed.optim.factory import is_per_head, scheduler_class
 from deepspeed.parallel.model_part import parts_held
 from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -115,7 +115,7 @@ def choose_optimizer(
     if section.type.lower() == "muon":
         from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
 
-        mark_muon_parameters(module)
+        mark_muon_parameters(module, per_head=is_per_head(section.params))
     optimizer = create_optimizer(section.type, section.params, params, offload=on_host)
     _refuse_step_with_arguments(optimizer)  # a plugin may have made it
     return optimizer

@@ -28,6 +28,7 @@ from deepspeed.plugins.manager import plugin_manager
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
 _ADAM_KEYS = ("torch_adam", "adam_w_mode")  # these arguments choose the class
+_MUON_KEYS = ("per_head_muon",)  # the engine acts on it, as it marks the parameters
 # names of optimizer classes in scripts, in lower case without "DeepSpeed" and underscores -> correct values of `type`
 _KERNELS = {
     "fusedadam": ("Adam", "AdamW"),
@@ -73,7 +74,7 @@ def _chosen_optimizer(
         cls = _NATIVE[key](arguments, offload)
     else:
         cls = _class_of_torch(type, torch.optim, torch.optim.Optimizer, "optimizer.type", _NATIVE_NAMES)
-    return cls, arguments, _ADAM_KEYS if key in ("adam", "adamw") else ()
+    return cls, arguments, {"adam": _ADAM_KEYS, "adamw": _ADAM_KEYS, "muon": _MUON_KEYS}.get(key, ())
 
 
 def check_optimizer(type: str, params: Mapping[str, Any], *, offload: bool = False) -> None:
@@ -139,6 +140,21 @@ def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
     return _front("adam", "FusedAdam")
 
 
+def _muon(arguments: dict[str, Any]) -> type:
+    is_per_head(arguments)
+    arguments.pop("per_head_muon", None)
+    return _front("muon", "Muon")
+
+
+def is_per_head(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of "Muon" ask to orthogonalize attention projections head by head.
+
+    Raises:
+        ConfigError: `per_head_muon` is not true or false.
+    """
+    return _take_flag(dict(arguments), "per_head_muon", False)
+
+
 def _front(op: str, name: str) -> type:
     """Import and return an optimizer class of `deepspeed.ops`."""
     return getattr(importlib.import_module(f"deepspeed.ops.{op}"), name)  # type: ignore[no-any-return]
@@ -160,7 +176,7 @@ _CHOICES: dict[str, _Choose] = {
     "Adagrad": lambda arguments, offload: _front("adagrad", "DeepSpeedCPUAdagrad"),
     "Lion": lambda arguments, offload: _front("lion", "DeepSpeedCPULion" if offload else "FusedLion"),
     "Lamb": lambda arguments, offload: _front("lamb", "FusedLamb"),
-    "Muon": lambda arguments, offload: _front("muon", "Muon"),
+    "Muon": lambda arguments, offload: _muon(arguments),
     "OneBitAdam": lambda arguments, offload: _one_bit(arguments, "one_bit", "adam", "OnebitAdam"),
     "OneBitLamb": lambda arguments, offload: _one_bit(arguments, "one_bit_lamb", "lamb", "OnebitLamb"),
     "ZeroOneAdam": lambda arguments, offload: _one_bit(arguments, "zero_one_adam", "zoadam", "ZeroOneAdam"),

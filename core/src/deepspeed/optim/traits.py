@@ -62,6 +62,11 @@ def looks_at_whole(optimizer: Any) -> bool:
     return said_so or isinstance(unwrapped(optimizer), (*_WHOLE, *_loaded(_WHOLE_FRONTS)))
 
 
+def is_muon(optimizer: Any) -> bool:
+    """Return whether the optimizer is Muon with its own step, so that ranks may orthogonalize matrices together."""
+    return any(_is_a(unwrapped(optimizer), each) for each in _loaded(_MUON))
+
+
 def is_tested_with_zero(optimizer: Any) -> bool:
     """Return whether ZeRO is tested with the optimizer; any other needs `zero_allow_untested_optimizer: true`.
 

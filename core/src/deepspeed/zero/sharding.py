@@ -27,6 +27,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up
 from deepspeed.errors import StateError
 from deepspeed.optim import takes_only_sparse
+from deepspeed.optim.traits import is_muon, unwrapped
 from deepspeed.zero import managed
 from deepspeed.zero.exposed_grads import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
@@ -37,7 +38,7 @@ from deepspeed.zero.states import OutsideChanges, States, note_write
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit_groups import broadcast_from
 from deepspeed.zero.units import ShardingOptions, Units
-from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
+from deepspeed.zero.update import MatrixExchange, OptimizerUpdate, TouchedRows, multiply, takes_one_pass
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
@@ -157,7 +158,9 @@ class Sharding:
         self.gradients.connect(self._module, rows)
         self.states.outside_changes = OutsideChanges(self._module, list(units), units.name_of)
         if optimizer is not None:
-            self._updates = OptimizerUpdate(optimizer, list(units.batches()), self.gradients.was_used, rows)
+            used = self.gradients.was_used
+            matrices = MatrixExchange(unwrapped(optimizer), list(units), used) if is_muon(optimizer) else None
+            self._updates = OptimizerUpdate(optimizer, list(units.batches()), used, rows, matrices)
         if self.gathering is not None:
             watch(self._module)
 

@@ -135,9 +135,10 @@ class ZeroStage:
             return
         name = type(optimizer).__name__
         if looks_at_whole(optimizer):
+            other = ", or deepspeed.ops.muon.Muon" if name == "Muon" else ""
             raise ConfigError(
                 f"zero_optimization.stage 3: the update of {name} looks at whole parameters, and this stage holds "
-                "shards of them; use stage 1 or 2"
+                f"shards of them; use stage 1 or 2{other}"
             )
         raise ConfigError(
             f"zero_optimization.stage 3: the update of {name} is not known to be elementwise, and this stage holds "

@@ -71,6 +71,7 @@ class Unit:
         has_optimizer: without an optimizer there are no master weights.
         placement: where the master weights are kept.
         sharded: the sharded weights (stage 3), already in the model's dtype.
+        is_joint: whether ranks find the update of its matrices together (`MatrixExchange`).
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class Unit:
         has_optimizer: bool = True,
         placement: Placement | None = None,
         sharded: ParamUnit | None = None,
+        is_joint: bool = False,
     ) -> None:
         self.params = list(params)
         self.shapes = [shape_of(param) for param in params]
+        self.is_joint = is_joint
         self.sharded = sharded
         self.index = index
         self.first_index = first_index

@@ -23,7 +23,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.optimizer import KernelOptimizer
 from deepspeed.optim import takes_only_sparse
-from deepspeed.optim.traits import phase_settings
+from deepspeed.optim.traits import is_muon, phase_settings
 from deepspeed.zero.layout import divide_into_units
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
@@ -102,6 +102,7 @@ class Units:
         if options.stage.divides_parameters:
             self.modules = self._divide(Module())  # empty until `attach`
         self.optimizer: Optimizer | None = None
+        self._is_muon = False
         self._all: list[Unit] = []
         self._given_params: list[list[Parameter]] = []  # by optimizer group, before it held master weights
         self._widens = False  # gradients are copied to fp32 before the update, part by part
@@ -156,7 +157,9 @@ class Units:
             ConfigError: if a parameter is not in the module; on every rank if ranks differ.
         """
         self.optimizer = optimizer
-        self.keeps_params_whole = not is_elementwise
+        self._is_muon = is_muon(optimizer)
+        # only stage 3 cuts the matrices of Muon, since its units are too small to divide between parameters
+        self.keeps_params_whole = not is_elementwise and not (self._is_muon and self._stage.divides_parameters)
         if self.keeps_params_whole and optimizer is not None:
             self._stage.refuse_not_elementwise(optimizer)
         groups = optimizer.param_groups if optimizer is not None else []
@@ -357,14 +360,21 @@ class Units:
             has_optimizer=self.optimizer is not None,
             placement=self._placement.of_unit(sum(numels)),
             sharded=sharded,
+            is_joint=self._is_joint(param_group, ranks),
         )
         self._all.append(unit)
         self.params.extend(params)
         if self.optimizer is not None:
             adopt_state(self.optimizer, unit)
-            sub_groups = divide(unit.shards, self._batch_numel())
+            sub_groups = divide(unit.shards, sys.maxsize if unit.is_joint else self._batch_numel())
             unit.placement.put_away(self.optimizer, sub_groups, self._options.gradient_dtype(unit.dtype))
             unit.forget_masters()
+
+    def _is_joint(self, param_group: int, ranks: UnitRanks) -> bool:
+        """Return whether no rank alone updates matrices of Muon: several have parts or copies of each."""
+        if not self._is_muon or self.optimizer is None or not self.optimizer.param_groups[param_group]["use_muon"]:
+            return False
+        return self._stage.divides_parameters or (not self._stage.divides_states and ranks.world_size > 1)
 
     def _hold_rest(self) -> None:
         """Create units for parameters outside of all param groups (stage 3)."""
@@ -413,27 +423,45 @@ class Units:
         return min(widened, numel) if self._widens and not self._placement.fetches else numel
 
     def batches(self) -> Iterator[UpdateBatch]:
-        """Yield the batches of an update in order, so that few buffers are alive at once."""
+        """Yield the batches of an update in order, so that few buffers are alive at once. A batch with a joint unit has
+        whole units, the same on all ranks."""
         is_one = not self._stage.divides_states and not self._widens  # nothing to gather
         room = self._batch_numel()
         batch = UpdateBatch([], [])
-        numel = 0
+        numel = num_matrices = 0
+        last: Unit | None = None
         for unit in self._all:
-            if unit.placement is not batch.placement or unit.placement.fetches:  # a sub-group is within one unit
+            # a sub-group is within one unit
+            ends = unit.placement is not batch.placement or unit.placement.fetches or _are_apart(last, unit)
+            if unit.is_joint and numel + unit.layout.shard_numel > room and num_matrices >= unit.ranks.world_size:
+                ends = True
+            if ends:
                 if batch.finished:
                     yield batch
-                batch, numel = UpdateBatch([], [], unit.placement), 0
+                batch, numel, num_matrices = UpdateBatch([], [], unit.placement), 0, 0
+            last = unit
             is_started = False
             for shard in unit.shards:
-                if batch.shards and numel + shard.fragment.numel > room and not is_one:
+                if batch.shards and numel + shard.fragment.numel > room and not (is_one or unit.is_joint):
                     yield batch
                     batch, numel = UpdateBatch([], [], unit.placement), 0
                 if not is_started:
                     batch.started.append(unit.index)
                     is_started = True
                 batch.shards.append(shard)
-                numel += shard.fragment.numel
+                numel += 0 if unit.is_joint else shard.fragment.numel
             if not is_started:  # this rank owns no shard of it
                 batch.started.append(unit.index)
+            if unit.is_joint:
+                numel += unit.layout.shard_numel
+                num_matrices += len(unit.params)
             batch.finished.append(unit.index)
         yield batch
+
+
+def _are_apart(one: Unit | None, other: Unit) -> bool:
+    """Return whether two units, of which one is joint, cannot be in one batch: what the ranks exchange differs."""
+    if one is None or not (one.is_joint or other.is_joint):
+        return False
+    is_same_dtype = torch.promote_types(one.dtype, torch.float32) == torch.promote_types(other.dtype, torch.float32)
+    return not (one.is_joint and other.is_joint and one.ranks == other.ranks and is_same_dtype)

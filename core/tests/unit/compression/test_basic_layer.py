@@ -15,6 +15,7 @@ from deepspeed.compression.basic_layer import (
 )
 from deepspeed.compression.quantizers import SymQuantizer
 from deepspeed.errors import ConfigError
+from deepspeed.ops.muon import Muon, mark_muon_parameters
 from torch import nn
 from torch.nn.utils import prune
 
@@ -131,6 +132,16 @@ def test_scores_begin_as_magnitudes_and_learn(kind):
     with torch.no_grad():
         scores.copy_(-scores)
     assert layer.get_mask(kind).flatten()[scores.flatten().argmax()] == 1
+
+
+@pytest.mark.parametrize("kind", ["sparse", "row", "head", "channel"])
+def test_muon_leaves_scores_to_adam_whatever_their_shape(kind):
+    layer = compressed(nn.Conv2d(2, 4, 3) if kind == "channel" else nn.Linear(8, 4))
+    getattr(layer, f"enable_{kind}_pruning")(0.5, "topk", **({"num_heads": 4} if kind == "head" else {}))
+    mark_muon_parameters(layer)
+    matrices, rest = Muon(layer.parameters()).param_groups
+    assert [param is layer.weight for param in matrices["params"]] == [True]
+    assert len(rest["params"]) == 2, "scores and bias"
 
 
 def test_the_gradient_of_a_score_is_that_of_the_mask():

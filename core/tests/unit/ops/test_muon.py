@@ -1,6 +1,7 @@
 """Muon against the published iteration in numpy, and its AdamW half against torch."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,3 +164,90 @@ def test_marking_a_model():
 def test_wrong_values_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Muon([torch.nn.Parameter(torch.ones(2, 2))], **arguments)
+
+
+def test_each_head_is_a_matrix_of_its_own():
+    grad = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    grad[:4] *= 100  # would take part in the directions of other heads
+    found = muon_update(grad, torch.zeros_like(grad), num_heads=3)
+    alone = [muon_update(head.clone(), torch.zeros(4, 5)) for head in grad.chunk(3)]
+    torch.testing.assert_close(found, torch.cat(alone))
+    tall = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    found = muon_update(tall, torch.zeros_like(tall), num_heads=3)
+    torch.testing.assert_close(found, torch.cat([muon_update(head, torch.zeros(4, 2)) for head in tall.chunk(3)]))
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        for name, (num_out, num_in) in rows.items():
+            self.add_module(name, torch.nn.Linear(num_in, num_out))
+
+
+def model_of(config, **rows):
+    model = torch.nn.ModuleDict({"layer": Attention(rows), "mlp": torch.nn.Linear(8, 8)})
+    model.config = SimpleNamespace(**config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "wanted"),
+    [
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3},
+            {"q_proj": (12, 8), "k_proj": (6, 8), "v_proj": (6, 8), "o_proj": (8, 12)},
+            {"q_proj": 4, "k_proj": 2, "v_proj": 2},
+        ),
+        (
+            {"num_attention_heads": 2, "hidden_size": 8},
+            {"query": (8, 8), "key": (8, 8), "value": (8, 8), "dense": (8, 8)},
+            {"query": 2, "key": 2, "value": 2},
+        ),
+        (  # latent attention; of the first projections, rows are no heads
+            {
+                **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 2},
+                **{"qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3},
+            },
+            {"q_a_proj": (8, 8), "q_b_proj": (20, 8), "kv_a_proj_with_mqa": (8, 8), "kv_b_proj": (24, 8)},
+            {"q_b_proj": 4, "kv_b_proj": 4},
+        ),
+        (  # queries with a gate, whose rows are not those that the config says
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3},
+            {"q_proj": (24, 8), "k_proj": (6, 8), "qkv_proj": (24, 8)},
+            {"k_proj": 2},
+        ),
+    ],
+)
+def test_heads_are_found_by_the_names_of_layers_and_the_config(config, rows, wanted):
+    model = model_of(config, **rows)
+    mark_muon_parameters(model, per_head=True)
+    found = {
+        name.split(".")[1]: param.muon_num_heads
+        for name, param in model.named_parameters()
+        if hasattr(param, "muon_num_heads")
+    }
+    assert found == wanted
+
+
+def test_the_nearest_config_says_the_heads():
+    model = torch.nn.ModuleDict(
+        {
+            "vision": model_of({"num_attention_heads": 2, "hidden_size": 8}, q_proj=(8, 8)),
+            "text": model_of({"num_attention_heads": 4, "hidden_size": 8}, q_proj=(8, 8)),
+        }
+    )
+    model.config = SimpleNamespace(text_config=model["text"].config)
+    mark_muon_parameters(model, per_head=True)
+    assert model["vision"]["layer"].q_proj.weight.muon_num_heads == 2
+    assert model["text"]["layer"].q_proj.weight.muon_num_heads == 4
+
+
+def test_what_has_no_heads_is_refused():
+    with pytest.raises(ConfigError, match="per_head_muon: found true, and no attention projection in Linear .*q_proj"):
+        mark_muon_parameters(torch.nn.Linear(4, 4), per_head=True)
+    model = model_of({"num_attention_heads": 4, "hidden_size": 8}, fused=(24, 8))
+    model["layer"].fused.weight.muon_num_heads = 12  # a user's, who knows that each head has two rows
+    mark_muon_parameters(model, per_head=True)
+    model["layer"].fused.weight.muon_num_heads = 7
+    with pytest.raises(ConfigError, match=r"found muon_num_heads 7 on layer.fused.weight of shape \(24, 8\)"):
+        mark_muon_parameters(model, per_head=True)

@@ -36,6 +36,7 @@ def _params():
         ("lion", {}, True, DeepSpeedCPULion),
         ("Lamb", {}, False, FusedLamb),
         ("Muon", {}, False, Muon),
+        ("Muon", {"per_head_muon": True}, True, Muon),
         ("SGD", {"momentum": 0.9}, False, torch.optim.SGD),
         ("rmsprop", {}, False, torch.optim.RMSprop),
         ("NAdam", {}, False, torch.optim.NAdam),
@@ -151,6 +152,7 @@ def test_groups_and_json_lists():
             for value in (math.nan, math.inf, -math.inf)
         ),
         ("AdamW", {"betas": [0.9, math.nan]}, r"^optimizer\.params\.betas: found \[0\.9, nan\].* finite numbers"),
+        ("Muon", {"per_head_muon": 3}, r"^optimizer\.params\.per_head_muon: found 3, but it must be true or false"),
         ("Muon", {"ns_method": 3}, r"^optimizer\.params\.ns_method: found 3, but it must be a string"),
     ],
 )

@@ -3,8 +3,8 @@
 `orthogonalize` approximates the nearest semi-orthogonal matrix by the Newton-Schulz iteration (matrix products only).
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ def muon_update(
     ns_steps: int = 5,
     nesterov: bool = True,
     ns_method: str = "gram",
+    num_heads: int | None = None,
 ) -> Tensor:
     """Return Muon's direction for one full matrix, and update `momentum_buffer` in place.
 
@@ -91,19 +92,47 @@ def muon_update(
         u  = orthogonalize((1 - beta) * g + beta * m)          with nesterov, else orthogonalize(m)
         u  = sqrt(max(1, rows / columns)) * u
 
-    A gradient of more than two dimensions (a convolution) is flattened to (first, rest). The result has the shape of
-    `grad`. `Muon.step` calls this, and so do sharding strategies while they hold a full gradient.
+    A gradient of more than two dimensions (a convolution) is flattened to (first, rest). With `num_heads` the rows are
+    divided into that many equal blocks, and each block is a matrix of its own. The result has the shape of `grad`.
     """
-    if grad.dim() < 2:
-        raise ConfigError(
-            f"Muon needs whole matrices, but found a parameter of shape {tuple(grad.shape)}: put it into a group with "
-            "use_muon=False, or keep the optimizer's parameters unflattened"
-        )
+    update = _advance(grad, momentum_buffer, beta=beta, nesterov=nesterov)
+    return _direction(update, ns_steps=ns_steps, ns_method=ns_method, num_heads=num_heads)
+
+
+def _advance(grad: Tensor, momentum_buffer: Tensor, *, beta: float, nesterov: bool) -> Tensor:
+    """Update `momentum_buffer` in place and return what is orthogonalized. Each element depends on itself alone."""
     momentum_buffer.lerp_(grad, 1 - beta)
-    update = torch.lerp(grad, momentum_buffer, beta) if nesterov else momentum_buffer
-    matrix = orthogonalize(update.reshape(update.size(0), -1), ns_steps, ns_method)
-    rows, columns = matrix.shape
-    return matrix.mul_(max(1.0, rows / max(columns, 1)) ** 0.5).view(grad.shape)
+    return torch.lerp(grad, momentum_buffer, beta) if nesterov else momentum_buffer
+
+
+def _direction(update: Tensor, *, ns_steps: int, ns_method: str, num_heads: int | None) -> Tensor:
+    """Return the scaled semi-orthogonal matrix nearest to `update`, or one for each head."""
+    if update.dim() < 2:
+        raise ConfigError(
+            f"Muon needs whole matrices, but found a parameter of shape {tuple(update.shape)}: put it into a group "
+            "with use_muon=False, or keep the optimizer's parameters unflattened"
+        )
+    matrix = update.reshape(update.size(0), -1)
+    if num_heads is not None:
+        matrix = matrix.view(num_heads, -1, matrix.size(1))
+    result = orthogonalize(matrix, ns_steps, ns_method)
+    rows, columns = result.shape[-2:]
+    return result.mul_(max(1.0, rows / max(columns, 1)) ** 0.5).reshape(update.shape)
+
+
+def _num_heads_of(param: Tensor) -> int | None:
+    """Return how many heads the rows of a parameter hold, each of which is orthogonalized by itself; None: it is one
+    matrix. `mark_muon_parameters` sets the attribute, or users do."""
+    heads: int | None = getattr(param, "muon_num_heads", None)
+    return heads
+
+
+class WholeMatrices(Protocol):
+    """`WholeMatrices` orthogonalizes matrices of which several ranks have parts, or equal copies."""
+
+    def directions(self) -> MutableMapping[Tensor, Tensor]:
+        """Advance the momentum of every parameter that has a gradient, with `Muon.advance`, and return the directions
+        by parameter. A collective."""
 
 
 class Muon(ReferenceOptimizer):
@@ -119,6 +148,8 @@ class Muon(ReferenceOptimizer):
     group without `use_muon`, is divided: parameters with `p.use_muon=True`, or without this attribute and with two or
     more dimensions, use Muon. This is the torch reference.
 
+    An engine may keep flat parts of matrices in the groups. Then it sets `matrices` while it calls `step`.
+
     Args:
         lr: learning rate of both kinds of groups, unless `muon_lr` or `adam_lr` overrides it.
         momentum, ns_steps, nesterov, ns_method: see `muon_update`, `orthogonalize`.
@@ -127,6 +158,9 @@ class Muon(ReferenceOptimizer):
 
     Raises ConfigError for a value out of range, and in `step` for a Muon parameter that is not a matrix.
     """
+
+    #: finds the directions of matrices together with other ranks; None: every Muon parameter is a whole matrix
+    matrices: WholeMatrices | None = None
 
     def __init__(
         self,
@@ -177,34 +211,57 @@ class Muon(ReferenceOptimizer):
             adam_step(params, states, {**group, "adam_w_mode": True, "bias_correction": True})
             return
         for param in params:
-            assert param.grad is not None
-            check_not_sparse(param.grad, "Muon")
             if param.numel() == 0:
                 continue
-            state = self.state[param]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(param)
-            update = muon_update(
-                param.grad,
-                state["momentum_buffer"],
-                beta=group["momentum"],
-                ns_steps=group["ns_steps"],
-                nesterov=group["nesterov"],
-                ns_method=group["ns_method"],
-            )
+            if self.matrices is not None:
+                update = self._directions.pop(param)
+            else:
+                update = self.direction(self.advance(param, group), group, param)
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.sub_(update.mul_(group["lr"]))
+
+    def before_update(self) -> None:
+        if self.matrices is not None:
+            self._directions = self.matrices.directions()
+
+    def advance(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """Advance the momentum of a Muon parameter, or of any part of it, by `param.grad`; return what `direction`
+        takes, in the shape of `param`. The caller must not write to it."""
+        assert param.grad is not None
+        check_not_sparse(param.grad, "Muon")
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        return _advance(param.grad, state["momentum_buffer"], beta=group["momentum"], nesterov=group["nesterov"])
+
+    def direction(self, update: Tensor, group: dict[str, Any], param: Tensor) -> Tensor:
+        """Return the direction of a whole matrix from the result of `advance`. `param` is the model's parameter, or one
+        with its attributes."""
+        heads = _num_heads_of(param)
+        return _direction(update, ns_steps=group["ns_steps"], ns_method=group["ns_method"], num_heads=heads)
+
+    @staticmethod
+    def cost(param: Tensor, shape: torch.Size) -> int:
+        """Return about how long `direction` takes for a parameter of `shape`, in multiplications of an iteration."""
+        rows, columns = shape[0], shape[1:].numel()
+        return rows * columns * min(rows // (_num_heads_of(param) or 1), columns)
 
 
 # Parts of names of matrices that are not hidden: embeddings and output heads
 _NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
 
 
-def mark_muon_parameters(module: torch.nn.Module) -> None:
+def mark_muon_parameters(module: torch.nn.Module, *, per_head: bool = False) -> None:
     """Set `p.use_muon` on each parameter that lacks it: True for hidden matrices.
 
     A hidden matrix has 2 or more dimensions, is not in an `Embedding` or `EmbeddingBag`, and has no "embed", "lm_head",
     "wte" or "wpe" in its name. The engine calls this before it creates "Muon". Users may set `p.use_muon` first.
+
+    Args:
+        per_head: set `p.muon_num_heads` on attention projections, too, if they lack it: see `_heads_in`.
+
+    Raises:
+        ConfigError: `per_head`, and no projection whose rows are known to be heads.
     """
     embedded = {
         id(param)
@@ -214,8 +271,88 @@ def mark_muon_parameters(module: torch.nn.Module) -> None:
     }
     for name, param in module.named_parameters():
         if not hasattr(param, "use_muon"):
-            hidden = param.dim() >= 2 and id(param) not in embedded and not any(word in name for word in _NOT_HIDDEN)
+            is_matrix = len(_shape(param)) >= 2
+            hidden = is_matrix and id(param) not in embedded and not any(word in name for word in _NOT_HIDDEN)
             param.use_muon = hidden  # type: ignore[attr-defined]
+    if per_head:
+        _mark_heads(module)
+
+
+def _shape(param: Tensor) -> torch.Size:
+    """Return the full shape of a parameter, even if ZeRO-3 has sharded it."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+# Names of the layers whose rows are heads: one after the other, as many rows each
+_QUERIES = frozenset({"q_proj", "query", "query_proj", "q_lin", "wq", "q_b_proj"})
+_KEYS = frozenset({"k_proj", "key", "key_proj", "k_lin", "wk"})
+_VALUES = frozenset({"v_proj", "value", "value_proj", "v_lin", "wv"})
+_KEYS_AND_VALUES = "kv_b_proj"  # of latent attention: a head's keys and values follow each other
+
+
+def _mark_heads(module: torch.nn.Module) -> None:
+    """Set `p.muon_num_heads` on the Muon weights of attention projections.
+
+    The nearest module around the layer whose `config` has `num_attention_heads` describes the heads.
+    """
+    num_marked = 0
+    configs: dict[str | None, Any] = {}  # by path
+    for path, owner in module.named_modules():
+        parent = path.rpartition(".")[0] if path else None
+        own = getattr(owner, "config", None)
+        configs[path] = own if _number(own, "num_attention_heads") else configs.get(parent)
+        weight = getattr(owner, "weight", None)
+        if not isinstance(weight, torch.nn.Parameter) or not getattr(weight, "use_muon", False):
+            continue
+        shape = _shape(weight)
+        heads = _num_heads_of(weight)
+        if heads is None and len(shape) == 2 and configs[path] is not None:
+            heads = _heads_in(path.rpartition(".")[2], shape[0], configs[path])
+        if heads is None:
+            continue
+        if type(heads) is not int or heads < 1 or shape[0] % heads != 0:
+            raise ConfigError(
+                f"per_head_muon: found muon_num_heads {heads!r} on {path}.weight of shape {tuple(shape)}, whose rows "
+                "it does not divide; set the number of heads of equally many rows"
+            )
+        weight.muon_num_heads = heads  # type: ignore[attr-defined]
+        num_marked += 1
+    if num_marked == 0:
+        raise ConfigError(
+            f"per_head_muon: found true, and no attention projection in {type(module).__name__} whose rows are known "
+            "to be heads: layers called q_proj, k_proj, v_proj (or query, key, value; q_b_proj, kv_b_proj), in a model "
+            "whose config has num_attention_heads. Set weight.muon_num_heads on the projections, or per_head_muon to "
+            "false"
+        )
+
+
+def _heads_in(name: str, num_rows: int, config: Any) -> int | None:
+    """Return how many heads the rows of the layer `name` are; None if it is no projection to heads, or if another
+    number of rows is expected.
+
+    A fused projection of queries, keys and values stays one matrix, and so does the output projection, whose columns
+    are heads.
+    """
+    num_queries = _number(config, "num_attention_heads")
+    assert num_queries is not None
+    num_keys = _number(config, "num_key_value_heads") or num_queries
+    width = _number(config, "head_dim") or (_number(config, "hidden_size") or num_rows) // num_queries
+    value_width = _number(config, "v_head_dim") or width
+    if (key_width := _number(config, "qk_nope_head_dim")) is not None:  # latent attention: all heads have their keys
+        num_keys, width = num_queries, key_width + (_number(config, "qk_rope_head_dim") or 0)
+        if name == _KEYS_AND_VALUES:
+            return num_queries if num_rows == num_queries * (key_width + value_width) else None
+    if name in _QUERIES:
+        return num_queries if num_rows == num_queries * width else None
+    if name in _KEYS or name in _VALUES:
+        return num_keys if num_rows == num_keys * (width if name in _KEYS else value_width) else None
+    return None
+
+
+def _number(config: Any, key: str) -> int | None:
+    found = getattr(config, key, None)
+    return found if type(found) is int and found > 0 else None
 
 
 def divide_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -233,9 +370,13 @@ def divide_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         rest = {key: value for key, value in group.items() if key != "params"}
         for use_muon in (True, False):
-            chosen = [param for param in members if bool(getattr(param, "use_muon", param.dim() >= 2)) is use_muon]
+            chosen = [param for param in members if _uses_muon(param) is use_muon]
             if chosen or not members:
                 divided.append({**rest, "params": chosen, "use_muon": use_muon})
                 if not members:
                     break
     return divided
+
+
+def _uses_muon(param: Tensor) -> bool:
+    return bool(getattr(param, "use_muon", len(_shape(param)) >= 2))
