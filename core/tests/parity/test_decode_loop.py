@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.inference.generate import StaticGeneration, cache_of
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.decoder import DecodeStep
@@ -150,6 +151,29 @@ def test_a_criterion_of_the_callers_may_go_beyond_the_configured_length(steps: l
     assert wanted.shape[1] == 30
     assert torch.equal(tokens_of(injected, padded_batch(), **words), wanted)
     assert len(steps) == 20
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("kernel", ["whole layers", "parts"])
+def test_a_length_of_the_models_configuration_that_the_cache_does_not_hold(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "parts":
+        monkeypatch.setenv("DS_OPS_DISABLE", "inference_core_ops")
+    _, injected = pair(name)
+    injected.generation_config.max_new_tokens = 60
+    with pytest.raises(ConfigError, match="needs 49 tokens.* max_out_tokens = 48"):
+        injected.generate(**padded_batch(), do_sample=False)
+
+
+def test_positions_of_the_callers_may_be_beyond_the_cache(steps: list[int]) -> None:
+    plain, injected = pair("llama")
+    tokens = padded_batch()["input_ids"]
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens) + 100
+    words = {"position_ids": positions, "max_new_tokens": 6, "do_sample": False}
+    wanted = tokens_of(plain, {"input_ids": tokens}, **words)
+    assert torch.equal(tokens_of(injected, {"input_ids": tokens}, **words), wanted)
+    assert steps == [len(tokens)] * 5
 
 
 def test_a_streamer_is_given_the_same(steps: list[int]) -> None:

@@ -390,6 +390,16 @@ NO_EFFECT = {  # DeepSpeed's defaults
 }
 
 
+def test_one_type_by_two_names_is_given_once(single_rank):
+    engine = deepspeed.init_inference(torch.nn.Linear(2, 2), {"dtype": "float32"}, dtype=torch.float)
+    assert engine.dtype is torch.float32
+
+
+def test_stage_0_asks_for_no_zero_inference(single_rank):
+    engine = deepspeed.init_inference(torch.nn.Linear(2, 2), zero={"stage": 0}, dtype=torch.float)
+    assert torch.equal(engine(torch.ones(1, 2)), engine.module(torch.ones(1, 2)))
+
+
 @pytest.mark.parametrize("name", NO_EFFECT)
 def test_keys_without_effect_are_taken_at_their_default(name, single_rank, monkeypatch):
     said = []

@@ -172,7 +172,8 @@ class DeepSpeedInferenceConfig(LaxSection):
         "ZeRO-Inference.",
         support=refused(
             'it is not part of init_inference in this version; use deepspeed.initialize with {"stage": 3} and no '
-            "optimizer"
+            "optimizer",
+            off=({"stage": 0},),
         ),
     )
     quant: QuantizationConfig = key(QuantizationConfig, "Weights in few bits, with dtype int8, fp8 and fp6.")

@@ -54,10 +54,15 @@ class ElasticityConfig:
             `micro_batch_sizes`.
 
     Raises:
-        ElasticityConfigError: a key is missing, or has an invalid value.
+        ElasticityConfigError: the section is no dict, or a key is missing or has an invalid value.
     """
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        if not isinstance(param_dict, Mapping):
+            raise ElasticityConfigError(
+                f"{ELASTICITY}: found {shown(str(param_dict))}; give a section with {ENABLED}, "
+                f"{MAX_ACCEPTABLE_BATCH_SIZE} and {MICRO_BATCHES}"
+            )
         self._given = dict(param_dict)
         self.enabled = bool(self._given.get(ENABLED, ENABLED_DEFAULT))
         if self.enabled:

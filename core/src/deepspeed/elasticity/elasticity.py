@@ -28,7 +28,7 @@ from deepspeed.elasticity.config import (
     ElasticityError,
     ElasticityIncompatibleWorldSize,
 )
-from deepspeed.errors import shown
+from deepspeed.errors import counted, shown
 from deepspeed.log import logger, warn_once
 
 # Highly composite numbers (OEIS A002182): each has more divisors than every smaller number.
@@ -60,7 +60,7 @@ def is_torch_elastic_compatible() -> bool:
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Return whether the configuration, as a dict, enables `elasticity`."""
-    return bool(ds_config.get(ELASTICITY, {}).get(ENABLED, False))
+    return bool((ds_config.get(ELASTICITY) or {}).get(ENABLED, False))
 
 
 def compute_elastic_config(
@@ -142,8 +142,9 @@ def choose_batch(config: ElasticityConfig, num_ranks: int) -> ElasticBatch:
             )
             return own
         raise ElasticityIncompatibleWorldSize(
-            f"elasticity: {num_ranks} ranks cannot compute a batch of {found.train}; the numbers that can are "
-            f"{_listed(found.valid, near=num_ranks)}. Start one of these, or change {MICRO_BATCHES}"
+            f"elasticity: {counted(num_ranks, 'rank')} cannot compute a batch of {found.train}; the "
+            f"numbers that can are {_listed(found.valid, near=num_ranks)}; start one of these, or change "
+            f"{MICRO_BATCHES}"
         )
     if not found.valid:
         raise ElasticityConfigError(

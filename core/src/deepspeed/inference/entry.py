@@ -176,7 +176,7 @@ def _settings(config: Any, kwargs: Mapping[str, Any]) -> DeepSpeedInferenceConfi
         return config
     given = dict(config if isinstance(config, Mapping) else {} if config is None else read_config(config))
     for name, value in kwargs.items():
-        if name in given and given[name] != value:
+        if name in given and not _is_same_key(name, given[name], value):
             raise ConfigError(
                 f"init_inference: found {name} {given[name]!r} in config and {value!r} as an argument; give one"
             )
@@ -196,3 +196,12 @@ def _settings(config: Any, kwargs: Mapping[str, Any]) -> DeepSpeedInferenceConfi
     for policy in policies.values():
         settings.injection_policy = policy
     return settings
+
+
+def _is_same_key(name: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a key are equal. The names of a dtype are: "float32" and torch.float32."""
+    is_same = bool(one == other)
+    if is_same or name != "dtype":
+        return is_same
+    dtypes = [parse_section(DeepSpeedInferenceConfig, {"dtype": value}).dtype for value in (one, other)]
+    return dtypes[0] == dtypes[1]

@@ -120,6 +120,15 @@ class StaticGeneration:
         del self.model.generate
 
 
+def check_fits(num_tokens: int, max_tokens: int) -> None:
+    """Raise a ConfigError if a sequence of this length, with its prompt, is longer than the cache."""
+    if num_tokens > max_tokens:
+        raise ConfigError(
+            f"generation needs {counted(num_tokens, 'token')}, prompt and new ones, and the cache holds "
+            f"max_out_tokens = {max_tokens}; set max_out_tokens to at least the longest sequence, or generate fewer"
+        )
+
+
 def static_cache(max_tokens: int) -> Any:
     """Create a cache for sequences of up to `max_tokens` tokens, with the prompt. The first tokens allocate its memory.
 
@@ -149,12 +158,7 @@ def _classes() -> tuple[Any, Any]:
                 self.lazy_initialization(key_states, value_states)
             start = self.get_seq_length()
             end = start + key_states.shape[-2]
-            if end > self.max_tokens:
-                raise ConfigError(
-                    f"generation needs {counted(end, 'token')}, prompt and new ones, and the cache holds "
-                    f"max_out_tokens = {self.max_tokens}; set max_out_tokens to at least the longest sequence, or "
-                    "generate fewer"
-                )
+            check_fits(end, self.max_tokens)
             written = []
             for buffer, known, new in zip(
                 self._own_buffers(key_states, value_states, start),

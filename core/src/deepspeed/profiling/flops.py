@@ -15,7 +15,8 @@ multiply-accumulate (MAC). Elementwise operations are not counted.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -453,8 +454,9 @@ def get_model_profile(
 
     Args:
         model: any module.
-        input_shape: shape of the model's only argument, a tensor of ones in the parameters' dtype.
-        args: positional arguments, instead of `input_shape`.
+        input_shape: shape of the model's only argument, a tensor of ones in the parameters' dtype. Models of
+            transformers that read tokens get whole numbers, and so does every embedding.
+        args: list of positional arguments, instead of `input_shape`.
         kwargs: keyword arguments.
         print_profile: also print the tables.
         detailed: see `FlopsProfiler.print_model_profile`.
@@ -470,25 +472,30 @@ def get_model_profile(
         Operations, multiply-accumulates, and parameters.
 
     Raises:
-        ValueError: `input_shape`, `args` and `kwargs` are all missing, or `mode` is unknown.
+        ValueError: `input_shape`, `args` and `kwargs` are all missing, one of them has another form, or `mode` is
+            unknown.
     """
     if mode not in _MODES:
         raise ValueError(f"mode: found {mode!r}; choose one of {', '.join(map(repr, _MODES))}")
+    if isinstance(args, torch.Tensor | Mapping):
+        raise ValueError(
+            f"args: found a {type(args).__name__}; give a list of arguments, and those with names in kwargs"
+        )
     args, kwargs = list(args), dict(kwargs or {})
     if input_shape is not None:
-        first = next((param for param in model.parameters() if param.is_floating_point()), torch.empty(0))
-        args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+        args = [_ones(model, input_shape)]
     elif not (args or kwargs):
         raise ValueError("get_model_profile: found neither input_shape nor args nor kwargs; give what the model takes")
     profiler, was_training = FlopsProfiler(model), model.training
     call: Any = model if mode == "forward" else model.generate
     try:
         model.eval()
-        for _ in range(warm_up):
+        with _numbers_for_embeddings(model) if input_shape is not None else nullcontext():
+            for _ in range(warm_up):
+                call(*args, **kwargs)
+            profiler.start_profile(ignore_modules)
             call(*args, **kwargs)
-        profiler.start_profile(ignore_modules)
-        call(*args, **kwargs)
-        profiler.stop_profile()
+            profiler.stop_profile()
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
         figures = int(profiler.get_total_flops()), int(profiler.get_total_macs()), int(profiler.get_total_params())
@@ -498,3 +505,32 @@ def get_model_profile(
     if not as_string:
         return figures
     return number_to_string(figures[0]), macs_to_string(figures[1]), params_to_string(figures[2])
+
+
+def _ones(model: Module, input_shape: Any) -> torch.Tensor:
+    is_shape = isinstance(input_shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in input_shape)
+    if not is_shape:
+        raise ValueError(f"input_shape: found {input_shape!r}; give whole numbers of 0 or more, as (batch, features)")
+    first = next((param for param in model.parameters() if param.is_floating_point()), torch.empty(0))
+    reads_tokens = getattr(model, "main_input_name", None) == "input_ids"
+    return torch.ones(tuple(input_shape), dtype=torch.int64 if reads_tokens else first.dtype, device=first.device)
+
+
+@contextmanager
+def _numbers_for_embeddings(model: Module) -> Iterator[None]:
+    """Let the embeddings of a model read ones of any dtype inside the block."""
+
+    def whole(module: Module, args: Any, kwargs: Any) -> Any:
+        if args and args[0].is_floating_point():
+            return (args[0].long(), *args[1:]), kwargs
+        if not args and kwargs["input"].is_floating_point():
+            return args, {**kwargs, "input": kwargs["input"].long()}
+        return None
+
+    embeddings = [each for each in model.modules() if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    handles = [each.register_forward_pre_hook(whole, with_kwargs=True) for each in embeddings]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -8,7 +8,7 @@ import random
 import deepspeed
 import pytest
 from deepspeed.cli import elastic
-from deepspeed.elasticity import compute_elastic_config, get_compatible_gpus
+from deepspeed.elasticity import compute_elastic_config, elasticity_enabled, get_compatible_gpus
 from deepspeed.elasticity.config import (
     ElasticityConfig,
     ElasticityConfigError,
@@ -200,6 +200,9 @@ def test_a_wrong_question_is_named(monkeypatch):
         compute_elastic_config(configuration(), "0.2")
     with pytest.raises(ElasticityConfigError, match="no such section"):
         compute_elastic_config({}, VERSION)
+    with pytest.raises(ElasticityConfigError, match="elasticity: found 'None'; give a section"):
+        compute_elastic_config({"elasticity": None}, VERSION)
+    assert not elasticity_enabled({"elasticity": None})
     with pytest.raises(ElasticityConfigError, match="WORLD_SIZE: found ''"):
         compute_elastic_config(configuration(), VERSION, return_microbatch=True)
     monkeypatch.setenv("WORLD_SIZE", "many")

@@ -212,11 +212,42 @@ def test_get_model_profile_gives_the_mode_back(capsys):
     [
         ({}, "found neither input_shape nor args nor kwargs"),
         ({"input_shape": (4, 8), "mode": "train"}, "mode: found 'train'; choose one of 'forward', 'generate'"),
+        ({"input_shape": 8}, "input_shape: found 8; give whole numbers"),
+        ({"input_shape": (-1, 8)}, r"input_shape: found \(-1, 8\); give whole numbers"),
+        ({"args": torch.ones(4, 8)}, "args: found a Tensor; give a list of arguments"),
+        ({"args": {"x": torch.ones(4, 8)}}, "args: found a dict; give a list of arguments, and those with names in"),
     ],
 )
 def test_calls_that_cannot_be_profiled(kwargs, message):
     with pytest.raises(ValueError, match=message):
         get_model_profile(Net(), **kwargs)
+
+
+class Words(nn.Module):
+    """Embeddings, one of which is given its numbers by name, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+        self.words, self.bags = nn.Embedding(10, 8), nn.EmbeddingBag(10, 8)
+
+    def forward(self, x):
+        return self.layer(self.words(input=x)) + self.layer(self.bags(x)).unsqueeze(1)
+
+
+def test_embeddings_of_a_shape_read_whole_numbers():
+    model = Words()
+    figures = get_model_profile(model, (4, 3), print_profile=False, as_string=False)
+    assert figures == get_model_profile(
+        model, args=[torch.ones(4, 3, dtype=torch.long)], print_profile=False, as_string=False
+    )
+    assert figures[0] == 3 * LINEAR + LINEAR
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model.main_input_name = "input_ids"  # as models of transformers say it
+    model.words.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input"].dtype), with_kwargs=True)
+    seen = []
+    get_model_profile(model, (4, 3), print_profile=False)
+    assert set(seen) == {torch.int64}
 
 
 def test_generate_is_profiled_in_its_place():

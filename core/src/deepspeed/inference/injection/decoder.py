@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
+from deepspeed.inference.generate import check_fits
 from deepspeed.inference.injection.block import FusedBlock, FusedNorm, found, norm_of, num_hooks, part_of
 from deepspeed.inference.injection.policies import DECODERS
 from deepspeed.inference.injection.weights import OutputLayer, packed_step
@@ -118,8 +119,8 @@ class Decoder:
         """
         return DecodeStep(self, cache, mask, positions, max_tokens)
 
-    def table(self, max_tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin of positions below `max_tokens`, (positions, R), from the model's rotary module.
+    def table(self, num_positions: int) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of the first positions, (positions, R), from the model's rotary module.
 
         For rotary embeddings in pairs, return sin and cos, (positions, R / 2).
         """
@@ -129,9 +130,9 @@ class Decoder:
         if self._in_pairs:
             sin, cos = self.rotary.embed_positions.to(like.dtype).chunk(2, -1)
             return sin, cos
-        key = (max_tokens, like.device, like.dtype)
+        key = (num_positions, like.device, like.dtype)
         if key not in self._tables:
-            every = torch.arange(max_tokens, device=like.device).unsqueeze(0)
+            every = torch.arange(num_positions, device=like.device).unsqueeze(0)
             self._tables = {key: tuple(each[0] for each in self.rotary(like[:1].unsqueeze(0), every))}  # type: ignore[dict-item]
         return self._tables[key]
 
@@ -154,10 +155,12 @@ class DecodeStep:
     """Computes logits from the newest token of each sequence; see `Decoder.start`."""
 
     def __init__(self, decoder: Decoder, cache: Any, mask: Tensor | None, positions: Tensor, max_tokens: int) -> None:
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
         self._num_seen = int(cache.get_seq_length())
         self._positions = positions.view(-1, 1).clone()
-        self._table = decoder.table(max_tokens)
+        # a caller's own position_ids may be ahead of the tokens in the cache
+        ahead = max(0, int(positions.max()) + 1 - self._num_seen)
+        self._table = decoder.table(max_tokens + ahead)
         self._visible: Tensor | None = None
         if mask is not None:
             self._visible = torch.ones(mask.shape[0], max_tokens, dtype=torch.bool, device=mask.device)
@@ -184,8 +187,13 @@ class DecodeStep:
         return output
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Map tokens, (B,), to logits, (B, vocabulary)."""
+        """Map tokens, (B,), to logits, (B, vocabulary).
+
+        Raises:
+            ConfigError: the cache is full.
+        """
         decoder = self._decoder
+        check_fits(self._num_seen + 1, self._max_tokens)
         self._num_seen += 1
         self._positions += 1
         hidden = decoder.embedding(tokens.unsqueeze(1))
