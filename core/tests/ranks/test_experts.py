@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.errors import ConfigError
+from deepspeed.ops.muon import Muon
 from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import expert_sizes
 from deepspeed.testing.distributed import run_ranks
@@ -99,7 +100,7 @@ def reference():
     return norms, gradients, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def create_engine(stage, **keys):
+def create_engine(stage, make=lambda params: torch.optim.AdamW(params, **ADAMW), **keys):
     groups._create_expert_and_data_parallel(EP)
     model = create_divided(dist.get_rank())
     config = {
@@ -108,8 +109,7 @@ def create_engine(stage, **keys):
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 40, "stage3_param_persistence_threshold": 6},
         **keys,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
 
 
 def train_job(stage, keys):
@@ -126,6 +126,37 @@ def train_job(stage, keys):
     plain = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     assert all(torch.equal(weights[name], plain[name]) for name in weights)
     return norms, gradients, weights
+
+
+MUON = {"lr": 1e-2, "weight_decay": 0.1, "ns_method": "standard"}
+
+
+def train_by_muon(model, optimizer):
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        (sum(model(samples(step, rank), runs_of(step)) for rank in range(WORLD)) / WORLD).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def muon_job(stages):
+    model = Mixture([create_expert(rank) for rank in range(EP)])
+    expected = train_by_muon(model, Muon(model.parameters(), **MUON))
+    for stage in stages:
+        engine = create_engine(stage, make=lambda params: Muon(params, **MUON))
+        for step in range(NUM_STEPS):
+            engine.backward(engine(samples(step, dist.get_rank()), runs_of(step)))
+            engine.step()
+        for name, param in engine.module.named_parameters():
+            found = safe_get_full_fp32_param(param)
+            wanted = expected[named_in_reference(name, dist.get_rank())]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        engine.destroy()
+
+
+def test_muon_orthogonalizes_the_matrices_of_experts_among_their_holders():
+    run_ranks(WORLD, muon_job, (0, 2, 3))
 
 
 def named_in_reference(name, rank):

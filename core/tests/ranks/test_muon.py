@@ -180,6 +180,39 @@ def test_every_stage_trains_like_plain_torch_and_orthogonalizes_each_matrix_once
     run_ranks(world_size, parity_job, STAGES)
 
 
+def batches_job(stage, numel, wanted):
+    """`wanted`: collectives of a step with matrices of 100 elements; a batch has at least as many as ranks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(8)])
+    zero = {"stage": stage, "reduce_bucket_size": 100, "stage3_prefetch_bucket_size": 100, "sub_group_size": numel}
+    zero["stage3_param_persistence_threshold"] = 0
+    config = {"train_batch_size": dist.get_world_size(), "zero_optimization": zero, "optimizer": {"type": "Muon"}}
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    engine.backward(engine(torch.ones(1, 10) * (1 + dist.get_rank())).square().sum())
+    tags, backend = [], type(engine.sharding.backend)
+
+    def seen(inner):
+        def called(*args, tag=None, **keys):
+            tags.extend([tag] if "Muon" in str(tag) else [])
+            return inner(*args, tag=tag, **keys)
+
+        return called
+
+    patches = {name: seen(getattr(backend, name)) for name in ("all_to_all", "all_gather")}
+    with mock.patch.multiple(backend, **patches), Counting() as counting:
+        engine.step()
+    assert len(tags) == wanted, tags
+    assert [len(shapes) for shapes in counting.of_all_ranks()] == [8 // dist.get_world_size()] * dist.get_world_size()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "numel", "wanted"), [(0, 10**9, 1), (0, 1, 4), (3, 10**9, 2), (3, 100, 8), (3, 1, 8)]
+)
+def test_matrices_are_exchanged_in_batches_and_divided_evenly(stage, numel, wanted):
+    run_ranks(2, batches_job, stage, numel, wanted)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import ConfigError, counted
+from deepspeed.planning.blocks import Param
 from deepspeed.planning.memory import Memory, estimate_memory, rank_model
 from deepspeed.planning.shape import Mesh, ModelShape, first_heads, read_shape, share_of, why_not
 from deepspeed.planning.training import DEVICE, Library, Training
@@ -23,8 +24,9 @@ from deepspeed.planning.training import DEVICE, Library, Training
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    reduce: gradients; gather: weights (ZeRO). tp: sums of activations, and logits. pp: activations and their gradients,
-    to the next and the previous stage. sp: queries, keys, values, contexts. ep: rows for experts.
+    reduce: gradients; gather: weights (ZeRO), and what Muon exchanges. tp: sums of activations, and logits. pp:
+    activations and their gradients, to the next and the previous stage. sp: queries, keys, values, contexts. ep: rows
+    for experts.
     """
 
     reduce: float = 0
@@ -77,12 +79,24 @@ def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traff
     rows = hidden * shape.experts_per_token
     return Traffic(
         reduce=gradients,
-        gather=ring * size * gathers,
+        gather=ring * size * gathers + _exchanged_by_muon(model.params, mesh, training),
         tp=steps * _part(mesh.tp) * (2 * sums * hidden + logits),
         pp=0 if mesh.pp == 1 else steps * hidden * (2 if mesh.pp > 2 else 1),
         sp=steps * layers * (2 + again) * exchanged * _part(mesh.sp),
         ep=steps * layers * (4 + 2 * again) * rows * _part(mesh.ep),
     )
+
+
+def _exchanged_by_muon(params: Sequence[Param], mesh: Mesh, training: Training) -> float:
+    """Return the bytes of the fp32 updates and directions of matrices that a rank sends; see `MatrixExchange`."""
+    if training.optimizer.lower() != "muon" or training.stage in (1, 2):
+        return 0
+    sent = 0.0
+    for param in params:
+        if ".layers." in param.name and param.name.endswith("weight") and "norm" not in param.name:
+            ranks = mesh.replicas // mesh.ep if param.is_expert else mesh.replicas
+            sent += _part(ranks) * param.numel * (4 if training.stage == 0 else 8 / ranks)
+    return sent
 
 
 def gathers_of_stage3(training: Training, numel: int) -> int:

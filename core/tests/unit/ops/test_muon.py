@@ -177,6 +177,20 @@ def test_each_head_is_a_matrix_of_its_own():
     torch.testing.assert_close(found, torch.cat([muon_update(head, torch.zeros(4, 2)) for head in tall.chunk(3)]))
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 6), (3, 6, 4)])
+def test_each_matrix_of_a_stack_is_one_of_its_own(shape):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = muon_update(grad, torch.zeros_like(grad), is_expert_group=True)
+    alone = [muon_update(each.clone(), torch.zeros(shape[1:])) for each in grad]
+    torch.testing.assert_close(found, torch.stack(alone))
+    model = torch.nn.ParameterDict({"experts": torch.nn.Parameter(grad), "bias": torch.nn.Parameter(torch.ones(3, 6))})
+    model.convolution = torch.nn.Conv1d(4, 3, 6)
+    mark_muon_parameters(model)
+    assert {name for name, param in model.named_parameters() if hasattr(param, "muon_is_stack")} == {"experts"}
+    assert Muon.cost(model["experts"], grad.shape) == 3 * 4 * 6 * 4
+    assert Muon.cost(model.convolution.weight, torch.Size((3, 4, 6))) == 3 * 4 * 6 * 3
+
+
 class Attention(torch.nn.Module):
     def __init__(self, rows):
         super().__init__()

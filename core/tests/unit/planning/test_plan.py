@@ -70,6 +70,10 @@ def test_bytes_sent_are_those_of_rings():
     assert sent[0].gather == sent[0].tp == sent[0].pp == sent[0].sp == sent[0].ep == 0
     assert sent[1].total == sent[2].total == pytest.approx(sent[0].total)
     hidden = 512 * 512 * 2
+    matrices = 8 * (4 * 512 * 512 + 3 * 512 * 1024)
+    for stage, num_bytes in enumerate((4 * 0.75 * matrices, 0, 0, 8 * 0.75 * matrices / 4)):
+        muon = estimate_traffic(SHAPE, Mesh(dp=4), Training(stage=stage, optimizer="muon"))
+        assert muon.gather - sent[stage].gather == pytest.approx(num_bytes)
     tp = estimate_traffic(SHAPE, Mesh(tp=2), Training(sequence=512)).tp
     assert tp == 0.5 * (2 * (4 * 8 + 1) * hidden + 512 * 4000 * 2)
     pp = estimate_traffic(SHAPE, Mesh(pp=2), TRAINING).pp

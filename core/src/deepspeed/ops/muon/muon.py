@@ -84,6 +84,7 @@ def muon_update(
     ns_steps: int = 5,
     nesterov: bool = True,
     ns_method: str = "gram",
+    is_expert_group: bool = False,
     num_heads: int | None = None,
 ) -> Tensor:
     """Return Muon's direction for one full matrix, and update `momentum_buffer` in place.
@@ -92,11 +93,12 @@ def muon_update(
         u  = orthogonalize((1 - beta) * g + beta * m)          with nesterov, else orthogonalize(m)
         u  = sqrt(max(1, rows / columns)) * u
 
-    A gradient of more than two dimensions (a convolution) is flattened to (first, rest). With `num_heads` the rows are
-    divided into that many equal blocks, and each block is a matrix of its own. The result has the shape of `grad`.
+    A gradient of more than two dimensions (a convolution) is flattened to (first, rest). With `is_expert_group` it is a
+    stack of matrices along the first. With `num_heads` the rows are divided into that many equal blocks, and each block
+    is a matrix of its own. The result has the shape of `grad`.
     """
     update = _advance(grad, momentum_buffer, beta=beta, nesterov=nesterov)
-    return _direction(update, ns_steps=ns_steps, ns_method=ns_method, num_heads=num_heads)
+    return _direction(update, ns_steps=ns_steps, ns_method=ns_method, is_stack=is_expert_group, num_heads=num_heads)
 
 
 def _advance(grad: Tensor, momentum_buffer: Tensor, *, beta: float, nesterov: bool) -> Tensor:
@@ -105,14 +107,14 @@ def _advance(grad: Tensor, momentum_buffer: Tensor, *, beta: float, nesterov: bo
     return torch.lerp(grad, momentum_buffer, beta) if nesterov else momentum_buffer
 
 
-def _direction(update: Tensor, *, ns_steps: int, ns_method: str, num_heads: int | None) -> Tensor:
-    """Return the scaled semi-orthogonal matrix nearest to `update`, or one for each head."""
+def _direction(update: Tensor, *, ns_steps: int, ns_method: str, is_stack: bool, num_heads: int | None) -> Tensor:
+    """Return the scaled semi-orthogonal matrix nearest to `update`, or one for each head, or for each of a stack."""
     if update.dim() < 2:
         raise ConfigError(
             f"Muon needs whole matrices, but found a parameter of shape {tuple(update.shape)}: put it into a group "
             "with use_muon=False, or keep the optimizer's parameters unflattened"
         )
-    matrix = update.reshape(update.size(0), -1)
+    matrix = update.flatten(2 if is_stack else 1)
     if num_heads is not None:
         matrix = matrix.view(num_heads, -1, matrix.size(1))
     result = orthogonalize(matrix, ns_steps, ns_method)
@@ -125,6 +127,11 @@ def _num_heads_of(param: Tensor) -> int | None:
     matrix. `mark_muon_parameters` sets the attribute, or users do."""
     heads: int | None = getattr(param, "muon_num_heads", None)
     return heads
+
+
+def _is_stack(param: Tensor) -> bool:
+    """Return whether a parameter holds one matrix for each index of its first dimension, such as those of experts."""
+    return bool(getattr(param, "muon_is_stack", False))
 
 
 class WholeMatrices(Protocol):
@@ -237,14 +244,20 @@ class Muon(ReferenceOptimizer):
     def direction(self, update: Tensor, group: dict[str, Any], param: Tensor) -> Tensor:
         """Return the direction of a whole matrix from the result of `advance`. `param` is the model's parameter, or one
         with its attributes."""
-        heads = _num_heads_of(param)
-        return _direction(update, ns_steps=group["ns_steps"], ns_method=group["ns_method"], num_heads=heads)
+        return _direction(
+            update,
+            ns_steps=group["ns_steps"],
+            ns_method=group["ns_method"],
+            is_stack=_is_stack(param),
+            num_heads=_num_heads_of(param),
+        )
 
     @staticmethod
     def cost(param: Tensor, shape: torch.Size) -> int:
         """Return about how long `direction` takes for a parameter of `shape`, in multiplications of an iteration."""
-        rows, columns = shape[0], shape[1:].numel()
-        return rows * columns * min(rows // (_num_heads_of(param) or 1), columns)
+        first = 1 if _is_stack(param) else 0
+        rows, columns = shape[first], shape[first + 1 :].numel()
+        return shape.numel() * min(rows // (_num_heads_of(param) or 1), columns)
 
 
 # Parts of names of matrices that are not hidden: embeddings and output heads
@@ -252,7 +265,8 @@ _NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
 
 
 def mark_muon_parameters(module: torch.nn.Module, *, per_head: bool = False) -> None:
-    """Set `p.use_muon` on each parameter that lacks it: True for hidden matrices.
+    """Set `p.use_muon` on each parameter that lacks it: True for hidden matrices. Set `p.muon_is_stack` on those of
+    three dimensions that are no convolution's: they are stacks of matrices, such as experts.
 
     A hidden matrix has 2 or more dimensions, is not in an `Embedding` or `EmbeddingBag`, and has no "embed", "lm_head",
     "wte" or "wpe" in its name. The engine calls this before it creates "Muon". Users may set `p.use_muon` first.
@@ -269,7 +283,15 @@ def mark_muon_parameters(module: torch.nn.Module, *, per_head: bool = False) -> 
         if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         for param in child.parameters(recurse=False)
     }
+    convolved = {
+        id(param)
+        for child in module.modules()
+        if isinstance(child, torch.nn.modules.conv._ConvNd)
+        for param in child.parameters(recurse=False)
+    }
     for name, param in module.named_parameters():
+        if len(_shape(param)) == 3 and id(param) not in convolved and not hasattr(param, "muon_is_stack"):
+            param.muon_is_stack = True  # type: ignore[attr-defined]
         if not hasattr(param, "use_muon"):
             is_matrix = len(_shape(param)) >= 2
             hidden = is_matrix and id(param) not in embedded and not any(word in name for word in _NOT_HIDDEN)
