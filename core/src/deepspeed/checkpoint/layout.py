@@ -34,6 +34,7 @@ MODEL_STATE_KEYS = frozenset(
         "data_sampler",
         "random_ltd",
         "moq",
+        "local_sgd",
         "sparse_tensor_module_names",
         "skipped_steps",
         "global_steps",

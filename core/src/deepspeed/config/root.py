@@ -52,6 +52,7 @@ from deepspeed.config.training import (
     DataEfficiencyConfig,
     DeterministicConfig,
     ElasticityConfig,
+    LocalSGDConfig,
     OptimizerConfig,
     ProgressiveLayerDropConfig,
     SchedulerConfig,
@@ -162,6 +163,8 @@ class DeepSpeedConfig(Section):
     disable_allgather: Flag = key(False, "Deprecated.", support=quiet("the backend chooses"))
 
     deterministic: DeterministicConfig = key(DeterministicConfig, "Bitwise the same losses on any number of ranks.")
+
+    local_sgd: LocalSGDConfig = key(LocalSGDConfig, "Averages of weights every few steps, in place of gradients.")
 
     steps_per_print: Steps | None = key(
         None,

@@ -12,7 +12,7 @@ accumulation step (`resolve_batch`).
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Float, Free, Int, Section, Text, key, quiet, refused, warned
 from deepspeed.errors import ConfigError
 
 _NOT_HERE = ("muadam", "muadamw", "musgd")
@@ -53,6 +53,21 @@ class ProgressiveLayerDropConfig(Section):
     enabled: Flag = key(False, "Drop layers while training.")
     theta: Float = key(1.0, "Share of layers that is kept in the limit.", ge=0, le=1)
     gamma: Float = key(0.001, "How fast the share falls.", unit="1/step", ge=0)
+
+
+class LocalSGDConfig(Section):
+    """`local_sgd`: each rank trains a copy of its own, and the copies are averaged every `sync_every` steps (DiLoCo,
+    arXiv 2311.08105). DeepSpeed has no such section."""
+
+    enabled: Flag = key(False, "Average weights every few steps, in place of gradients in each.")
+    sync_every: Int = key(500, "Steps between two averages, skipped ones included.", unit="steps", ge=1)
+    lr: Finite = key(
+        0.7,
+        "Outer learning rate, by which the copies' mean change is multiplied; 1 with momentum 0: plain averages.",
+        gt=0,
+    )
+    momentum: Float = key(0.9, "Outer momentum.", ge=0, lt=1)
+    nesterov: Flag = key(True, "Nesterov's form of the outer momentum.")
 
 
 class DeterministicConfig(Section):

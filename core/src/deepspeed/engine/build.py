@@ -89,8 +89,9 @@ from deepspeed.zero.managed import (
 from deepspeed.zero.module_units import mark_configured
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.param_unit import unit_of
-from deepspeed.zero.replicas import create_check
+from deepspeed.zero.replicas import OuterSteps, create_check
 from deepspeed.zero.sharding import Sharding
+from deepspeed.zero.stages import LocalSteps
 from deepspeed.zero.unit import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import unit_groups
 
@@ -231,7 +232,7 @@ def _initialize(
 
     zero = settings.zero_optimization
     shard_home = create_shard_home(settings, device)
-    refuse_keys(settings)
+    refuse_keys(settings, mesh)
     divide_expert: DivideExpert | None = None
     if mesh.size("tp") > 1:
         from deepspeed.tensor_parallel import entry  # late: few runs need it, and torch.distributed.tensor loads sympy
@@ -274,7 +275,7 @@ def _initialize(
         cast_floating((param for param in module.parameters() if unit_of(param) is None), torch.float32)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
-    units = unit_groups(mesh, module, copies_of_weights(zero))
+    units = unit_groups(mesh, module, copies_of_weights(zero, settings.local_sgd))
     connect_moe_layers(module, mesh, divide_expert)
     progress = Progress()
     order = create_order(settings.deterministic, module, mesh, basic_optimizer, progress, placement, device)
@@ -348,6 +349,11 @@ def _initialize(
     training.moq = _create_moq(settings, module, mesh, sharding)
     if training.moq is not None:
         training.after_update.append(training.moq.after_update)
+    outer = stage.outer if isinstance(stage := sharding.options.stage, LocalSteps) else None
+    if outer is not None:
+        outer.follow(sharding, precision.loss_scaler)
+        training.before_update.append(outer.before_update)
+        training.after_update.append(outer.after_update)
     if step_schedules is not None:
         step_schedules.follow(training)
     training.optimizer = optimizer_of_user(training)
@@ -358,7 +364,7 @@ def _initialize(
         training=training,
         config=settings.raw,
         sparse_tensor_module_names=sparse_names,
-        parts=_saved_parts(curriculum, step_schedules, training.moq),
+        parts=_saved_parts(curriculum, step_schedules, training.moq, outer),
     )
     if isinstance(module, PipelineModule):
         engine_type = partial(PipelineEngine, pipeline=settings.pipeline)
@@ -476,7 +482,8 @@ def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
     }
     facts["zero_optimization.enable_sanity_checks"] = str(zero.enable_sanity_checks)
     facts |= {
-        name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline", "watch", "deterministic")
+        name: str(getattr(config, name))
+        for name in ("fp16", "bf16", "scheduler", "pipeline", "watch", "deterministic", "local_sgd")
     }
     check_same(facts, mesh.norm_group)
 
@@ -501,10 +508,18 @@ def _create_moq(
 
 
 def _saved_parts(
-    curriculum: "Curriculum | None", step_schedules: StepSchedules | None, moq: "MixtureOfQuantization | None"
+    curriculum: "Curriculum | None",
+    step_schedules: StepSchedules | None,
+    moq: "MixtureOfQuantization | None",
+    outer: OuterSteps | None,
 ) -> dict[str, SavedPart]:
     random_ltd = None if step_schedules is None else step_schedules.random_ltd
-    parts: dict[str, SavedPart | None] = {"data_sampler": curriculum, "random_ltd": random_ltd, "moq": moq}
+    parts: dict[str, SavedPart | None] = {
+        "data_sampler": curriculum,
+        "random_ltd": random_ltd,
+        "moq": moq,
+        "local_sgd": outer,
+    }
     return {name: part for name, part in parts.items() if part is not None}
 
 

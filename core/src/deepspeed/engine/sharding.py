@@ -14,6 +14,7 @@ from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.compression import asks_for_moq, asks_for_steps
 from deepspeed.config.precision import torch_dtype
+from deepspeed.config.training import LocalSGDConfig
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.engine.determinism import refuse_undetermined
 from deepspeed.errors import ConfigError
@@ -26,8 +27,9 @@ from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.placement import Placement, ShardHome
 from deepspeed.zero.quantized import ErrorFeedback
+from deepspeed.zero.replicas import OuterSteps
 from deepspeed.zero.sharding import Sharding
-from deepspeed.zero.stages import STAGES, FixedOrder, ZeroStage
+from deepspeed.zero.stages import STAGES, FixedOrder, LocalSteps, ZeroStage
 from deepspeed.zero.unit_groups import ReplicationMode, UnitGroups
 from deepspeed.zero.units import ShardingOptions
 
@@ -51,8 +53,10 @@ def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
     return mesh
 
 
-def copies_of_weights(zero: ZeroConfig) -> ReplicationMode:
-    """Return which copies MiCS or hpZ keeps among the data-parallel ranks: of the model, of its weights, or none."""
+def copies_of_weights(zero: ZeroConfig, local_sgd: LocalSGDConfig) -> ReplicationMode:
+    """Return which copies MiCS, hpZ or local SGD keeps among the data-parallel ranks."""
+    if local_sgd.enabled:
+        return ReplicationMode.RANKS
     if zero.mics_shard_size > 0:
         return ReplicationMode.MODEL
     return ReplicationMode.WEIGHTS if zero.zero_hpz_partition_size > 1 else ReplicationMode.NONE
@@ -123,6 +127,13 @@ def create_sharding(
         )
     wire = config.communication_data_type
     stage = _choose_stage(zero, optimizer, mesh, units)
+    if config.local_sgd.enabled and optimizer is not None:
+        if averages_in_step(optimizer):
+            raise ConfigError(
+                f"local_sgd.enabled: found true with {type(optimizer).__name__}, which averages momenta over the ranks "
+                "in its steps; use AdamW, or local_sgd.enabled false"
+            )
+        stage = LocalSteps(0, outer=OuterSteps(config.local_sgd, comm.group_backend(group)))
     if config.deterministic.enabled:
         stage = FixedOrder.of(stage, ranks.world_size)
         accumulation = "fp32" if precision.model_dtype is not None else None  # else gradients add up in their own dtype
@@ -194,11 +205,40 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
     )
 
 
-def refuse_keys(config: DeepSpeedConfig) -> None:
-    """Refuse keys that the stage cannot use, or that `deterministic` rules out."""
+def refuse_keys(config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Refuse keys that the stage cannot use, or that `local_sgd` or `deterministic` rules out."""
     _refuse_quantized(config.zero_optimization)
+    if config.local_sgd.enabled:
+        _refuse_with_local_sgd(config, mesh)
     if config.deterministic.enabled:
         _refuse_undetermined_keys(config)
+
+
+def _refuse_with_local_sgd(config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Refuse what divides a model or compares its copies, where each rank trains a copy of its own."""
+    stage, every = config.zero_optimization.stage, config.watch.compare_weights_every
+    if stage > 0:
+        raise ConfigError(
+            f"local_sgd.enabled: found true with zero_optimization.stage {stage}, which divides states of one model "
+            "among the ranks, where each rank trains a copy of its own between two averages; set stage to 0, or "
+            "local_sgd.enabled to false"
+        )
+    if divided := [f"{axis} {mesh.size(axis)}" for axis in ("pp", "sp", "tp") if mesh.size(axis) > 1]:
+        raise ConfigError(
+            f"local_sgd.enabled: found true with {', '.join(divided)} in the mesh, whose ranks make each step "
+            "together; divide the data alone, or set local_sgd.enabled to false"
+        )
+    if every or config.zero_optimization.enable_sanity_checks:
+        name = f"watch.compare_weights_every {every}" if every else "zero_optimization.enable_sanity_checks true"
+        raise ConfigError(
+            f"local_sgd.enabled: found true with {name}, and the copies differ between two averages; omit that key, or "
+            "set local_sgd.enabled to false"
+        )
+    if asks_for_moq(config):
+        raise ConfigError(
+            "local_sgd.enabled: found true with quantize_training, whose rounded weights an average undoes; omit that "
+            "section, or set local_sgd.enabled to false"
+        )
 
 
 def _refuse_undetermined_keys(config: DeepSpeedConfig) -> None:
@@ -222,6 +262,7 @@ def _refuse_undetermined_keys(config: DeepSpeedConfig) -> None:
             "and gradients are divided by the number of ranks, which rounds nothing",
         ),
         "compression_training": (asks_for_steps(config.compression_training), "whose ranges are those of one rank"),
+        "local_sgd": (config.local_sgd.enabled, "whose ranks make steps of their own"),
         "quantize_training": (asks_for_moq(config), "whose periods follow the losses of one rank"),
         "data_efficiency.data_sampling": (
             efficiency.asks_for_curriculum() or efficiency.asks_for_dynamic_batching(),

@@ -10,6 +10,8 @@ without `modifier_rank`, or its memory or kernels may err. It would then train o
     shards of MiCS                      on the ranks with the same shard
     secondary shards (hpZ)              on the ranks with the same part
 
+`OuterSteps` averages copies that train apart (`local_sgd`).
+
 Each copy has a digest, computed on its device and moved to the CPU in one transfer per device. Ranks exchange one
 digest of all digests for each set of ranks with copies, and digests of single weights only if two of these differ.
 """
@@ -18,17 +20,21 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed import log
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.give_up import follow, standing
 from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import WatchConfig
+from deepspeed.config.training import LocalSGDConfig
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.errors import StateError
+from deepspeed.errors import CheckpointError, StateError
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import (
     EXPERT_PREFIX,
@@ -38,6 +44,7 @@ from deepspeed.parallel.model_part import (
     is_tensor_parallel,
     tied_stages,
 )
+from deepspeed.precision.policy import LossScaler
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.sharding import Sharding
@@ -164,6 +171,190 @@ class ReplicaCheck:
             yield name, sets, unit.shard_S if unit.offloaded is None else unit.offloaded.load(0, unit.shard_S.numel())
         for near_S in unit.kept_tensors()[1:]:
             yield f"{name}, second copy", _set_of("near", self._mesh.ranks("dp_replicate")), near_S
+
+
+class OuterSteps:
+    """`OuterSteps` averages copies of a model that each rank trains alone for `sync_every` steps.
+
+    Source: Douillard et al., "DiLoCo" (arXiv 2311.08105), algorithm 1. The anchors are the weights with which all ranks
+    have begun; after the steps
+
+        delta   = anchor - mean of the ranks' weights
+        buffer  = momentum * buffer + delta
+        anchor  = anchor - lr * (delta + momentum * buffer)     with nesterov; else anchor - lr * buffer
+        weights = anchor
+
+    With lr 1 and momentum 0 the weights become their mean: local SGD (Stich, arXiv 1805.09767). The states of the inner
+    optimizer stay on their rank.
+
+    Args:
+        section: the configuration.
+        ranks: the data-parallel ranks.
+    """
+
+    def __init__(self, section: LocalSGDConfig, ranks: GroupBackend) -> None:
+        self._section, self._ranks = section, ranks
+        self._anchors: dict[str, Tensor] = {}  # by the name of the parameter
+        self._momentum: dict[str, Tensor] = {}
+        self._sharding: Sharding  # set by `follow`, as is `_loss_scaler`
+        self._loss_scaler: LossScaler
+
+    def follow(self, sharding: Sharding, loss_scaler: LossScaler) -> None:
+        """Average the weights of `sharding` from now on. All ranks call it together."""
+        self._sharding, self._loss_scaler = sharding, loss_scaler
+        sharding.backends.append(self._ranks)
+        self._ranks.connect()
+
+    def before_update(self, update: int) -> None:
+        """Keep the weights with which a round begins, if there are none yet; see `Training.before_update`."""
+        self._keep_anchors()
+
+    def after_update(self, step: int, *, applied: bool, scale: float) -> None:
+        """Average if it is due, whether or not this rank has skipped its step; see `Training.after_update`."""
+        if step % self._section.sync_every == 0:
+            self._average_all()
+
+    def _masters(self) -> list[list[tuple[str, Tensor]]]:
+        """Return by unit the names of the parameters and the optimizer's tensors."""
+        units = self._sharding.units
+        names = {id(param): name for name, param in units.named_parameters}
+        return [[(names[id(units.params[shard.index])], shard.master) for shard in unit.shards] for unit in units]
+
+    def _keep_anchors(self) -> None:
+        if len(self._anchors) == len(self._sharding.units.params):
+            return
+        self._sharding.states.take_outside_changes()
+        for name, master in chain.from_iterable(self._masters()):
+            if name not in self._anchors:
+                self._anchors[name] = master.detach().clone()
+
+    def _average_all(self) -> None:
+        sharding = self._sharding
+        sharding.states.wait_for_copy()
+        sharding.states.take_outside_changes()
+        if self._ranks.world_size > 1:  # a rank has told its failures to nobody, as nobody waits for it in a step
+            follow(all_gather_values(standing(), self._ranks.group))
+        try:
+            for masters in self._masters():
+                self._average(masters)
+            sharding.weights_from_masters()
+        except BaseException as error:
+            sharding.states.break_by(error)
+            sharding.gradients.abandon()
+            raise
+
+    @torch.no_grad()
+    def _average(self, masters: list[tuple[str, Tensor]]) -> None:
+        """Make the outer step of one unit. A collective of one all-reduce."""
+        if not masters:
+            return
+        first = _real(masters[0][1])
+        sizes = [_real(master).numel() for _, master in masters]
+        delta_N = self._ranks.allocate(sum(sizes), first.dtype, first.device)
+        deltas = delta_N.split(sizes)
+        for (name, master), delta in zip(masters, deltas, strict=True):
+            torch.sub(_real(self._anchors[name]).view(-1), _real(master).reshape(-1), out=delta)
+        self._ranks.all_reduce(delta_N, tag="local_sgd").wait()
+        delta_N.div_(self._ranks.world_size)
+        lr, momentum = self._section.lr, self._section.momentum
+        for (name, master), delta in zip(masters, deltas, strict=True):
+            anchor = self._anchors[name]
+            anchor_N, step = _real(anchor).view(-1), delta
+            if momentum:
+                if name not in self._momentum:
+                    self._momentum[name] = torch.zeros_like(anchor)
+                buffer_N = _real(self._momentum[name]).view(-1)
+                buffer_N.mul_(momentum).add_(delta)
+                step = delta.add_(buffer_N, alpha=momentum) if self._section.nesterov else buffer_N
+            anchor_N.sub_(step, alpha=lr)
+            master.copy_(anchor)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks have alike, for the model file."""
+        self._keep_anchors()
+        return {"ranks": self._ranks.world_size, "anchors": self._anchors, "momentum": self._momentum}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a state that `load_state_dict` could not take."""
+        shapes = {name: master.shape for name, master in chain.from_iterable(self._masters())}
+        for kind in ("anchors", "momentum"):
+            for name, value in state.get(kind, {}).items():
+                if name in shapes and (not isinstance(value, Tensor) or value.shape != shapes[name]):
+                    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise CheckpointError(
+                        f"local_sgd: found {kind} of {found} for {name}, which has the shape {tuple(shapes[name])}. "
+                        "Load another tag, or the weights alone with load_module_only=True."
+                    )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the anchors and the outer momentum of a checkpoint."""
+        masters = dict(chain.from_iterable(self._masters()))
+
+        def own(kind: str) -> dict[str, Tensor]:
+            found = state.get(kind, {})
+            return {name: found[name].to(masters[name], copy=True) for name in masters if name in found}
+
+        self._anchors, self._momentum = own("anchors"), own("momentum")
+        if (saved := state.get("ranks")) not in (None, self._ranks.world_size):
+            log.warn_once(
+                f"local_sgd: the checkpoint is of {saved} ranks, and this run has {self._ranks.world_size}: each rank "
+                "goes on with the first rank's weights and states of the inner optimizer, in the round that was begun"
+            )
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank alone has: its weights, and the states of its optimizer."""
+        named = list(chain.from_iterable(self._masters()))
+        optimizer = self._sharding.optimizer
+        assert optimizer is not None
+        own = {
+            "weights": {name: master.detach() for name, master in named},
+            "states": {name: dict(optimizer.state.get(master, {})) for name, master in named},
+            "loss_scaler": self._loss_scaler.state_dict(),
+        }
+        return {"local_sgd": own}
+
+    @torch.no_grad()
+    def restore_own(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore the result of `own_state` over the first rank's; None: go on with that, in a new round, unless
+        `load_state_dict` follows."""
+        self._anchors, self._momentum = {}, {}
+        own = (saved or {}).get("local_sgd")
+        if own is None:
+            return
+        optimizer = self._sharding.optimizer
+        assert optimizer is not None
+        for name, master in chain.from_iterable(self._masters()):
+            if name in own["weights"]:
+                master.copy_(own["weights"][name])
+                _restore_state(optimizer.state, master, own["states"][name])
+        self._loss_scaler.load_state_dict(own["loss_scaler"])
+        self._sharding.weights_from_masters()
+
+
+def _restore_state(states: dict[Tensor, Any], master: Tensor, saved: Mapping[str, Any]) -> None:
+    """Set one parameter's state of the optimizer, in the memory that it has."""
+    if not saved:
+        states.pop(master, None)
+        return
+    former = states.get(master, {})
+    restored = {}
+    for key, value in saved.items():
+        has_memory = isinstance(value, Tensor) and isinstance(found := former.get(key), Tensor)
+        if has_memory and found.shape == value.shape:
+            restored[key] = found.copy_(value)
+        elif isinstance(value, Tensor):
+            restored[key] = value.to(master.device, copy=True) if value.dim() else value.clone()
+        else:
+            restored[key] = value
+    states[master] = restored
+
+
+def _real(value: Tensor) -> Tensor:
+    """Return a tensor as real numbers, which every library sums."""
+    value = value.detach()
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def create_check(

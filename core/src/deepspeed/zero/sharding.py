@@ -81,8 +81,9 @@ class Sharding:
         self.stage = options.stage.number
         self.backend = backend
         self.group = group
-        self.world_size = backend.world_size
-        self.rank = backend.rank
+        # of the ranks that share a checkpoint; with `local_sgd` each trains in a group of its own
+        self.world_size = backend.world_size if group is None else group.size()
+        self.rank = backend.rank if group is None else group.rank()
         self.placement = options.placement
         self.units = Units(options, backend, group)
         self.backends = self.units.ranks.backends()

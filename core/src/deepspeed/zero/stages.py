@@ -61,6 +61,7 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.unit_groups import UnitGroups, UnitRanks
 
 if TYPE_CHECKING:
+    from deepspeed.zero.replicas import OuterSteps
     from deepspeed.zero.units import Units
 
 #: reductions in flight at once, and buffers kept for reuse, if gradients are divided. It limits what this rank starts
@@ -346,6 +347,23 @@ class LocalGradients(ZeroStage):
 
     def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
         self.optimizer.restore_rounding({master: (saved or {}).get(name) for name, master in _masters(units)})
+
+
+@dataclass(frozen=True)
+class LocalSteps(ZeroStage):
+    """`LocalSteps` is stage 0 of ranks whose groups have one rank each, so that nothing is reduced; `outer` averages
+    their copies of the model every few steps."""
+
+    outer: "OuterSteps" = field(kw_only=True)
+
+    def reduce(self, unit: Unit, wire_N: Tensor) -> Work:
+        return DONE
+
+    def rounding(self, units: "Units") -> dict[str, Any] | None:
+        return self.outer.own_state()
+
+    def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
+        self.outer.restore_own(saved)
 
 
 def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) -> LocalGradients:

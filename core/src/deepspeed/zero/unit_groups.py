@@ -6,6 +6,7 @@
     of all ranks            data group           None               None               data group
     of all ranks, MiCS      shard group          replicate group    None               data group
     of all ranks, hpZ       data group           None               shard group        data group
+    of a copy per rank      this rank            None               None               this rank
     of experts              expert data group    None               None               expert data group
     of several stages       data group           their peers        None               data group
 
@@ -97,6 +98,7 @@ class ReplicationMode(Enum):
     NONE = auto()  # no copy of its own
     MODEL = auto()  # a copy of the sharded model (MiCS)
     WEIGHTS = auto()  # a second copy of the weights (hpZ)
+    RANKS = auto()  # each rank trains a copy of its own (`local_sgd`)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def unit_groups(mesh: Mesh, module: Module, copies: ReplicationMode) -> UnitGrou
     dense = UnitRanks.over(group_backend(data_group))
     if copies is ReplicationMode.MODEL and mesh.size("dp_replicate") > 1:
         dense = _in_copies(mesh, dense.reduce_group)
+    elif copies is ReplicationMode.RANKS:
+        dense = UnitRanks.over(group_backend(mesh.group("tp")))  # nothing else is divided
     elif copies is ReplicationMode.WEIGHTS and mesh.size("dp_replicate") > 1:
         dense = replace(dense, secondary_group=group_backend(mesh.shard_group()))
     stages = sorted({found for param in module.parameters() if (found := tied_stages(param))})

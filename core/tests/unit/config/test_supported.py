@@ -122,6 +122,7 @@ def test_everything_this_version_acts_on_is_silent(said):
     )
     check(fp16={"enabled": True, "auto_cast": True, "loss_scale": 128, "consecutive_hysteresis": True})
     check(torch_autocast={"enabled": True})
+    check(local_sgd={"enabled": True, "sync_every": 50, "lr": 1.0, "momentum": 0.0, "nesterov": False})
     assert said() == []
 
 
@@ -157,7 +158,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
         *("hybrid_engine.enabled", "elasticity.enabled", "flops_profiler.enabled"),
         *("autotuning.enabled", "curriculum_learning.enabled", "progressive_layer_drop.enabled"),
-        *("data_efficiency.enabled", "deterministic.enabled"),
+        *("data_efficiency.enabled", "deterministic.enabled", "local_sgd.enabled"),
         *("data_efficiency.data_sampling.enabled", "data_efficiency.data_sampling.curriculum_learning.enabled"),
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         *("data_efficiency.data_routing.enabled", "data_efficiency.data_routing.random_ltd.enabled"),
