@@ -249,6 +249,10 @@ PIPELINES = {
         lambda: create(pipeline()).eval_batch(iter([]), num_micro_batches=0),
         "ConfigError: eval_batch: found num_micro_batches 0; give 1 or more",
     ),
+    "an evaluation without samples": (
+        lambda: create(pipeline()).eval_batch(),
+        r"ConfigError: eval_batch: the data iterator of rank 0 \(stage 0\) is missing; pass an iterator of the samples",
+    ),
     "micro-batches of interleaved stages": (
         lambda: train(
             pipeline([*linears(), *linears()], interleave=2),

@@ -144,7 +144,7 @@ class WeightQuantizer:
     Args:
         start_bits: initial number of bits.
         target_bits: final number of bits.
-        period: number of steps per bit.
+        period: number of steps per bit; 0 if the bits never change.
         symmetric: True uses a range around 0; False uses the minimum to the maximum of a group.
         num_groups: number of scales per weight.
         stochastic: round stochastically (unbiased).
@@ -178,7 +178,8 @@ class WeightQuantizer:
 
     def move_to(self, num_steps: int) -> None:
         """Set the bits for a step, counted from the first step that quantizes."""
-        self.num_bits = max(self.target_bits, self.start_bits - num_steps // self.period)
+        if self.period:
+            self.num_bits = max(self.target_bits, self.start_bits - num_steps // self.period)
         if self.mixed_ratio is not None:
             self.share = min(1.0, self.mixed_ratio * num_steps)
 

@@ -238,7 +238,9 @@ class BitsParams(Section):
 
     start_bits: Int = key(8, "Bits at first.", ge=1, le=16)
     target_bits: Int = key(8, "Bits in the end, at most start_bits.", ge=1, le=16)
-    quantization_period: Int = key(1, "Steps after which there is one bit less.", unit="step", ge=1)
+    quantization_period: Int = key(
+        1, "Steps after which there is one bit less; 0 where target_bits is start_bits.", unit="step", ge=0
+    )
 
     closed: ClassVar[bool] = True
 
@@ -381,6 +383,11 @@ def _read_group(technique: str, name: str, value: Any) -> tuple[CompressionGroup
         raise ConfigError(
             f"{where}.params.target_bits: found {params.target_bits}, above start_bits {params.start_bits}; bits only "
             "get fewer"
+        )
+    if isinstance(params, BitsParams) and not params.quantization_period and params.target_bits < params.start_bits:
+        raise ConfigError(
+            f"{where}.params.quantization_period: found 0 with start_bits {params.start_bits} and target_bits "
+            f"{params.target_bits}; give the steps after which there is one bit less, or equal bits"
         )
     if group.related_modules is not None:
         if technique not in STRUCTURED:

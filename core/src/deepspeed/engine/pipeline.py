@@ -44,6 +44,10 @@ from deepspeed.precision.policy import add_dtype_hint
 
 __all__ = ["PipelineEngine", "PipelineError"]
 
+# what to do where a call has no iterator
+_OF_TRAINING = "pass an iterator, or training_data to initialize, or call set_dataloader(loader)"
+_OF_EVALUATION = "pass an iterator of the samples to evaluate; the iterator of training stays where it is"
+
 
 @absent_members("runtime.pipe.engine:PipelineEngine")
 class PipelineEngine(DeepSpeedEngine):
@@ -114,7 +118,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self._step_schedules is not None:
             self._step_schedules.arguments()  # layers take none; the loading of the batch reads the length
         num_micros = self.schedule.num_steps
-        batch = self._take("train_batch", data_iter, num_micros)
+        batch = self._take("train_batch", self._iterator if data_iter is None else data_iter, num_micros, _OF_TRAINING)
         self.module.train()
         self._observers.tput_timer.start()
         schedule = self._schedule_of(num_micros, trains=True)
@@ -135,7 +139,8 @@ class PipelineEngine(DeepSpeedEngine):
         """Run one batch forward, in the module's `eval()` mode and without gradients.
 
         Args:
-            data_iter: as for `train_batch`; it does not replace the iterator of training.
+            data_iter: yields micro-batches on the first and last stage; there it is needed, since the iterator of
+                training keeps its place.
             return_logits: return the outputs of the micro-batches too, a list on the last stage, None on others.
             compute_loss: False: return outputs in place of losses, on the last stage.
             reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: a list of this rank's own.
@@ -144,6 +149,9 @@ class PipelineEngine(DeepSpeedEngine):
 
         Returns:
             the loss; with `return_logits` a pair (loss, outputs).
+
+        Raises:
+            ConfigError: on every rank: the first or the last stage was given no `data_iter`.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: found reduce_output {reduce_output!r}; use "avg" or None')
@@ -154,7 +162,7 @@ class PipelineEngine(DeepSpeedEngine):
         begin_use()
         if self._step_schedules is not None:
             self._step_schedules.arguments(trains=False)
-        batch = self._take("eval_batch", data_iter, num_micros, options)
+        batch = self._take("eval_batch", data_iter, num_micros, _OF_EVALUATION, options)
         schedule = self._schedule_of(num_micros, trains=False)
         keeps_outputs = return_logits or not compute_loss
 
@@ -251,9 +259,13 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _take(
-        self, call: str, data_iter: Iterator[Any] | None, num_micros: int, options: Mapping[str, Any] | None = None
+        self,
+        call: str,
+        iterator: Iterator[Any] | None,
+        num_micros: int,
+        remedy: str,
+        options: Mapping[str, Any] | None = None,
     ) -> Batch:
-        iterator = self._iterator if data_iter is None else data_iter
         loads = self.is_first_stage() or self.is_last_stage()
         try:
             return take_batch(
@@ -267,6 +279,7 @@ class PipelineEngine(DeepSpeedEngine):
                 stage=self.stage_id,
                 batch_fn=self._batch_fn,
                 shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
+                remedy=remedy,
             )
         except DataFailed as failed:
             error = failed.error

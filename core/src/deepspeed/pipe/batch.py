@@ -59,6 +59,7 @@ def take_batch(
     stage: int,
     batch_fn: Callable[[Any], Any] | None,
     shapes_vary: bool,
+    remedy: str = "pass an iterator",
 ) -> Batch:
     """Take the micro-batches of one batch. A collective of `backend`.
 
@@ -73,6 +74,7 @@ def take_batch(
         stage: the stage of this rank.
         batch_fn: converts an item of the iterator to (inputs, labels).
         shapes_vary: treat shapes between stages as varying, whatever the shapes of the inputs.
+        remedy: what the caller can do about a missing iterator, for the error.
 
     Raises:
         DataFailed: this rank's iterator or batch function raised; the other ranks know of the failure.
@@ -85,7 +87,7 @@ def take_batch(
     failed: DataFailed | None = None
     if loads:
         try:
-            taken = _take(iterator, num_micro_batches, batch_fn)
+            taken = _take(iterator, num_micro_batches, batch_fn, remedy)
         except (StateError, ConfigError) as error:
             problem, kind = str(error), type(error).__name__
         except DataFailed as error:
@@ -118,12 +120,10 @@ def take_batch(
 
 
 def _take(
-    iterator: Iterator[Any] | None, num_micro_batches: int, batch_fn: Callable[[Any], Any] | None
+    iterator: Iterator[Any] | None, num_micro_batches: int, batch_fn: Callable[[Any], Any] | None, remedy: str
 ) -> list[tuple[Any, Any]]:
     if iterator is None:
-        raise ConfigError(
-            "is missing; pass an iterator, or training_data to initialize, or call set_dataloader(loader)"
-        )
+        raise ConfigError(f"is missing; {remedy}")
     if not isinstance(iterator, Iterator):
         raise ConfigError(
             f"is a {type(iterator).__name__}, of which each call would take the first samples; pass iter(...) of it, "

@@ -114,6 +114,21 @@ def test_the_cleaned_model_computes_what_the_trained_one_does(kind, settings):
         reloaded.load_state_dict(model.state_dict())
 
 
+def test_bits_that_never_change_need_no_period():
+    model, x = make()
+    params = {"start_bits": 8, "target_bits": 8, "quantization_period": 0}
+    outputs = []
+    for each, period in ((model, 0), (copy.deepcopy(model), 1)):
+        chosen = config(technique("weight_quantization", params | {"quantization_period": period}, ["up"]))
+        init_compression(each, chosen)
+        scheduler = compression_scheduler(each, get_compression_config(chosen))
+        for _ in range(3):
+            scheduler.step()
+        outputs.append(each(x))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert model[0].up.weight_quantizer.num_bits == 8
+
+
 def test_techniques_begin_at_their_step():
     model, x = make()
     settings = config(
@@ -281,6 +296,10 @@ def test_names_and_single_layers():
         (technique("sparse_pruning", {}, ["up"], method="l3"), r"sparse_pruning.shared_parameters.method: found 'l3'"),
         (technique("head_pruning", {}, ["dense"]), r"num_heads: found nothing"),
         (technique("weight_quantization", {"start_bits": 4}, ["up"]), r"target_bits: found 8, above start_bits 4"),
+        (
+            technique("weight_quantization", {"target_bits": 4, "quantization_period": 0}, ["up"]),
+            "quantization_period: found 0 with start_bits 8 and target_bits 4; give the steps",
+        ),
         (technique("weight_quantization", {}, ["up"], quantize_groups=7), r"quantize_groups: found 7"),
         (technique("activation_quantization", {"bits": 2}, ["up"]), r"params.bits: found 2"),
         ({"row_pruning": {"shared_parameters": {"enabled": True}}}, r"different_groups: found none"),

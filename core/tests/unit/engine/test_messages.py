@@ -143,6 +143,16 @@ def test_a_pipeline_without_data(pipeline):
         pipeline().train_batch()
 
 
+def test_an_evaluation_without_data_leaves_the_iterator_of_training(pipeline):
+    engine = pipeline()
+    engine.set_dataiterator(iter([(torch.ones(2, 4), torch.ones(2, 4))]))
+    with pytest.raises(
+        ConfigError, match="is missing; pass an iterator of the samples to evaluate; the iterator of tr"
+    ):
+        engine.eval_batch()
+    engine.train_batch()
+
+
 def test_a_loader_in_place_of_an_iterator(pipeline):
     loader = DataLoader(TensorDataset(torch.randn(4, 4), torch.randn(4, 4)), batch_size=2)
     with pytest.raises(ConfigError, match=r"is a DataLoader, .* pass iter\(\.\.\.\) of it"):
