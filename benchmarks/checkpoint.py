@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.tensors import map_tensors
+from deepspeed.checkpoint.stores import map_tensors
 from deepspeed.zero.pending_tensor import PendingTensor
 
 MIB = 2**20

@@ -35,8 +35,8 @@ from unittest.mock import patch
 
 import torch.distributed as torch_dist
 from deepspeed.comm import failure, own_group, parted
-from deepspeed.comm.issued import Collective, Issued
 from deepspeed.comm.values import Arrivals
+from deepspeed.comm.watch import Collective, Issued
 from deepspeed.launcher import nodes
 from deepspeed.launcher.membership import Membership
 from deepspeed.launcher.plan import NodeFailure

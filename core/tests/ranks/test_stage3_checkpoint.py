@@ -8,7 +8,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.engine import export
+from deepspeed.engine import training_state
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -131,7 +131,7 @@ def custom_load_job(folder: str) -> list[str]:
     whole = [param.ds_numel <= 10 for param in engine.module.parameters()]
     saved = weights(engine)
     said: list[str] = []
-    with mock.patch.object(export, "warn_once", said.append):
+    with mock.patch.object(training_state, "warn_once", said.append):
         engine.load_checkpoint(folder, custom_load_fn=load)
     for value, before, is_whole in zip(weights(engine), saved, whole, strict=True):
         assert torch.equal(value, 2 * before if is_whole else before)

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "constants": (
+    "deepspeed_files": (
         "ZERO_FILE_PREFIX FP16_ZERO_FILE_PREFIX BF16_ZERO_FILE_PREFIX OPTIM_FILE_SUFFIX MODEL_FILE_PREFIX "
         "MODEL_FILE_SUFFIX LAYER_FILE_PREFIX OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS "
         "BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT "
@@ -55,8 +55,7 @@ _MODULES = {
     "store": "IndexedStore Store",
     "load": "LoadedCheckpoint SavedParts StatesByName",
     "tags": "check_new_tag validate_tag",
-    "utils": "clone_tensors_for_torch_save",
-    "stores": "TorchStore create_store",
+    "stores": "TorchStore clone_tensors_for_torch_save create_store",
     "save": "save_state_dict_file",
     "deepspeed_checkpoint": "DeepSpeedCheckpoint",  # refuses when it is used
 }

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.stores import write_state
-from deepspeed.checkpoint.tensors import with_placeholders
+from deepspeed.checkpoint.stores import with_placeholders, write_state
 from deepspeed.checkpoint.writer import Ending
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger

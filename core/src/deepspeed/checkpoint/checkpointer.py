@@ -15,9 +15,8 @@ from weakref import WeakValueDictionary
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
-from deepspeed.checkpoint.layout import is_remote, location, store_failures
+from deepspeed.checkpoint.layout import is_dcp_folder, is_remote, location, store_failures
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, why_no_latest
 from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.checkpoint.reader import Reader
@@ -31,7 +30,7 @@ from deepspeed.checkpoint.save import (
 )
 from deepspeed.checkpoint.saved_states import ModuleFiles
 from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.stores import ObjectStore, TorchStore
+from deepspeed.checkpoint.stores import ObjectStore, TorchStore, with_placeholders
 from deepspeed.checkpoint.tags import (
     check_new_tag,
     check_same_tags,
@@ -40,7 +39,6 @@ from deepspeed.checkpoint.tags import (
     newest_first,
     read_latest,
 )
-from deepspeed.checkpoint.tensors import with_placeholders
 from deepspeed.comm.failure import PeerFailed, held, let_through
 from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
 from deepspeed.log import logger

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.checkpoint.index import check_regular
+from deepspeed.checkpoint.layout import METADATA_FILE
 from deepspeed.checkpoint.tensor_index import MemoryFile
 from deepspeed.checkpoint.tensors import StoredTensor
 from deepspeed.errors import CheckpointError, counted, first_line
 
-METADATA_FILE = ".metadata"
 _CLASSES = frozenset(
     {
         *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -211,11 +211,6 @@ def _checked(value: Any, kind: type) -> Any:
 
 class NotPlainData(CheckpointError):
     """A value is more than tensors and plain data."""
-
-
-def is_dcp_folder(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint of torch.distributed.checkpoint."""
-    return (folder / METADATA_FILE).is_file()
 
 
 class DcpFolder:

@@ -322,3 +322,11 @@ def local_folder(path: "str | Path", what: str) -> Path:
             f"cannot {what} {path}, a URL: only folders can be used here. Copy it to or from a folder."
         )
     return Path(path)
+
+
+METADATA_FILE = ".metadata"
+
+
+def is_dcp_folder(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint of torch.distributed.checkpoint."""
+    return (folder / METADATA_FILE).is_file()

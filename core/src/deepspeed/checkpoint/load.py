@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import MODULE_FILES
+from deepspeed.checkpoint.consolidate_files import MODULE_FILES, Attributes
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
-from deepspeed.checkpoint.tensors import StoredTensor, map_tensors
+from deepspeed.checkpoint.stores import map_tensors
+from deepspeed.checkpoint.tensors import StoredTensor
 from deepspeed.errors import CheckpointError, DeepSpeedError, counted, first_line
 from deepspeed.zero.named_states import SavedStates
 
@@ -418,3 +419,8 @@ def _names(places: list[tuple[int, int]], num_places: int, prefix: str) -> str:
     """Return the names of the shards, or the first few of many."""
     more = f" and {num_places - len(places)} more" if num_places > len(places) else ""
     return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places) + more
+
+
+def is_deepspeeds(shard: Mapping[str, Any]) -> bool:
+    """Whether an `optimizer_state_dict` is in DeepSpeed's form: written by it, or for it (`checkpoint.format`)."""
+    return isinstance(shard.get("loss_scaler"), Attributes) or "loss_scale_state" in shard

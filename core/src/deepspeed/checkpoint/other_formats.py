@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from deepspeed._version import __version__
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate import new_file
-from deepspeed.checkpoint.constants import VOCAB_TENSOR
-from deepspeed.checkpoint.deepspeed_files import constant_scaler, vocabulary_rows
+from deepspeed.checkpoint.deepspeed_files import VOCAB_TENSOR, constant_scaler, vocabulary_rows
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
 

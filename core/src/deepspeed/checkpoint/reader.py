@@ -20,15 +20,15 @@ from typing import Any, cast
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged, naming_files
-from deepspeed.checkpoint.dcp_file import DcpFolder, DcpTensor, NotPlainData, is_dcp_folder
+from deepspeed.checkpoint.dcp_file import DcpFolder, DcpTensor, NotPlainData
 from deepspeed.checkpoint.deepspeed_files import (
+    UNIVERSAL_CHECKPOINT_INFO,
     as_own_shard,
-    is_deepspeeds,
     named_by_stage,
     with_division,
     with_universal_states,
 )
-from deepspeed.checkpoint.layout import local_folder
+from deepspeed.checkpoint.layout import is_dcp_folder, local_folder
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -43,6 +43,7 @@ from deepspeed.checkpoint.load import (
     find_folder,
     find_models,
     find_shards,
+    is_deepspeeds,
     split_client_state,
 )
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank, of_whole_weights
@@ -210,7 +211,8 @@ class Reader:
         if isinstance(state, dict):
             state = naming_files(state, path, load, position.layers, position.held_layers)
         check_types(state, path)
-        return with_division(merged(state, load, StackedTensor) if MODULE_FILES in state else state, path)
+        state = merged(state, load, StackedTensor) if MODULE_FILES in state else state
+        return with_division(state, path) if UNIVERSAL_CHECKPOINT_INFO in state else state
 
     def _shard(self, path: Path, verify: Verify) -> dict[str, Any]:
         verify(path)

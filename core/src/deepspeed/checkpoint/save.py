@@ -34,8 +34,8 @@ from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, w
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.layout import is_remote, location
 from deepspeed.checkpoint.store import FolderStore, IndexedStore, Store, prune, put_in_place
+from deepspeed.checkpoint.stores import compact
 from deepspeed.checkpoint.tensor_index import file_entry
-from deepspeed.checkpoint.tensors import compact
 from deepspeed.checkpoint.writer import COMMITTER
 from deepspeed.errors import ConfigError
 from deepspeed.zero.pending_tensor import PendingTensor

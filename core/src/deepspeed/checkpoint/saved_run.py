@@ -27,8 +27,7 @@ from deepspeed.checkpoint.consolidate_files import (
     tag_folder,
 )
 from deepspeed.checkpoint.consolidate_join import lazy_state_dict
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.deepspeed_files import as_own_shard, with_division
+from deepspeed.checkpoint.deepspeed_files import UNIVERSAL_CHECKPOINT_INFO, as_own_shard, with_division
 from deepspeed.checkpoint.load import Position, split_client_state
 from deepspeed.checkpoint.model_ranks import DIVISION, AcrossRanks, Division, SavedModelRank
 from deepspeed.checkpoint.reader import Reader

@@ -41,13 +41,13 @@ from deepspeed.checkpoint.tensors import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
-from deepspeed.optim.saved_state import check_numbers, master_dtype
+from deepspeed.optim.saved_state import check_numbers
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import expert_sizes
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.zero.layout import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
-from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
+from deepspeed.zero.state_dict import PER_PARAMETER, master_dtype, masters_key
 
 #: Key of the names of the optimizer's parameters, in a state dict of stage 0.
 PARAM_NAMES = "param_names"

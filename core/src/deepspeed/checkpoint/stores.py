@@ -1,18 +1,21 @@
 """`TorchStore`: writes each file by `torch.save`, in folders that `FolderStore` creates and replaces.
+`map_tensors` and `compact`: change the tensors inside nested containers, and drop storage that need not be saved.
 `ObjectStore`: checkpoints in an object store such as S3, through fsspec. `create_store`: an engine's store, by name.
 """
 
+import copy
 import pickle
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
@@ -28,11 +31,11 @@ from deepspeed.checkpoint.index import (
 )
 from deepspeed.checkpoint.layout import is_remote, reason_of
 from deepspeed.checkpoint.store import FolderStore, Store
-from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.log import warn_once
 from deepspeed.ops.op_builder.cache import owner_has_ended, owner_mark
 from deepspeed.plugins import plugin_manager
+from deepspeed.zero.pending_tensor import PendingTensor
 
 
 class TorchStore(FolderStore):
@@ -304,3 +307,106 @@ def create_store(name: str, arguments: Mapping[str, Any]) -> Store:
             f"{where}.type: a plugin gave {store!r} as the store {name!r}; {lacks} (see deepspeed.checkpoint.store)"
         )
     return store  # type: ignore[no-any-return]
+
+
+# A storage is saved as it is if at least this part of it is wanted: copying costs as much memory as it saves disk.
+_WORTH_SAVING_WHOLE = 0.9
+
+
+def map_tensors(item: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """Return `item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt.
+    A dict or list that occurs in several places, or in itself, does so in the result.
+
+    Args:
+        kind: type that is changed in place of tensors.
+    """
+    made: dict[int, Any] = {}  # by id of a dict or list
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, kind):
+            return change(item)
+        if id(item) in made:
+            return made[id(item)]
+        if isinstance(item, dict):
+            mapped = made[id(item)] = copy.copy(item)  # keeps the type, and a module's `state_dict()._metadata`
+            for key, value in item.items():
+                mapped[key] = walk(value)
+            return mapped
+        if isinstance(item, list):
+            items = made[id(item)] = type(item)()
+            items.extend(walk(value) for value in item)
+            return items
+        if isinstance(item, tuple) and not isinstance(item, torch.Size):
+            values = [walk(value) for value in item]
+            return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+        return item
+
+    return walk(item)
+
+
+def with_placeholders(state: Any, change: Callable[[PendingTensor], Tensor]) -> Any:
+    """Return `state` with `change(t)` in place of each `PendingTensor`; the same object if it has none."""
+    found: list[PendingTensor] = []
+    map_tensors(state, found.append, PendingTensor)
+    return map_tensors(state, change, PendingTensor) if found else state
+
+
+def compact(state: Any) -> Any:
+    """Return `state` with copies of tensors that are small views of large storages. Called before `torch.save`.
+
+    `torch.save` writes the whole storage behind a tensor, so a shard that is a view of a flat buffer would drag in the
+    whole buffer. Views that together cover their storage are not copied; views of the same elements (tied weights) stay
+    one tensor.
+    """
+    views: dict[int, set[tuple[Any, ...]]] = {}
+    sizes: dict[int, int] = {}
+    for tensor in _dense_tensors(state):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        views.setdefault(storage.data_ptr(), set()).add(_view(tensor))
+    wasteful = {
+        pointer
+        for pointer, size in sizes.items()
+        if sum(nbytes for nbytes, *_ in views[pointer]) < _WORTH_SAVING_WHOLE * size
+    }
+    if not wasteful:
+        return state
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def separate(tensor: Tensor) -> Tensor:
+        if not _is_dense(tensor) or tensor.untyped_storage().data_ptr() not in wasteful:
+            return tensor
+        key = (tensor.untyped_storage().data_ptr(), *_view(tensor))
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        return copies[key]
+
+    return map_tensors(state, separate)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain view of bytes somewhere (not sparse, quantized, meta, nor a subclass's facade)."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_quantized and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
+
+
+def _dense_tensors(item: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(item, lambda tensor: found.append(tensor) if _is_dense(tensor) else None)
+    return iter(found)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a copy of `item` (nested dicts, lists, tuples) whose tensors have storages of their own, on `device`.
+
+    Users and Accelerate call it on a `state_dict` before `torch.save`: a weight that is a view of a flat buffer would
+    otherwise bring the whole buffer into the file. Values that are no tensors are passed through.
+    """
+    target = torch.device(device)
+
+    return map_tensors(item, lambda tensor: tensor.detach().to(target, copy=True))

@@ -1,6 +1,6 @@
 """Record the first failure in a group in the job's store, so that a rank that fails later can name the cause.
 
-Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu; `give_up.py` leaves all groups of a rank. Ranks that meet
+Used by `watch.py` and `direct.py` of ds-ext-cpu; `give_up.py` leaves all groups of a rank. Ranks that meet
 to make a group have no record for it yet, so `tell` also stores each failure of the job under its number.
 
 [Note: a rank that leaves] A rank that fails does not block: its exception must reach the user although its peers may be

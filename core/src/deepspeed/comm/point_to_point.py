@@ -14,10 +14,9 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm import parted
 from deepspeed.comm.backend import Messages, Work
 from deepspeed.comm.give_up import join
-from deepspeed.comm.issued import Collective
 from deepspeed.comm.record import counted
 from deepspeed.comm.torch_group import group_backend
-from deepspeed.comm.watch import Watch
+from deepspeed.comm.watch import Collective, Watch
 
 
 class PointToPoint:

@@ -23,10 +23,9 @@ from deepspeed.comm.backend import (
     no_group_error,
     parts_of,
 )
-from deepspeed.comm.issued import CARRIER_NUMEL, Collective
 from deepspeed.comm.record import RecordedGroup, comms_logger, waits
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, StagingPool, TensorCollectives, Transport
-from deepspeed.comm.watch import Watch
+from deepspeed.comm.watch import CARRIER_NUMEL, Collective, Watch
 from deepspeed.errors import CommError, PluginError, counted
 from deepspeed.log import warn_once
 from deepspeed.ops.implementations import HOST

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
-from deepspeed.comm.together import together
+from deepspeed.comm.give_up import together
 from deepspeed.comm.values import check_same
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.compression import asks_for_moq, rounds_after_steps
@@ -34,7 +34,6 @@ from deepspeed.engine.observers import (
     create_observers,
     create_profile,
     create_slow_ranks,
-    notify,
 )
 from deepspeed.engine.optimizers import (
     OptimizerLike,
@@ -400,7 +399,7 @@ def _initialize(
     log.announce(start_line(engine))
     if settings.dump_state:
         log.report(settings.describe())
-    notify("ds_engine_ready", engine=engine)
+    plugin_manager().notify("ds_engine_ready", engine=engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -18,8 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layout import location
-from deepspeed.comm.give_up import begin_use
-from deepspeed.comm.together import note_engine_gone
+from deepspeed.comm.give_up import begin_use, note_engine_gone
 from deepspeed.compatibility import FEATURES
 from deepspeed.config.constants import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
@@ -30,6 +29,7 @@ from deepspeed.engine.export import refuse_unknown_division, whole_weights
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import EXIT_CODE, Saving
 from deepspeed.engine.training import Accumulation, Training
+from deepspeed.engine.training_state import load_module, module_state_dict
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once
@@ -651,9 +651,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the module's state dict, on request without frozen parameters."""
-        return export.module_state_dict(
-            self.module, destination, prefix, keep_vars, exclude_frozen=exclude_frozen_parameters
-        )
+        return module_state_dict(self.module, destination, prefix, keep_vars, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
@@ -668,7 +666,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 f"load_module_state_dict: found the keys {', '.join(map(repr, list(checkpoint)[:3])) or 'none'} in "
                 'checkpoint, and none named "module", which has the weights; pass {"module": state_dict}'
             )
-        export.load_module(self.module, checkpoint["module"], strict=strict, custom_load_fn=custom_load_fn)
+        load_module(self.module, checkpoint["module"], strict=strict, custom_load_fn=custom_load_fn)
         self.sharding.masters_from_weights()
 
     def save_16bit_model(

@@ -83,12 +83,6 @@ class StepStats:
         return float(self.norm)
 
 
-def notify(event: str, **values: Any) -> None:
-    """Call one event hook of all plugins. A plugin that fails is named in the log once, and training goes on."""
-    for plugin, error in plugin_manager().notify(event, **values).items():
-        warn_once(f"plugin {plugin!r} failed in {event}: {type(error).__name__}: {error}", (-1,))
-
-
 class Observers:
     """The engine calls `Observers` at each phase and after each step. `build.py` creates it.
 
@@ -175,7 +169,7 @@ class Observers:
             lr, momentum: of each parameter group, for the next step.
         """
         if self._plugins.active.hook.ds_step_end.get_hookimpls():  # most often no plugin has this hook
-            notify("ds_step_end", stats=stats)
+            self._plugins.notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0
         is_shown = is_due and is_writer() and log.shows_asked_for()  # else nobody would see it

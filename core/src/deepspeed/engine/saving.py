@@ -22,7 +22,6 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
-from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, validate_tag
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.layout import is_remote, location
@@ -43,14 +42,13 @@ from deepspeed.engine.adapting import (
     with_own_states,
     with_own_weights,
 )
-from deepspeed.engine.export import changed_since, check_module_state, fill_module
-from deepspeed.engine.observers import notify
-from deepspeed.engine.training_state import TrainingState
+from deepspeed.engine.training_state import TrainingState, changed_since, check_module_state, fill_module
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
 from deepspeed.log import announce, warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, expert_groups, expert_sizes, parts_held, whole_names
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.plugins import plugin_manager
 from deepspeed.precision import FP16
 from deepspeed.zero.fragments import safe_set_full_fp32_param
 from deepspeed.zero.managed import manager_of
@@ -215,7 +213,7 @@ class Saving:
             save_latest=save_latest,
         )
         announce(f"checkpoint {os.path.join(save_dir, name)} is {'being written' if is_pending else 'saved'}")
-        notify("ds_checkpoint_saved", directory=save_dir, tag=name)
+        plugin_manager().notify("ds_checkpoint_saved", directory=save_dir, tag=name)
 
     def wait(self) -> None:
         """See `DeepSpeedEngine.wait_for_checkpoint`."""
@@ -429,7 +427,7 @@ def create_saving(
     if checkpointer.copies_later:
         sharding.states.wait_for_copy = checkpointer.wait_for_copy
     meet = None
-    if len(ranks := comm.get_all_ranks_from_group(mesh.norm_group)) > 1:
+    if len(ranks := torch_dist.get_process_group_ranks(mesh.norm_group)) > 1:
         meet = Arrivals(ranks, f"saves of ranks {name_of(ranks)}", section.wait_s).wait_for_all
     return Saving(
         state,
@@ -496,4 +494,4 @@ def _deepspeed_sub_group_size(section: CheckpointConfig, state: TrainingState, n
 
 def _gather(value: Any, group: ProcessGroup) -> list[Any]:
     """Return the values of all ranks of `group`, which share a checkpoint, in rank order."""
-    return all_gather_values(value, group) if comm.get_world_size(group) > 1 else [value]
+    return all_gather_values(value, group) if group.size() > 1 else [value]

@@ -1,20 +1,26 @@
-"""Convert the state of training to plain values for a checkpoint, and back. Called by `saving.py`."""
+"""Convert the state of training to plain values for a checkpoint, and back. Called by `saving.py`.
 
-from collections.abc import Collection, Mapping
+`check_module_state` compares saved weights with the module before they are loaded: `load_state_dict` overwrites what
+fits, and complains only afterwards.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import LoadedCheckpoint
 from deepspeed.checkpoint.model_ranks import DIVISION, Division
 from deepspeed.checkpoint.saved_states import PARAM_NAMES
-from deepspeed.checkpoint.tensors import map_tensors
+from deepspeed.checkpoint.stores import map_tensors
+from deepspeed.checkpoint.tensors import StoredTensor
 from deepspeed.config import redacted
-from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.log import warn_once
 from deepspeed.optim.saved_state import (
     check_each_state,
@@ -27,8 +33,8 @@ from deepspeed.optim.saved_state import (
 )
 from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as sharded_states
-from deepspeed.zero.param_unit import shape_of
-from deepspeed.zero.redistribute import as_it_is, saved_part
+from deepspeed.zero.param_unit import shape_of, unit_of
+from deepspeed.zero.redistribute import IS_OURS, as_it_is, saved_part
 from deepspeed.zero.sharding import Sharding
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -304,3 +310,178 @@ def _states_of(names: Collection[str], optimizer: dict[str, Any] | None) -> dict
         number for group, its in by_group for number, name in zip(group["params"], its, strict=True) if name in names
     }
     return {**optimizer, "state": {number: state for number, state in optimizer["state"].items() if number in kept}}
+
+
+_SHOWN = 6  # names in one message
+_FILLED = "num_batches_tracked"  # torch's batch norms fill it in where it is older than their counter
+_VERSION_WITH_COUNTER = 2
+_EXTRA = "_extra_state"  # torch's key of what a module's `get_extra_state` gives
+
+
+def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, source: str) -> None:
+    """Refuse weights that `module.load_state_dict(saved, strict)` would refuse. Called before it, on each rank.
+
+    Args:
+        strict: names must match too; otherwise only the shapes under common names must.
+        source: name of the weights in the message: a path, or the call that got them.
+
+    `load_state_dict` itself checks names that a hook after the load may forgive, and everything below a module that
+    translates older weights (a hook before the load, or a `_load_from_state_dict` of its own).
+
+    Raises:
+        CheckpointError: says which names and shapes; nothing was changed.
+    """
+    if getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return
+    children = [(f"{name}." if name else "", child) for name, child in module.named_modules(remove_duplicate=False)]
+    translated = tuple(prefix for prefix, child in children if _translates(child))
+    own = {prefix + name: value for prefix, child in children for name, value in _held(child)}
+    own = {name: value for name, value in own.items() if not name.startswith(translated)}
+    theirs = {name: value for name, value in saved.items() if not name.startswith(translated)}
+    misfits = [
+        f"{name} is {_shape(theirs[name])} there and {_shape(value)} in the model"
+        for name, value in own.items()
+        if name in theirs and not _fits(theirs[name], value)
+    ]
+    faults = list(misfits)
+    missing: list[str] = []
+    if strict and not any(child._load_state_dict_post_hooks for _, child in children):
+        versions = getattr(saved, "_metadata", None) or {}
+        filled = {prefix + _FILLED for prefix, child in children if _fills(child, versions.get(prefix[:-1], {}))}
+        missing = [name for name in own if name not in theirs and name not in filled]
+        faults += [f"{name} is missing there" for name in missing]
+        faults += [f"{name} is not in the model" for name in theirs if name not in own]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        if len(faults) == len(missing) and all(_is_frozen(own[name]) for name in missing):
+            raise CheckpointError(
+                f"{source}: the frozen parameters {', '.join(missing[:_SHOWN])}{more} are missing there, as after a "
+                "save with exclude_frozen_parameters=True. Nothing was loaded; say strict=False (load_module_strict) "
+                "to keep their values in the model"
+            )
+        advice = "" if misfits else ", or say strict=False (load_module_strict) to leave out what only one side has"
+        raise CheckpointError(
+            f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
+            f"build the model of the save{advice}"
+        )
+
+
+def fill_module(
+    module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
+) -> None:
+    """Load checked weights with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
+    stacked = {name: value for name, value in saved.items() if isinstance(value, StoredTensor)}
+    with as_it_is():
+        if custom_load_fn is not None:
+            custom_load_fn(src={**saved, **{name: value.whole() for name, value in stacked.items()}}, dst=module)
+            return
+        if stacked:
+            saved = copy.copy(saved)  # keeps `_metadata`
+        own = module.state_dict(keep_vars=True) if stacked else {}
+        for name, value in stacked.items():
+            if name in own:
+                own[name].detach().view(-1).copy_(value.whole().view(-1))
+                saved[name] = own[name].detach()  # type: ignore[index]
+        module.load_state_dict(saved, strict=strict)
+
+
+def changed_since(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """Return the parameters to which a `custom_load_fn` gave other values than the saved ones, with the new values.
+    Sharded parameters are left out, with a warning: the function did not get their values."""
+    changed, sharded = [], []
+    for name, param in module.named_parameters():
+        unit = unit_of(param)
+        if unit is not None and unit.is_sharded:
+            sharded.append(name)
+            continue
+        value = saved.get(name)
+        value = value.whole() if isinstance(value, StoredTensor) else value
+        if value is None or value.shape != param.shape or not torch.equal(param.detach(), value.to(param)):
+            changed.append((param, param.detach().clone()))
+    if sharded:
+        warn_once(
+            f"load_checkpoint: custom_load_fn got no values of {counted(len(sharded), 'sharded parameter')}, such as "
+            f"{sharded[0]}: at stage 3 each rank has a part of them, which was loaded as it was saved. Change them "
+            "after the load, in deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+    return changed
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of each entry of this module itself that `load_state_dict` fills; None for extra state."""
+    yield from ((name, param) for name, param in module._parameters.items() if param is not None)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+    if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+        yield _EXTRA, None
+
+
+def _is_frozen(value: Tensor | None) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def _translates(module: torch.nn.Module) -> bool:
+    hooks = [hook for hook in module._load_state_dict_pre_hooks.values() if not hasattr(hook, IS_OURS)]
+    return bool(hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
+
+
+def _fills(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether torch fills in the counter of a batch norm that was saved by a version without counters."""
+    return _definer(module) is not torch.nn.Module and (saved.get("version") or 0) < _VERSION_WITH_COUNTER
+
+
+def _definer(module: torch.nn.Module) -> type:
+    """Return the class that defines the module's `_load_from_state_dict`."""
+    return next(cls for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+
+
+def _fits(saved: Any, own: Tensor | None) -> bool:
+    if own is None:
+        return True
+    if not isinstance(saved, Tensor | StoredTensor) or _form(saved):
+        return False
+    return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)  # torch takes the first element
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor | StoredTensor):
+        return f"a {type(value).__name__}"
+    return f"{form} {tuple(value.shape)}" if (form := _form(value)) else str(tuple(value.shape))
+
+
+def _form(value: Tensor | StoredTensor) -> str:
+    """Name the kind of a tensor whose values a parameter cannot take; return "" for other tensors."""
+    if isinstance(value, StoredTensor):
+        return ""
+    if value.is_meta or value.is_nested or value.is_quantized:
+        return "a meta tensor" if value.is_meta else "a nested tensor" if value.is_nested else "a quantized tensor"
+    return "" if value.layout == torch.strided else "a sparse tensor"
+
+
+def module_state_dict(
+    module: torch.nn.Module,
+    destination: dict[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+    *,
+    exclude_frozen: bool = False,
+) -> dict[str, Any]:
+    """Return the module's state dict, on request without frozen parameters."""
+    state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[arg-type,type-var]
+    if exclude_frozen:
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
+    return state
+
+
+def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: bool, custom_load_fn: Any = None) -> None:
+    """Load weights into the module.
+
+    Raises:
+        CheckpointError: for weights of another model; nothing was changed.
+    """
+    if custom_load_fn is None:
+        check_module_state(module, weights, strict=strict, source="load_module_state_dict")
+    fill_module(module, weights, strict=strict, custom_load_fn=custom_load_fn)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.model_ranks import DIVISION, Division, Source
-from deepspeed.checkpoint.tensors import JoinedTensor, StoredTensor
-from deepspeed.checkpoint.weight_files import WeightFile, open_weights
+from deepspeed.checkpoint.tensors import JoinedTensor, StoredTensor, WeightFile, open_weights
 from deepspeed.config.intake import unknown_key
 from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.parallel.model_part import ModelPart

@@ -29,7 +29,7 @@ from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.checkpointer import Ranks, alone
 from deepspeed.checkpoint.load import Position
-from deepspeed.checkpoint.tensors import compact
+from deepspeed.checkpoint.stores import compact
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.inference import GRAPHS, DeepSpeedInferenceConfig
 from deepspeed.config.precision import dtype_name

@@ -52,14 +52,6 @@ _PARTS_OF_SCHEDULES = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _CHUNK_NUMEL = 1 << 22
 
 
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of master weights in checkpoints, for parameters of `dtype`.
-
-    This is fp32, or for a wider or complex `dtype` the result of torch's promotion with fp32.
-    """
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32
-
-
 def check_options(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Compare the options of saved groups with the options of this run's groups, which they replace.
 

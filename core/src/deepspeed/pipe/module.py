@@ -24,7 +24,7 @@ from torch.nn import Module, ModuleDict, Parameter
 import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
-from deepspeed.comm.together import together
+from deepspeed.comm.give_up import together
 from deepspeed.errors import ConfigError, PipelineError, counted, either
 from deepspeed.parallel.model_part import mark_tied
 from deepspeed.pipe.layers import (

@@ -190,13 +190,10 @@ class PluginManager:
             self._load_features()
         return self.active.hook
 
-    def notify(self, event: str, **values: Any) -> dict[str, Exception]:
-        """Call the event hook of every active plugin, even if one of them fails.
-
-        Returns:
-            Plugin name -> the exception that it raised; empty if none failed.
-        """
-        return self.ask_all(event, **values)[1]
+    def notify(self, event: str, **values: Any) -> None:
+        """Call an event hook of all active plugins. A plugin that fails is named in the log once; training goes on."""
+        for plugin, error in self.ask_all(event, **values)[1].items():
+            warn_once(f"plugin {plugin!r} failed in {event}: {type(error).__name__}: {error}", (-1,))
 
     def ask_all(self, hook: str, /, **values: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Call `hook` of every active plugin, even if one of them fails.

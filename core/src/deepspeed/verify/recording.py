@@ -32,8 +32,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.trial import write_json
-from deepspeed.checkpoint.dcp_file import is_dcp_folder
-from deepspeed.checkpoint.layout import LATEST_FILE
+from deepspeed.checkpoint.layout import LATEST_FILE, is_dcp_folder
 from deepspeed.config.precision import dtype_name
 from deepspeed.engine import export
 from deepspeed.engine.engine import DeepSpeedEngine

@@ -25,8 +25,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from deepspeed import comm
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.give_up import begin_in
 from deepspeed.comm.parted import in_call
-from deepspeed.comm.together import begin_in
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.training import AioConfig

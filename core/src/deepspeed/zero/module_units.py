@@ -25,9 +25,8 @@ from torch.nn import Module, Parameter
 
 from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.give_up import begin_use, give_up
+from deepspeed.comm.give_up import arrive_in, begin_use, give_up
 from deepspeed.comm.parted import RanksParted
-from deepspeed.comm.together import arrive_in
 from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.zero import LEAF_CLASSES
 from deepspeed.errors import CommError, StateError

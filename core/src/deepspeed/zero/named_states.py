@@ -22,11 +22,10 @@ from deepspeed.optim.saved_state import (
     check_saved_state,
     check_state,
     is_moment,
-    master_dtype,
 )
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
-from deepspeed.zero.state_dict import restore_param_groups
+from deepspeed.zero.state_dict import master_dtype, restore_param_groups
 from deepspeed.zero.unit import owned_copy
 
 if TYPE_CHECKING:

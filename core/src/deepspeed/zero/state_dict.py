@@ -37,7 +37,6 @@ from deepspeed.optim.saved_state import (
     check_options,
     check_saved_state,
     check_state,
-    master_dtype,
 )
 from deepspeed.optim.traits import kept_options
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
@@ -488,3 +487,11 @@ def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
 
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of master weights in checkpoints, for parameters of `dtype`.
+
+    This is fp32, or for a wider or complex `dtype` the result of torch's promotion with fp32.
+    """
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float32

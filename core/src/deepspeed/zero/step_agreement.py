@@ -24,10 +24,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend, Work, as_work
 from deepspeed.comm.give_up import join
-from deepspeed.comm.issued import Collective
 from deepspeed.comm.own_group import host_group
 from deepspeed.comm.record import comms_logger, waited
-from deepspeed.comm.watch import Watch
+from deepspeed.comm.watch import Collective, Watch
 from deepspeed.errors import CommError
 from deepspeed.optim.norm import ExactSquares
 from deepspeed.parallel.model_part import counted_numel, is_tensor_parallel

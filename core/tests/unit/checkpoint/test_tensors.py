@@ -4,8 +4,7 @@ import collections
 import io
 
 import torch
-from deepspeed.checkpoint.tensors import compact, map_tensors
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.stores import clone_tensors_for_torch_save, compact, map_tensors
 
 Pair = collections.namedtuple("Pair", "left right")
 

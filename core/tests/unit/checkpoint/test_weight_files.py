@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from deepspeed.checkpoint.weight_files import open_weights
+from deepspeed.checkpoint.tensors import open_weights
 from deepspeed.errors import CheckpointError
 from safetensors.torch import save_file
 

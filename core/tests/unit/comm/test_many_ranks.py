@@ -6,8 +6,8 @@ Ranks and their clock are simulated (`deepspeed.testing.many_ranks`), so the cou
 import pytest
 from deepspeed.comm import parted
 from deepspeed.comm.failure import FailureRecord
-from deepspeed.comm.issued import Collective, Issued
 from deepspeed.comm.values import Arrivals, name_of
+from deepspeed.comm.watch import Collective, Issued
 from deepspeed.testing.many_ranks import ManyRanks
 from torch import float32
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from deepspeed.engine.export import check_module_state
+from deepspeed.engine.training_state import check_module_state
 from deepspeed.errors import CheckpointError
 from torch import nn
 
