@@ -37,7 +37,7 @@ import torch.distributed.checkpoint as dcp
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.stores import map_tensors
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 MIB = 2**20
 STEPS = "steps"

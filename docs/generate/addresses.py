@@ -225,7 +225,7 @@ COLLECTIONS = {
     },
     "runtime.utils": {
         "CheckOverflow": "optim.norm:CheckOverflow",
-        "PartitionedTensor": "parallel.partitioned_tensor:PartitionedTensor",
+        "PartitionedTensor": "pipe.messages:PartitionedTensor",
         **{
             name: f"data.loader:{name}"
             for name in ("compare_tensors_in_structures", "copy_to_device", "get_tensor_bytes")

@@ -22,7 +22,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from deepspeed.zero import state_dict
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 from torch import nn
 
 WORLD_SIZE = 2

@@ -30,7 +30,7 @@ from deepspeed.checkpoint.stores import with_placeholders, write_state
 from deepspeed.checkpoint.writer import Ending
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 _FIRST_BYTES = 64 * 2**20
 _MIN_TAKEN_BYTES = 16 * 2**20  # allocated at a time, up to the end of the mapping

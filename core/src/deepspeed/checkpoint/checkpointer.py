@@ -42,7 +42,7 @@ from deepspeed.checkpoint.tags import (
 from deepspeed.comm.failure import PeerFailed, held, let_through
 from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
 from deepspeed.log import logger
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 T = TypeVar("T")
 Gather = Callable[[str | None], list[str | None]]

@@ -38,7 +38,7 @@ from deepspeed.checkpoint.stores import compact
 from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.writer import COMMITTER
 from deepspeed.errors import ConfigError
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.checkpointer import Ranks

@@ -35,7 +35,7 @@ from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.log import warn_once
 from deepspeed.ops.op_builder.cache import owner_has_ended, owner_mark
 from deepspeed.plugins import plugin_manager
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 
 class TorchStore(FolderStore):

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.tags import SavedTag, read_latest, saved_tags
 from deepspeed.checkpoint.tensors import StackedTensor, StoredTensor
 from deepspeed.cli.ckpt_commands import Result, as_size, asked_tags, no_tags, warn
 from deepspeed.cli.console import make_table
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import dtype_name
 from deepspeed.errors import CheckpointError
 
 _COLUMNS = ("tag", "step", "stage", "ranks", "size", "date", "complete", "latest")

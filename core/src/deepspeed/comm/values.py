@@ -392,3 +392,8 @@ def _all_gather(
             f"{waited}not all came: {first_line(error)}. {calls}; see whether one of them did not, or failed before"
         ) from error
     return [theirs.cpu() for theirs in gathered]
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return torch's name of a torch.dtype, such as "bfloat16", for messages and files."""
+    return str(dtype).removeprefix("torch.")

@@ -38,8 +38,7 @@ from deepspeed.comm import failure, parted
 from deepspeed.comm.backend import Work, ends_within, is_over, timeout_of
 from deepspeed.comm.failure import FailureRecord, PeerFailed, ended_clause
 from deepspeed.comm.own_group import own_group
-from deepspeed.comm.values import Arrivals
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import Arrivals, dtype_name
 from deepspeed.errors import CommError, counted, first_line
 
 #: an all-reduce of at most this many fp64 numbers carries the checksum

@@ -49,11 +49,6 @@ def canonical_dtype(name: Any) -> str:
     raise ValueError(f"unknown data type {name!r}; allowed: fp32, fp16, bf16")
 
 
-def dtype_name(dtype: "torch.dtype") -> str:
-    """Return torch's name of a torch.dtype, such as "bfloat16", for messages and files."""
-    return str(dtype).removeprefix("torch.")
-
-
 def torch_dtype(name: str) -> "torch.dtype":
     """Return the torch.dtype of a canonical name."""
     import torch  # late: processes that read a config need not load torch

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import dtype_name
 from deepspeed.errors import ConfigError, counted, environment_int
 
 

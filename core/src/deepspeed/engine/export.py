@@ -12,8 +12,7 @@ from torch.nn import Module
 
 from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
-from deepspeed.comm.values import all_gather_values
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import all_gather_values, dtype_name
 from deepspeed.engine.training_state import module_state_dict
 from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist

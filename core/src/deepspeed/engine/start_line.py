@@ -7,8 +7,7 @@ import torch
 from deepspeed import comm
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.values import all_gather_values
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import all_gather_values, dtype_name
 from deepspeed.errors import counted
 from deepspeed.ops import registry
 from deepspeed.ops.optimizer import KernelOptimizer

@@ -30,9 +30,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.checkpointer import Ranks, alone
 from deepspeed.checkpoint.load import Position
 from deepspeed.checkpoint.stores import compact
-from deepspeed.comm.values import all_gather_values
+from deepspeed.comm.values import all_gather_values, dtype_name
 from deepspeed.config.inference import GRAPHS, DeepSpeedInferenceConfig
-from deepspeed.config.precision import dtype_name
 from deepspeed.engine.export import tensor_parallel_whole
 from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError, first_line

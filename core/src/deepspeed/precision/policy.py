@@ -34,8 +34,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed._absent_members import absent_members
+from deepspeed.comm.values import dtype_name
 from deepspeed.config.base import AUTO
-from deepspeed.config.precision import TorchAutocastConfig, dtype_name
+from deepspeed.config.precision import TorchAutocastConfig
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted
 from deepspeed.log import report, warn_once
 

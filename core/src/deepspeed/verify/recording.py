@@ -33,7 +33,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.trial import write_json
 from deepspeed.checkpoint.layout import LATEST_FILE, is_dcp_folder
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import dtype_name
 from deepspeed.engine import export
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import StepStats

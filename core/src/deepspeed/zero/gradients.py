@@ -28,8 +28,7 @@ from deepspeed.comm.give_up import give_up, makes_collectives_besides
 from deepspeed.errors import CommError, StateError, counted, first_line
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.backward_window import BackwardWindow, see_calls
-from deepspeed.zero.exposed_grads import ExposedGrads
-from deepspeed.zero.gradient_memory import GradientMemory
+from deepspeed.zero.gradient_memory import ExposedGrads, GradientMemory
 from deepspeed.zero.gradient_reduction import GradientReduction, ReplicaSum, TouchedRows
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit

@@ -29,7 +29,7 @@ from deepspeed.errors import StateError
 from deepspeed.optim import takes_only_sparse
 from deepspeed.optim.traits import is_muon, unwrapped
 from deepspeed.zero import managed
-from deepspeed.zero.exposed_grads import hint_at_clipping
+from deepspeed.zero.gradient_memory import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of

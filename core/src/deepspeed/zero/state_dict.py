@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.comm.values import all_gather_values
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import all_gather_values, dtype_name
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import (
     OF_PARAMETERS,
@@ -41,9 +40,8 @@ from deepspeed.optim.saved_state import (
 from deepspeed.optim.traits import kept_options
 from deepspeed.zero.layout import Run, contiguous, even_cuts, in_parameters, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
-from deepspeed.zero.pending_tensor import PendingTensor
 from deepspeed.zero.placement import MASTER
-from deepspeed.zero.redistribute import pieces_of, redistribute
+from deepspeed.zero.redistribute import PendingTensor, pieces_of, redistribute
 from deepspeed.zero.unit import owned_copy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import dtype_name
 from deepspeed.errors import counted
 from deepspeed.zero.param_marks import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.background import BackgroundWriter, Orders, SharedMemo
 from deepspeed.checkpoint.save import save_in_background
 from deepspeed.checkpoint.tags import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 
 KEEP_LAST = 2
 
@@ -378,7 +378,7 @@ def test_another_store_is_refused():
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
-from deepspeed.zero.pending_tensor import PendingTensor
+from deepspeed.zero.redistribute import PendingTensor
 from test_background import BackgroundWriter, Checkpointer, save, writer_of
 
 directory, end = Path(sys.argv[1]), sys.argv[2]

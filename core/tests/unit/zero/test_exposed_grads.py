@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.zero import exposed_grads
+from deepspeed.zero import gradient_memory
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -12,7 +12,7 @@ CLIPPING = [clip_grad_norm_, clip_grad_value_]  # imported before there is an en
 @pytest.fixture
 def said(monkeypatch):
     said = []
-    monkeypatch.setattr(exposed_grads, "warn_once", said.append)
+    monkeypatch.setattr(gradient_memory, "warn_once", said.append)
     return said
 
 

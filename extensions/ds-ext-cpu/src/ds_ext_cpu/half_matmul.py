@@ -8,7 +8,7 @@ prevents it.
 """
 
 import torch
-from deepspeed.config.precision import dtype_name
+from deepspeed.comm.values import dtype_name
 from deepspeed.log import warn_once
 from deepspeed.ops import registry
 

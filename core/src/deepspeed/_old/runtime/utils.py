@@ -12,8 +12,8 @@ from deepspeed.optim.norm import (
     get_grad_norm,
     get_weight_norm,
 )
-from deepspeed.parallel.partitioned_tensor import PartitionedTensor
 from deepspeed.pipe.layers import partition_balanced, partition_uniform
+from deepspeed.pipe.messages import PartitionedTensor
 from deepspeed.profiling.breakdown import see_memory_usage
 
 __all__ = [
