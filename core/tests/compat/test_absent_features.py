@@ -185,6 +185,15 @@ def test_every_engine_method_is_there_or_in_the_table(name):
     assert hasattr(deepspeed.DeepSpeedEngine, name) != (name in ABSENT_METHODS)
 
 
+def test_what_is_said_of_rounding_in_training_names_what_there_is_now():
+    advice = (
+        "the section quantize_training of the configuration, and engine.compression_scheduler for compression_training"
+    )
+    with pytest.raises(AttributeError, match=advice):
+        deepspeed.DeepSpeedEngine.quantize_training  # noqa: B018 - asked for what it says
+    assert "deepspeed.runtime.eigenvalue.Eigenvalue" in FEATURES["eigenvalue"].instead
+
+
 # ---- the table ----------------------------------------------------------------------------------------------------
 
 

@@ -112,7 +112,9 @@ FEATURES = {
     "DeepCompile": Feature("DeepCompile", "call engine.compile(), which uses torch.compile"),
     "DualPipeV": Feature("the DualPipeV schedule", 'set "pipeline": {"schedule": "zero_bubble"}'),
     "Domino": Feature("Domino", "use data parallelism"),
-    "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
+    "eigenvalue": Feature(
+        "a part of eigenvalue estimation", "use deepspeed.runtime.eigenvalue.Eigenvalue, or the section eigenvalue"
+    ),
     "elasticity": Feature(
         "a part of DeepSpeed's elasticity", "use deepspeed.elasticity, or run deepspeed --elastic_training"
     ),
@@ -196,7 +198,10 @@ _INSTEAD = {
     "get_wall_clock_timers": "read engine.timers",
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
-    "quantize_training": "read compression_training of the configuration, and engine.compression_scheduler",
+    "quantize_training": (
+        "read the section quantize_training of the configuration, and engine.compression_scheduler for "
+        "compression_training"
+    ),
     "register_compile_pass": _COMPILE,
     "sparse_all_gather": _SPARSE,
     "sparse_allreduce": _SPARSE,
