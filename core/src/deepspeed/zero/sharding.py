@@ -31,6 +31,7 @@ from deepspeed.optim.traits import is_muon, unwrapped
 from deepspeed.zero import managed
 from deepspeed.zero.gradient_memory import hint_at_clipping
 from deepspeed.zero.gradients import BackwardPlan, Gradients
+from deepspeed.zero.matrix_exchange import MatrixExchange
 from deepspeed.zero.module_hooks import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.redistribute import unwatch, watch
@@ -38,7 +39,7 @@ from deepspeed.zero.states import OutsideChanges, States, note_write
 from deepspeed.zero.step_agreement import Scalar
 from deepspeed.zero.unit_groups import broadcast_from
 from deepspeed.zero.units import ShardingOptions, Units
-from deepspeed.zero.update import MatrixExchange, OptimizerUpdate, TouchedRows, multiply, takes_one_pass
+from deepspeed.zero.update import OptimizerUpdate, TouchedRows, multiply, takes_one_pass
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
