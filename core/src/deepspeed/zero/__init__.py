@@ -2,14 +2,15 @@
 
 May import `precision`, `optim`, `parallel`, `comm` and below. Read `stages.py` (what is divided), `sharding.py` (the
 step), then its parts: `units.py`, `unit.py` and `layout.py`; `gradients.py`, `backward_window.py`,
-`gradient_memory.py`, `gradient_reduction.py` and `bucket.py`; `update.py`; `states.py`. Stage 3: `param_unit.py`,
-`fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py` (`zero.Init`) and `gather.py`. Checkpoints:
-`state_dict.py`, `named_states.py`, `redistribute.py`. Names load on first use.
+`gradient_memory.py`, `gradient_reduction.py` and `bucket.py`; `update.py` and `matrix_exchange.py`; `states.py`.
+Stage 3: `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`, then `construct.py` (`zero.Init`) and
+`gather.py`. Checkpoints: `state_dict.py`, `named_states.py`, `redistribute.py`. Names load on first use.
 
     a gradient is averaged over ranks       `Bucket` multiplies by the factor of `ZeroStage.begin_backward`, and
                                             `ZeroStage.reduce` sums
     a gathered weight is freed or kept      `ParamFetcher.release_or_keep`, called by the hooks of `module_hooks.py`
-    an optimizer needs whole matrices       `Units.attach` gives it whole parameters, or refuses it at stage 3
+    an optimizer needs whole matrices       `Units.attach` gives it whole parameters, or refuses it at stage 3;
+                                            `MatrixExchange` is Muon's way there
 """
 
 import sys
