@@ -296,6 +296,26 @@ def test_of_an_optimizer_with_a_step_of_its_own_it_says_what_is_not_known() -> N
     run_ranks(1, refuse_unknown_step)
 
 
+def run_without_parameters() -> bool:
+    """As Lightning does where configure_optimizers returns None: its optimizer has no groups."""
+    net = create_net()
+    wanted = net[0].weight.detach().clone()
+    optimizer = BadAdam(net.parameters())
+    optimizer.param_groups.clear()
+    config = {**CONFIG, "optimizer": None, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(1, 8)).square().mean())
+    engine.step()
+    with pytest.raises(ConfigError, match="the update of BadAdam is not known to be elementwise"):
+        engine.optimizer.add_param_group({"params": [net[0].weight]})
+    with GatheredParameters(net[0].weight):
+        return torch.equal(net[0].weight, wanted)
+
+
+def test_an_optimizer_of_no_parameters_has_no_update_to_refuse() -> None:
+    assert run_ranks(2, run_without_parameters) == [True, True]
+
+
 def refuse_another_shape() -> None:
     with deepspeed.zero.Init(), pytest.raises(ValueError, match=r"parameter weight: .* of shape \(2, 2\), .* \(4, 8\)"):
         nn.Linear(8, 4).weight.data = torch.zeros(2, 2)

@@ -160,9 +160,9 @@ class Units:
         self._is_muon = is_muon(optimizer)
         # only stage 3 cuts the matrices of Muon, since its units are too small to divide between parameters
         self.keeps_params_whole = not is_elementwise and not (self._is_muon and self._stage.divides_parameters)
-        if self.keeps_params_whole and optimizer is not None:
-            self._stage.refuse_not_elementwise(optimizer)
         groups = optimizer.param_groups if optimizer is not None else []
+        if self.keeps_params_whole and optimizer is not None and any(group["params"] for group in groups):
+            self._stage.refuse_not_elementwise(optimizer)
         if self._stage.divides_parameters:
             self.modules = self._divide(module, [param for group in groups for param in group["params"]])
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
@@ -185,6 +185,8 @@ class Units:
         assert optimizer is not None
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
+        if self.keeps_params_whole:
+            self._stage.refuse_not_elementwise(optimizer)
         self._refuse_attached(len(optimizer.param_groups), params)
         added = f"{self._described(params)}; {settings_of(param_group)}"
         check_same({"the added group of parameters": added}, self._group)
