@@ -396,6 +396,7 @@ def test_the_same_engine_without_a_bug_finds_it(name, tmp_path):
             ({}, WIDE, (), "train_batch_size is 16, and 4 by the configuration of the script"),
             (STAGES[1], FP16[1], (), "other.json: ds_verify: found fp16"),
             ({}, {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, (), "zero_quantized_weights"),
+            ({}, {**STAGES[0], "local_sgd": {"enabled": True}}, (), "local_sgd, by which each rank trains a copy"),
         ],
         lambda config, *_: not config,
     ),

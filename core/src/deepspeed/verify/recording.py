@@ -42,6 +42,7 @@ from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import expert_group_of, expert_sizes, parts_held
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.stages import LocalSteps
 
 #: packages whose hooks do not belong to the script
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "lightning", "peft", "trl")
@@ -439,6 +440,8 @@ class RecordedEngine(VerifiedEngine):
             found.append("quantize_training")
         if "OneBit" in (name := type(self.basic_optimizer).__name__) or "ZeroOne" in name:
             found.append(f"the optimizer {name}, which sends rounded sums")
+        if isinstance(self.sharding.options.stage, LocalSteps):
+            found.append("local_sgd, by which each rank trains a copy of its own")
         if found:
             raise ConfigError(
                 f"ds_verify: found {' and '.join(found)}, which has no equal in another run; verify the script without"
