@@ -15,7 +15,7 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 
 SOURCE = Path(deepspeed.__file__).parent
-MAX_FILES, MIN_MEDIAN_LINES, MAX_SHORT = 337, 270, 19
+MAX_FILES, MIN_MEDIAN_LINES, MAX_SHORT = 338, 270, 19
 SHORT_LINES = 80
 #: two or three more than were seen: a rank that waits for its peer enters files that it else does not
 MAX_ENTERED = {
