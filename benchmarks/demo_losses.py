@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+#: LAMB scales an update to the size of its weights, so its lr is the relative change in a step
+LAMB = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-8, "min_coeff": 0.001}
 PARAMS = {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-8}
 LAYERS, SEQUENCE_LENGTH = 4, 128
 
@@ -42,13 +44,15 @@ def changes(kind: str, steps: int, theta: float) -> dict[str, Any]:
         "ZeroOneAdam": {
             "optimizer": {"type": "ZeroOneAdam", "params": {**PARAMS, "var_freeze_step": first, **intervals}}
         },
+        "Lamb": {"optimizer": {"type": "Lamb", "params": LAMB}},
+        "OneBitLamb": {"optimizer": {"type": "OneBitLamb", "params": {**LAMB, "freeze_step": first}}},
         "local_sgd": {"local_sgd": {"enabled": True, "sync_every": max(1, steps // 60)}},
         "layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": theta, "gamma": 0.6 / steps}},
         "random_ltd": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}},
     }[kind]
 
 
-KINDS = ("Adam", "OneBitAdam", "ZeroOneAdam", "local_sgd", "layer_drop", "random_ltd")
+KINDS = ("Adam", "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb", "local_sgd", "layer_drop", "random_ltd")
 
 
 def config_of(kind: str, steps: int, theta: float) -> dict[str, Any]:
