@@ -12,9 +12,9 @@ from torch import nn
 EVERY, ROUNDS, ACCUMULATION, CLIP = 3, 3, 2, 0.05
 INNER = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.9, 0.99], "eps": 1e-6}
 OUTER = {
-    "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-    "heavy": {"lr": 0.8, "momentum": 0.5, "nesterov": False},
-    "plain": {"lr": 1.0, "momentum": 0.0},
+    "diloco": {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
+    "heavy": {"outer_lr": 0.8, "outer_momentum": 0.5, "nesterov": False},
+    "plain": {"outer_lr": 1.0, "outer_momentum": 0.0},
 }
 
 

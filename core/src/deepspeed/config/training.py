@@ -61,12 +61,12 @@ class LocalSGDConfig(Section):
 
     enabled: Flag = key(False, "Average weights every few steps, in place of gradients in each.")
     sync_every: Int = key(500, "Steps between two averages, skipped ones included.", unit="steps", ge=1)
-    lr: Finite = key(
+    outer_lr: Finite = key(
         0.7,
-        "Outer learning rate, by which the copies' mean change is multiplied; 1 with momentum 0: plain averages.",
+        "Outer learning rate, by which the copies' mean change is multiplied; 1 with outer_momentum 0: plain averages.",
         gt=0,
     )
-    momentum: Float = key(0.9, "Outer momentum.", ge=0, lt=1)
+    outer_momentum: Float = key(0.9, "Outer momentum.", ge=0, lt=1)
     nesterov: Flag = key(True, "Nesterov's form of the outer momentum.")
 
 

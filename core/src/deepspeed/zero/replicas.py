@@ -256,7 +256,7 @@ class OuterSteps:
             torch.sub(_real(self._anchors[name]).view(-1), _real(master).reshape(-1), out=delta)
         self._ranks.all_reduce(delta_N, tag="local_sgd").wait()
         delta_N.div_(self._ranks.world_size)
-        lr, momentum = self._section.lr, self._section.momentum
+        lr, momentum = self._section.outer_lr, self._section.outer_momentum
         for (name, master), delta in zip(masters, deltas, strict=True):
             anchor = self._anchors[name]
             anchor_N, step = _real(anchor).view(-1), delta

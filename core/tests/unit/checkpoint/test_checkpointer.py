@@ -32,7 +32,7 @@ def test_round_trip(saved, ranks, tmp_path):
         assert found.path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
         assert found.client_state == {"epoch": 2, "best": 0.25}
         divided = {"model_parallel", "module_files", "module_rest", "optimizer_file", "data_rank"}
-        asked = {*(f"ds_{name}" for name in divided), "moq"}  # only where a run has them
+        asked = {*(f"ds_{name}" for name in divided), "moq", "local_sgd"}  # only where a run has them
         assert set(found.model_state) == MODEL_STATE_KEYS - asked
         torch.testing.assert_close(found.model_state["module"], saved.model_state()["module"], rtol=0, atol=0)
         shapes = found.model_state["param_shapes"]

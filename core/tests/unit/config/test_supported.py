@@ -122,7 +122,7 @@ def test_everything_this_version_acts_on_is_silent(said):
     )
     check(fp16={"enabled": True, "auto_cast": True, "loss_scale": 128, "consecutive_hysteresis": True})
     check(torch_autocast={"enabled": True})
-    check(local_sgd={"enabled": True, "sync_every": 50, "lr": 1.0, "momentum": 0.0, "nesterov": False})
+    check(local_sgd={"enabled": True, "sync_every": 50, "outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False})
     assert said() == []
 
 

@@ -20,8 +20,8 @@ ENABLED = {"enabled": True, "sync_every": 2}
         ({"deterministic": {"enabled": True}}, "local_sgd"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}}, "found true with OnebitAdam"),
         ({"local_sgd": {**ENABLED, "sync_every": 0}}, "sync_every"),
-        ({"local_sgd": {**ENABLED, "momentum": 1.0}}, "momentum"),
-        ({"local_sgd": {**ENABLED, "lr": 0}}, "lr"),
+        ({"local_sgd": {**ENABLED, "outer_momentum": 1.0}}, "outer_momentum"),
+        ({"local_sgd": {**ENABLED, "outer_lr": 0}}, "outer_lr"),
     ],
 )
 def test_what_divides_a_model_or_compares_its_copies_is_refused(make_engine, keys, message):
