@@ -62,7 +62,7 @@ def simulate(world_size, kind, num_steps):
     trained = [[param for param in net.parameters() if param.requires_grad] for net in nets]
     inner = [torch.optim.AdamW(params, **{**INNER, "betas": tuple(INNER["betas"])}) for params in trained]
     anchors = [param.detach().clone() for param in trained[0]]
-    outer = torch.optim.SGD(anchors, **OUTER[kind])
+    outer = torch.optim.SGD(anchors, **{key.removeprefix("outer_"): value for key, value in OUTER[kind].items()})
     found = []
     for step in range(num_steps):
         for rank, net in enumerate(nets):
