@@ -11,6 +11,7 @@ validation loss at the end, its ratio to Adam's, and the share of the layers' to
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,8 @@ def train(kind: str) -> None:
         train_gpt.deepspeed.initialize = converted
     with counted_tokens() as counts:
         train_gpt.main()
-    print(json.dumps(counts), flush=True)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(counts), flush=True)
 
 
 def run(kind: str, steps: int, theta: float, folder: Path) -> tuple[float, float]:
