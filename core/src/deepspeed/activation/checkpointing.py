@@ -23,7 +23,7 @@ import torch
 import torch.utils.checkpoint
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation.rng import (
     RandomStates,

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.autotuning.report import LiveTable, best_of, draw, score_of, summary, value_of

@@ -30,8 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.autotuning.trial import write_json
 from deepspeed.config.read import read_config
 from deepspeed.errors import ConfigError

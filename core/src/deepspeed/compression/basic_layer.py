@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.compression.compressed_layer import CompressedLayer, kept_of, part_of
 from deepspeed.compression.quantizers import QuantAct
 from deepspeed.errors import ConfigError

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import log
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.comm.values import all_gather_values
 from deepspeed.compression.compress import is_in, planned
 from deepspeed.compression.eigenvalue import Eigenvalue

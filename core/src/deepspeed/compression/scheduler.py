@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import log
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.compression.compress import check_prepared, inner_of, planned
 from deepspeed.compression.compressed_layer import CompressedLayer
 from deepspeed.config.compression import CompressionConfig, SparsePruningShared

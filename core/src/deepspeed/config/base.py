@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.read import redacted
 
 AUTO = "auto"

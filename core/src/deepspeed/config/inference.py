@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.base import Flag, Free, Int, LaxSection, Says, Section, key, number, quiet, refused, warned
 from deepspeed.config.precision import canonical_dtype
 

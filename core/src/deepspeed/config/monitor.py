@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Says, Section, Text, Texts, key, number, quiet
 
 

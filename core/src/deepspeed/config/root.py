@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, one_of, quiet, refused, warned
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig

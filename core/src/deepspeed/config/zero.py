@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, LaxSection, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.constants import OffloadDeviceEnum
 from deepspeed.log import warn_once

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Subset
 
 from deepspeed import comm
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.data.indexed_dataset import (
     MMapIndexedDataset,

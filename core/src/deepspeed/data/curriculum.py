@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.errors import CheckpointError, ConfigError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError, counted
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import RandomLTDConfig
 from deepspeed.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
 from deepspeed.data.curriculum import Cluster, read_metric

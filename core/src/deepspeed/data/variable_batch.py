@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.intake import parse_section
 from deepspeed.config.training import DataEfficiencyConfig
 from deepspeed.data.analyzer import lengths_of_samples

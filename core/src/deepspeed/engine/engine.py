@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layout import location
 from deepspeed.comm.give_up import begin_use, note_engine_gone

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig

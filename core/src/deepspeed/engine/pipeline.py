@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.point_to_point import PointToPoint

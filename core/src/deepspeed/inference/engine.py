@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.checkpointer import Ranks, alone
 from deepspeed.checkpoint.load import Position

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, freeze

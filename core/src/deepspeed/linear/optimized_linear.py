@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig, stored_as
 from deepspeed.linear.quantization import QuantizedLinear, WidensInBackward

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from deepspeed.linear.config import QuantizationConfig, stored_as

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.torch_group import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError, counted

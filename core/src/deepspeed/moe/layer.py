@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.backend import GroupBackend, broadcast_together
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError

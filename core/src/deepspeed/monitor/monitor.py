@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from deepspeed import comm
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.base import Section
 from deepspeed.config.monitor import CometConfig, CSVConfig, MonitorConfig, TensorBoardConfig, WandbConfig
 from deepspeed.errors import ConfigError

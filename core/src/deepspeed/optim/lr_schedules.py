@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import warn_once
 from deepspeed.optim.lr_arguments import (

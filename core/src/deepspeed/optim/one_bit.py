@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.compressed import RoundingErrors, average
 from deepspeed.errors import ConfigError, counted

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.optimizer import check_options
 from deepspeed.optim.one_bit import (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, Parameter
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.comm.give_up import together
 from deepspeed.errors import ConfigError, PipelineError, counted, either

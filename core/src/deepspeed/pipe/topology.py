@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.layout import Layout, grid
 from deepspeed.parallel.mesh import Mesh

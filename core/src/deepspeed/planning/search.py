@@ -24,7 +24,7 @@ from deepspeed.planning.training import DEVICE, Library, Training
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    reduce: gradients; gather: weights (ZeRO), and what Muon exchanges. tp: sums of activations, and logits. pp:
+    reduce: gradients; gather: weights (ZeRO), and what Muon sends. tp: sums of activations, and logits. pp:
     activations and their gradients, to the next and the previous stage. sp: queries, keys, values, contexts. ep: rows
     for experts.
     """

@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.values import dtype_name
 from deepspeed.config.base import AUTO
 from deepspeed.config.precision import TorchAutocastConfig

@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import StateError
 from deepspeed.profiling.breakdown import (
     bytes_to_string,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import StateError
 from deepspeed.log import log_dist, report

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError, counted, either
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import read_layout

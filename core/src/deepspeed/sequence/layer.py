@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.errors import ConfigError, counted
 from deepspeed.sequence.exchange import HeadDivision, channel, check_layout, divide_heads, gather_heads, scatter_heads
 

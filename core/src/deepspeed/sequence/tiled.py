@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import counted
 
 #: the dim of tokens in tensors that are divided into tiles

@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from deepspeed import comm
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.give_up import begin_in
 from deepspeed.comm.parted import in_call

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module, Parameter
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.backend import GroupBackend, host_or_device
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.parted import in_call

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.log import warn_once
 from deepspeed.parallel.running import tensors_in

@@ -106,8 +106,8 @@ class OptimizerUpdate:
             takes = self._takes_one_pass(groups, the_pass)
             calls = zip(the_pass.batches, the_pass.calls, the_pass.updated, strict=True)
             for number, (batch, by_group, shards) in enumerate(calls):
-                exchanges = self._matrices is not None and self._matrices.begin(batch.shards, batch.finished)
-                if shards or exchanges:
+                communicates = self._matrices is not None and self._matrices.begin(batch.shards, batch.finished)
+                if shards or communicates:
                     placement = batch.placement
                     if shards:
                         placement.fetch(number)

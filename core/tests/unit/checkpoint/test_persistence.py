@@ -15,8 +15,8 @@ import torch
 from deepspeed.checkpoint import Checkpointer, layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.layout import location
+from deepspeed.checkpoint.persistence import Persistence, copy_tag
 from deepspeed.checkpoint.tags import saved_tags
-from deepspeed.checkpoint.writer import Persistence, copy_tag
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.tiers import swept
 

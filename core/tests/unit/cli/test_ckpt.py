@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, layout
-from deepspeed.checkpoint.writer import copy_tag
+from deepspeed.checkpoint.persistence import copy_tag
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError
 

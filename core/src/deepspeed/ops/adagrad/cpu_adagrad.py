@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.optimizer import KernelOptimizer, check_options, host_numbers, new_step_count, state_dtype
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.ops.quantizer.floats import E3M2, E4M3, E5M2, E7M4, FloatFormat, dequantize_floats, quantize_floats
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.ops.optimizer import (
     KernelOptimizer,

@@ -36,8 +36,7 @@ from typing import Any, ClassVar
 
 from packaging.version import Version
 
-from deepspeed._absent import complete
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members, complete
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import compiling, jit, loading

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed._absent_members import absent_members
+from deepspeed._absent import absent_members
 from deepspeed.config.inference import GroupWiseQuantConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.errors import ConfigError, StateError
