@@ -288,19 +288,28 @@ class Noting:
 
     Once a thread other than the main one has waited, that thread may start what peers wait for. From then on notes
     only show which ranks are present, and only the main thread or a thread inside `in_call` puts them.
+
+    Args:
+        wait: describes the wait.
+        began_s: the time of `time.monotonic()` when the wait began; None: now.
     """
 
     _lock = threading.Lock()
     _noted: "Noting | None" = None
     _threads_wait = False
 
-    def __init__(self, wait: Wait) -> None:
+    def __init__(self, wait: Wait, began_s: float | None = None) -> None:
         self._wait, self._is_over, self._has_warned = wait, False, False
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._call = _calls.names[0] if _calls.names else ""
         self._is_main = threading.current_thread() is threading.main_thread()
         if not self._is_main:
-            Noting._threads_wait = True
+            self.thread_waits()
+
+    @classmethod
+    def thread_waits(cls) -> None:
+        """Note that a thread other than the main one waits, for however short a time."""
+        cls._threads_wait = True
 
     def note(self) -> None:
         """Put the note, and log missing ranks after `WARNING_S`. Any thread may call it, even just after the wait."""

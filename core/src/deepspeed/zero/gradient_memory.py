@@ -122,7 +122,7 @@ class GradientMemory:
             reduced_S = self.reduced[bucket.index]
             views = bucket.lasting()[1] if bucket.is_lasting else ()
             for shard in unit.shards:
-                start = shard.fragment.start - unit.shard_start
+                start = shard.fragment.start - unit.shard_slice.start
                 shard.grad = reduced_S.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
                 if views and _is_same_memory(view := views[shard.fragment.param], shard.grad):
                     shard.grad = view
@@ -191,14 +191,13 @@ class GradientShards:
         self._shards[unit.index] = torch.empty(numel, dtype=dtype, device=unit.device)
         return self._shards[unit.index]
 
-    def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
+    def add_up(self, index: int, work: Work, sum_S: Tensor) -> None:
         """Add the reduced values of a bucket to the sum of the step; a `Keep` (`placement.py`)."""
         work.wait()
         if index in self._summed:
             self._shards[index].add_(sum_S)
         else:
             self._take_memory(index).copy_(sum_S)
-        return DONE
 
     def finish(self) -> None:
         """Do nothing: reductions have completed the sums."""
@@ -290,13 +289,12 @@ class OrderedShards(GradientShards):
         self._units[unit.index] = unit
         return super().create(unit, numel, dtype)
 
-    def add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
+    def add_up(self, index: int, work: Work, sum_S: Tensor) -> None:
         work.wait()
         partial = self._partial.get(index)
         if partial is None:
             partial = self._partial[index] = PartialSums(self._first(index, sum_S))
         partial.add(sum_S)
-        return DONE
 
     def _first(self, index: int, sum_S: Tensor) -> Tensor:
         """Return the memory of this rank's sum at the end of the step."""

@@ -61,8 +61,8 @@ MASTER = "master weights"
 GRADIENT = "reduced gradients"
 
 #: a bucket calls it with the index of its unit, its reduction in flight and the memory for this rank's sum. It returns
-#: the work to wait for before that memory is written again
-Keep = Callable[[int, Work, Tensor], Work]
+#: the work to wait for before that memory is written again, if any
+Keep = Callable[[int, Work, Tensor], Work | None]
 
 
 class Placement:

@@ -252,7 +252,8 @@ class Sharding:
 
     def _held(self) -> list[ParamUnit]:
         """Return the units that a `GatheredParameters` holds."""
-        return [sharded for sharded in self.units.divided() if sharded.num_contexts > 0 and sharded.is_sharded]
+        divided = () if self.units.modules is None else self.units.modules.all
+        return [sharded for sharded in divided if sharded.num_contexts > 0 and sharded.is_sharded]
 
     def accept_rounded(self) -> None:
         """Accept that the model's weights were rounded after an update; master weights keep their values."""

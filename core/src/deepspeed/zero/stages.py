@@ -113,7 +113,7 @@ class ZeroStage:
 
     def result(self, unit: Unit) -> tuple[int, int]:
         """Return [start, stop) of a bucket's buffer [N] that holds this rank's sums after a reduction."""
-        return unit.layout.shard(unit.rank) if self.divides_states else (0, unit.layout.padded_numel)
+        return (unit.shard_slice.start, unit.shard_slice.stop) if self.divides_states else (0, unit.layout.padded_numel)
 
     def contributed(self, unit: Unit) -> tuple[int, int]:
         """Return [start, stop) of the same buffer that this rank adds to a second reduction of the same step, so that
@@ -171,8 +171,8 @@ class ZeroStage:
             return shards.all_reduce(wire_N, tag=tag)
         is_small = self.divides_parameters and unit.sharded is None  # below the persistence threshold of stage 3
         if self.quantizes_gradients and not is_small:
-            return quantized.reduce_scatter(shards, unit.shard_of(wire_N), wire_N, tag=tag, feedback=self.feedback)
-        return shards.reduce_scatter(unit.shard_of(wire_N), wire_N, tag=tag)
+            return quantized.reduce_scatter(shards, wire_N[unit.shard_slice], wire_N, tag=tag, feedback=self.feedback)
+        return shards.reduce_scatter(wire_N[unit.shard_slice], wire_N, tag=tag)
 
     def gather_sums(self, unit: Unit, sums_N: Tensor) -> Work:
         """Start to gather the sums of a step from the `result` parts of all ranks, if every rank needs all sums."""
@@ -183,7 +183,7 @@ class ZeroStage:
         if not self.divides_states or unit.sharded is not None:
             return None
         assert unit.flat_N is not None
-        return unit.ranks.shard_group.all_gather(unit.flat_N, unit.shard_of(unit.flat_N), tag=unit.index)
+        return unit.ranks.shard_group.all_gather(unit.flat_N, unit.flat_N[unit.shard_slice], tag=unit.index)
 
     def part_for_norm(self, unit: Unit, reduced: Tensor) -> Tensor:
         """Return a unit's gradients that this rank counts in the norm: its shard, or its share of whole gradients."""

@@ -62,8 +62,7 @@ def _rows(sharding: Sharding, names: dict[Parameter, str]) -> Iterator[UnitRow]:
             left.pop(param, None)
     for unit in sharding.units:
         if unit.sharded is None:
-            start, stop = unit.layout.shard(unit.rank)
-            yield _row_of_whole(unit.params, names, stop - start, unit.ranks.world_size)
+            yield _row_of_whole(unit.params, names, unit.layout.shard_numel, unit.ranks.world_size)
             for param in unit.params:
                 left.pop(param, None)
     if left:  # parameters that the optimizer does not have

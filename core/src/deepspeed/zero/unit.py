@@ -103,7 +103,7 @@ class Unit:
         self.rank = ranks.rank if layout.world_size > 1 else 0  # rank as an owner of shards
         source_dtype = sharded.source_dtype if sharded is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
-        self.shard_start, _ = layout.shard(self.rank)
+        self.shard_slice = slice(*layout.shard(self.rank))  # this rank's elements of a buffer over the whole unit
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         self.placement = placement = placement or Placement()
         self.flat_N = self._allocate_flat() if is_flat else None
@@ -164,7 +164,7 @@ class Unit:
         """Return the part of the offloaded shard with the fragment's weights; None if they are not offloaded."""
         if self.sharded is None or self.sharded.offloaded is None:
             return None
-        return StoredPart(self.sharded.offloaded, fragment.start - self.shard_start, fragment.numel)
+        return StoredPart(self.sharded.offloaded, fragment.start - self.shard_slice.start, fragment.numel)
 
     def _initial(self, fragment: Fragment) -> Tensor:
         """Return the fragment's weights as the user gave them."""
@@ -178,17 +178,12 @@ class Unit:
         self.master_S = None
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
-        return buffer_S.narrow(0, fragment.start - self.shard_start, fragment.numel)
+        return buffer_S.narrow(0, fragment.start - self.shard_slice.start, fragment.numel)
 
     @property
     def device(self) -> torch.device:
         """The device of the whole weights."""
         return self.params[0].device if self.sharded is None else self.sharded.device
-
-    def shard_of(self, buffer_N: Tensor) -> Tensor:
-        """Return this rank's shard of a buffer over the whole unit."""
-        start, stop = self.layout.shard(self.rank)
-        return buffer_N[start:stop]
 
     def masters_from_weights(self) -> None:
         """Set the master weights from the model's weights, which were loaded."""

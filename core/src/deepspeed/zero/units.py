@@ -75,8 +75,8 @@ class ShardingOptions:
         return self.accumulation_dtype or self.model_dtype or dtype if dtype.is_floating_point else dtype
 
 
-class Units:
-    """`Units` holds one engine's units in the order of their creation; `units[index]` is the unit of that index.
+class Units(list[Unit]):
+    """`Units` is the list of one engine's units in the order of their creation, by their index.
 
     Attributes:
         params: the attached parameters, in the order of the units.
@@ -88,6 +88,7 @@ class Units:
     """
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None) -> None:
+        super().__init__()
         self.params: list[Parameter] = []
         self.named_parameters: list[tuple[str, Parameter]] = []
         self.saved_groups: list[list[int]] = []
@@ -103,21 +104,11 @@ class Units:
             self.modules = self._divide(Module())  # empty until `attach`
         self.optimizer: Optimizer | None = None
         self._is_muon = False
-        self._all: list[Unit] = []
         self._given_params: list[list[Parameter]] = []  # by optimizer group, before it held master weights
         self._widens = False  # gradients are copied to fp32 before the update, part by part
         self._bucket_bytes = 0  # preferred by the backend
         self._total_numel = 0  # trainable elements
         self._positions: dict[int, int] = {}  # id of a parameter -> its position in the model
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._all)
-
-    def __getitem__(self, index: int) -> Unit:
-        return self._all[index]
 
     def find(self, param: Parameter) -> tuple[Unit, int]:
         """Return the unit of a parameter and the parameter's index in it.
@@ -125,7 +116,7 @@ class Units:
         Raises:
             KeyError: if the parameter is not attached.
         """
-        for unit in self._all:
+        for unit in self:
             for index, candidate in enumerate(unit.params):
                 if candidate is param:
                     return unit, index
@@ -201,7 +192,7 @@ class Units:
         if optimizer is None:
             return
         given = {id(param) for params in self._given_params for param in params}
-        for shard in (shard for unit in self._all for shard in unit.shards):
+        for shard in (shard for unit in self for shard in unit.shards):
             if id(shard.master) not in given:
                 optimizer.state.pop(shard.master, None)
         for param_group, params in zip(optimizer.param_groups, self._given_params, strict=False):
@@ -210,7 +201,8 @@ class Units:
 
     def drop(self) -> None:
         """Drop all units."""
-        self._all, self.params = [], []
+        self.clear()
+        self.params = []
 
     def _divide(self, module: Module, trained: Sequence[Parameter] = ()) -> ModuleUnits:
         options, device, dtype = self._options.partitioning, self._options.device, self._options.model_dtype
@@ -313,14 +305,14 @@ class Units:
         for param in params:
             if param.requires_grad and shape_of(param).numel() > 0:
                 parts.setdefault((param.dtype, self.ranks.of(param)), []).append(param)
-        first = len(self._all)
+        first = len(self)
         for alike in parts.values():
             self._hold_units(index, alike)
             place = {id(param): position for position, param in enumerate(self.params)}
             self.saved_groups.append([place[id(param)] for param in alike])
         self._given_params.append(list(params))
         if self.optimizer is not None:
-            masters = [shard.master for unit in self._all[first:] for shard in unit.shards]
+            masters = [shard.master for unit in self[first:] for shard in unit.shards]
             self.optimizer.param_groups[index]["params"] = masters
 
     def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
@@ -349,7 +341,7 @@ class Units:
         keeps_whole, max_numel = self.keeps_params_whole, self._max_fragment_numel()
         unit = Unit(
             params,
-            index=len(self._all),
+            index=len(self),
             first_index=len(self.params),
             param_group=param_group,
             layout=self._stage.layout(
@@ -364,7 +356,7 @@ class Units:
             sharded=sharded,
             is_joint=self._is_joint(param_group, ranks),
         )
-        self._all.append(unit)
+        self.append(unit)
         self.params.extend(params)
         if self.optimizer is not None:
             adopt_state(self.optimizer, unit)
@@ -432,7 +424,7 @@ class Units:
         batch = UpdateBatch([], [])
         numel = num_matrices = 0
         last: Unit | None = None
-        for unit in self._all:
+        for unit in self:
             # a sub-group is within one unit
             ends = unit.placement is not batch.placement or unit.placement.fetches or _are_apart(last, unit)
             if unit.is_joint and numel + unit.layout.shard_numel > room and num_matrices >= unit.ranks.world_size:

@@ -57,43 +57,37 @@ def wait_until(
         CommError: the error of `is_over`, the error from `late` after `timeout_s` seconds, or the error from `never` in
             a long wait, if peers will not come (`deepspeed.comm.parted`).
     """
-    noting = parted.Noting(wait)
-    try:
-        _wait_until(queue, is_over, timeout_s, late, never, noting)
-    finally:
-        noting.end()
-
-
-def _wait_until(
-    queue: Queue,
-    is_over: Callable[[], bool],
-    timeout_s: float,
-    late: Callable[[], CommError],
-    never: Callable[[], CommError | None],
-    noting: parted.Noting,
-) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        parted.Noting.thread_waits()
     num_looks, share = pauses()
     start_s = time.monotonic()
     looked_s = start_s + parted.FIRST_LOOK_S / 2
-    for look in itertools.count():
-        with lock:
-            if is_over():
-                return
-            for other in list(queues):
-                if other is not queue:
-                    other.go_on()
-        if look < num_looks:
-            continue
-        waited_s = time.monotonic() - start_s
-        if waited_s > timeout_s:
+    noting: parted.Noting | None = None  # few waits are long enough for a note
+    try:
+        for look in itertools.count():
             with lock:
-                raise late()
-        if start_s + waited_s > looked_s + parted.FIRST_LOOK_S / 2:
-            looked_s = start_s + waited_s
-            noting.note()
-            if (error := never()) is not None:
-                raise error
-        time.sleep(min(max(waited_s * share, _MIN_PAUSE_S), _MAX_PAUSE_S))
+                if is_over():
+                    return
+                for other in list(queues):
+                    if other is not queue:
+                        other.go_on()
+            if look < num_looks:
+                continue
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                with lock:
+                    raise late()
+            if start_s + waited_s > looked_s + parted.FIRST_LOOK_S / 2:
+                looked_s = start_s + waited_s
+                if noting is None:
+                    noting = parted.Noting(wait, start_s)
+                noting.note()
+                if (error := never()) is not None:
+                    raise error
+            time.sleep(min(max(waited_s * share, _MIN_PAUSE_S), _MAX_PAUSE_S))
+    finally:
+        if noting is not None:
+            noting.end()
 
 
 def pauses() -> tuple[int, float]:
