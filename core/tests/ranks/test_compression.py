@@ -11,6 +11,7 @@ import torch
 from deepspeed.compression import compression_scheduler, init_compression, redundancy_clean
 from deepspeed.compression.compress import get_compression_config
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.quantize import Quantizer
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -69,13 +70,14 @@ def values_of(engine):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
 
 
-def create(stage):
+def create(stage, offloaded=()):
     config = settings(stage)
+    config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in offloaded}
     return deepspeed.initialize(model=init_compression(build(), config), config=config)[0]
 
 
-def job(stage, folder):
-    engine = create(stage)
+def job(stage, offloaded, folder):
+    engine = create(stage, offloaded)
     train(engine, 4)
     engine.save_checkpoint(folder, tag="four")
     at_four = values_of(engine)
@@ -83,7 +85,7 @@ def job(stage, folder):
     done = values_of(engine)
     steps = engine.compression_scheduler.training_steps
     engine.destroy()
-    other = create(stage)
+    other = create(stage, offloaded)
     other.load_checkpoint(folder, tag="four")
     loaded = values_of(other)
     with torch.no_grad():
@@ -109,11 +111,17 @@ def plain(config=None):
     return model
 
 
-@pytest.mark.parametrize("stage", swept([0, 1, 2, 3], lambda stage: stage in (0, 3)))
-def test_a_stage_trains_as_a_plain_loop_and_goes_on_from_its_checkpoint(tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "offloaded"),
+    swept(
+        [(0, ()), (1, ()), (2, ()), (3, ()), (1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer", "param"))],
+        lambda stage, offloaded: stage == 0 or offloaded == ("optimizer", "param"),
+    ),
+)
+def test_a_stage_trains_as_a_plain_loop_and_goes_on_from_its_checkpoint(tmp_path, stage, offloaded):
     model = plain()
     expected = {name: value.detach() for name, value in model.state_dict().items()}
-    for found in run_ranks(2, job, stage, str(tmp_path)):
+    for found in run_ranks(2, job, stage, offloaded, str(tmp_path)):
         torch.testing.assert_close(found["done"], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found["loaded"], found["four"], rtol=0, atol=0)
         torch.testing.assert_close(found["again"], found["done"], rtol=1e-5, atol=1e-6)
@@ -125,6 +133,55 @@ def test_a_stage_trains_as_a_plain_loop_and_goes_on_from_its_checkpoint(tmp_path
     smaller = redundancy_clean(trained, settings())
     assert smaller[0].weight.shape == (4, 6)
     torch.testing.assert_close(smaller(x), model.eval()(x), rtol=1e-3, atol=1e-4)
+
+
+def compiled_job(stage):
+    engine = create(stage)
+    engine.compile(backend="aot_eager")
+    train(engine)
+    found = values_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_compiled_engine_compresses_as_a_plain_loop(stage):
+    expected = {name: value.detach() for name, value in plain().state_dict().items()}
+    for found in run_ranks(2, compiled_job, stage, timeout_s=300):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def in_every_layer():
+    """The settings of what every stage of a pipeline has: row pruning needs a related layer beside the layer."""
+    config = settings(train_batch_size=BATCH, train_micro_batch_size_per_gpu=BATCH)
+    section = config["compression_training"]
+    del section["row_pruning"]
+    for asked in section.values():
+        asked["different_groups"]["g1"]["modules"] = ["*"]
+    return config
+
+
+def pipeline_job():
+    config = in_every_layer()
+    shape = {"num_stages": 2, "loss_fn": nn.functional.mse_loss, "partition_method": "uniform"}
+    model = init_compression(PipelineModule(layers=list(build()), **shape), config)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for batch in batches():
+        engine.train_batch(iter([batch]))
+    found = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    with pytest.raises(ConfigError, match="a pattern for a pipeline is to name layers of every stage"):
+        init_compression(PipelineModule(layers=list(build()), **shape), settings())
+    return found
+
+
+def test_a_pipeline_whose_every_stage_is_compressed_trains_as_a_plain_loop():
+    first, last = run_ranks(2, pipeline_job)
+    expected = {name: value.detach() for name, value in plain(in_every_layer()).state_dict().items()}
+    assert first
+    assert last
+    torch.testing.assert_close(first | last, expected, rtol=1e-4, atol=1e-5)
 
 
 def masked_job(folder):

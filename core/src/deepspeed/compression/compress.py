@@ -201,7 +201,8 @@ def _planned(model: nn.Module, section: CompressionConfig, technique: str) -> It
                 kinds = " or ".join(kind.__name__ for kind in _KINDS[technique])
                 raise ConfigError(
                     f"{where}.modules: found {pattern!r}, which is in the name of no {kinds} of the model; see "
-                    "model.named_modules() for names. Layers of other classes, derived ones too, are not compressed"
+                    "model.named_modules() for names. Layers of other classes, derived ones too, are not compressed; a "
+                    "pattern for a pipeline is to name layers of every stage, as a rank has those of its own alone"
                 )
             related: list[tuple[str, ...]] = [()] * len(names)
             if settings.related_modules is not None:
