@@ -8,6 +8,7 @@ settings that cannot fit (`space.py`). A tuner chooses each next trial (`tuners.
 import itertools
 import json
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -101,8 +102,16 @@ class Autotuner:
             ConfigError: no trial gave a result, or a folder is in use or cannot be written.
         """
         _make_folder(self.rm.exps_dir, "exps_dir")
+        if self.autotuning_config.model_info_path is not None:  # before the job that takes long
+            self._check_model_info_path(Path(self.autotuning_config.model_info_path))
         with _alone_in(self._results_dir):
             self._tune()
+
+    def _check_model_info_path(self, path: Path) -> None:
+        _make_folder(path.parent, "model_info_path")
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            reason = "it is a directory" if path.is_dir() else "its folder is read-only"
+            raise ConfigError(f"autotuning.model_info_path: cannot write {path}: {reason}; give a file elsewhere")
 
     def _tune(self) -> None:
         began_s = time.monotonic()

@@ -102,6 +102,7 @@ class Command:
         """
         arguments = tuple(args.user_args)
         flags = tuple(getattr(args, "launcher_flags", ()))
+        refused = ""
         for wanted, (at, word) in itertools.product(CONFIG_FLAGS, enumerate(arguments)):
             flag, equals, value = word.partition("=")
             if flag != wanted:
@@ -112,9 +113,11 @@ class Command:
                 )
             if not equals and at + 1 < len(arguments) and _is_config(arguments[at + 1], flag):
                 return cls(flags=flags, script=args.user_script, arguments=arguments, config_at=at + 1)
+            given = value if equals or at + 1 == len(arguments) else arguments[at + 1]
+            refused = refused or _why_not_config(given, flag)
         raise ConfigError(
-            f"--autotuning: found no configuration among the arguments of {args.user_script}; each trial gets its own "
-            "there, so write `--deepspeed_config ds_config.json` or `--deepspeed ds_config.json` after the script"
+            f"--autotuning: found no configuration among the arguments of {args.user_script}{refused}; each trial gets "
+            "its own there, so write `--deepspeed_config ds_config.json` or `--deepspeed ds_config.json` after it"
         )
 
     def read_config(self) -> dict[str, Any]:
@@ -200,6 +203,17 @@ def _is_config(text: str, flag: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _why_not_config(text: str, flag: str) -> str:
+    """Return what is wrong with the value of a flag that should be a configuration, for a message; "" for a switch."""
+    if not text or text.startswith("-"):
+        return ""
+    try:
+        read_config(text)
+    except ConfigError as error:
+        return f" ({flag} {text}: {error})"
+    return ""
 
 
 @absent_members("autotuning.scheduler:ResourceManager")

@@ -17,7 +17,7 @@ from deepspeed.autotuning.tuners import MICRO_BATCH, Point
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.base import AUTO
 from deepspeed.config.training import AutotuningConfig
-from deepspeed.errors import ConfigError, whole_number
+from deepspeed.errors import ConfigError, counted, whole_number
 from deepspeed.planning import Mesh, estimate_measured, read_training
 from deepspeed.planning.blocks import Param
 from deepspeed.planning.training import OPTIMIZER_STATES
@@ -100,17 +100,28 @@ class Space:
 
     def coarse(self) -> list[Point]:
         """Return the points of stage, mesh, offload and micro-batch that may fit, ordered by stage."""
-        points = list(self._coarse())
+        points, ranks = list(self._coarse()), counted(self.info.ranks, "rank")
+        if not points and not list(self._meshes()):
+            given = {key: _given(self.raw, key) for keys in _AXES.values() for key in keys}
+            sizes = {key: size for key, size in given.items() if size is not None}
+            sizes = sizes or {"autotuning.mp_size": self.config.mp_size}
+            found = " and ".join(f"{key} {size}" for key, size in sizes.items())
+            raise ConfigError(
+                f"{next(iter(sizes))}: found {found} on {ranks}; the number of ranks must be a multiple of their "
+                "product, so start more ranks or give smaller sizes"
+            )
         if not points and self._micro not in (None, AUTO):
             raise ConfigError(
-                f"{MICRO_BATCH}: found {self._micro}; none divides {TRAIN} {self.raw.get(TRAIN)} on "
-                f"{self.info.ranks} ranks; give others"
+                f"{MICRO_BATCH}: found {self._micro}; none divides {TRAIN} {self.raw.get(TRAIN)} on {ranks}; "
+                "give others"
             )
         if not points:
+            bounds = {TRAIN: self.raw.get(TRAIN), "autotuning.max_train_batch_size": self.config.max_train_batch_size}
+            found = " and ".join(f"{key} {value}" for key, value in bounds.items() if value is not None)
+            within = f", with {found}" if found else ""
             raise ConfigError(
                 f"autotuning: no micro-batch fits: from {self.config.min_train_micro_batch_size_per_gpu} to "
-                f"{self.config.max_train_micro_batch_size_per_gpu} on {self.info.ranks} ranks, with "
-                f"{TRAIN} {self.raw.get(TRAIN)} and at most {self.config.max_train_batch_size}; allow others"
+                f"{self.config.max_train_micro_batch_size_per_gpu} on {ranks}{within}; allow others"
             )
         needs = [self.bytes_needed(point) for point in points]
         limit = self.info.memory_bytes

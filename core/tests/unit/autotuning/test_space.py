@@ -87,6 +87,26 @@ def test_no_micro_batch_that_fits_is_an_error():
         make({"train_batch_size": 6}).coarse()
 
 
+def test_bounds_that_nobody_gave_are_not_named():
+    with pytest.raises(ConfigError, match="from 32 to 4 on 1 rank; allow others"):
+        make(
+            {}, ModelInfo(ranks=1), min_train_micro_batch_size_per_gpu=32, max_train_micro_batch_size_per_gpu=4
+        ).coarse()
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "found"),
+    [
+        ({MICRO_BATCH: 4}, {"mp_size": 2}, "autotuning.mp_size: found autotuning.mp_size 2 on 1 rank;"),
+        ({MICRO_BATCH: "auto", "mesh": {"tp": 2}}, {}, "mesh.tp: found mesh.tp 2 on 1 rank;"),
+        ({"mesh": {"tp": [2, 4], "pp": 3}}, {}, r"mesh.pp: found mesh.pp 3 and mesh.tp \[2, 4\] on 1 rank;"),
+    ],
+)
+def test_a_mesh_that_the_ranks_cannot_form_is_what_the_error_names(config, section, found):
+    with pytest.raises(ConfigError, match=found):
+        make(config, ModelInfo(ranks=1), **section).coarse()
+
+
 def test_the_command_says_the_smallest_micro_batch():
     points = make({MICRO_BATCH: "auto"}, said={MICRO_BATCH: 6}, max_train_micro_batch_size_per_gpu=30).coarse()
     assert values(points, MICRO_BATCH) == [6, 12, 24]

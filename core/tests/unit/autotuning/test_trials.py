@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from deepspeed.autotuning.autotuner import Autotuner, _signals, tune_command
@@ -63,6 +64,18 @@ def test_each_way_to_give_a_configuration_is_found(config_file, arguments, repla
     assert found.read_config() == CONFIG
     assert found.with_config("new", {}) == replaced
     assert found.line(["x y"]) == "deepspeed -i a:0 train.py 'x y'"
+
+
+@pytest.mark.parametrize("given", [["--deepspeed_config", "none.json"], ["--deepspeed=none.json"]])
+def test_a_configuration_that_cannot_be_read_is_named(config_file, given):
+    with pytest.raises(ConfigError, match=r"none\.json.*(no|not).*file"):
+        command(*given)
+
+
+def test_a_malformed_configuration_after_deepspeed_is_named(config_file):
+    Path("bad.json").write_text("{bad")
+    with pytest.raises(ConfigError, match=r"bad\.json.*neither JSON nor hjson"):
+        command("--deepspeed", "bad.json")
 
 
 @pytest.mark.parametrize(
@@ -335,6 +348,14 @@ def test_a_second_search_in_the_folder_is_refused(searches, tmp_path, monkeypatc
         ConfigError, match=rf"autotuning\.results_dir: process \d+ on .* is searching in {tmp_path}/auto"
     ):
         first.tune()
+
+
+@pytest.mark.parametrize(
+    ("path", "found"), [("train.py/info.json", "cannot use train.py: "), (".", "cannot write .: it is a directory")]
+)
+def test_a_model_info_path_that_cannot_be_written_is_refused_before_any_job(searches, path, found):
+    with pytest.raises(ConfigError, match=rf"autotuning\.model_info_path: {found}"):
+        searches({"model_info_path": path}).tune()
 
 
 @pytest.mark.parametrize("name", ["results_dir", "exps_dir"])

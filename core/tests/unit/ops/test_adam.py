@@ -58,6 +58,54 @@ def test_is_bit_equal_to_torch_fused(front, decoupled):
         assert torch.equal(a, b)
 
 
+def _transposed(tensor):
+    return tensor.t().contiguous().t()
+
+
+def _every_second(tensor):
+    return torch.stack((tensor, tensor), dim=-1).flatten(1)[:, ::2]
+
+
+@pytest.mark.parametrize("front", [FusedAdam, DeepSpeedCPUAdam])
+@pytest.mark.parametrize("kernel", [{}, {"fused": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lies", [_transposed, _every_second])
+@pytest.mark.parametrize("whose", ["weight", "gradient", "moments"])
+def test_tensors_that_lie_otherwise_in_memory_get_their_own_steps(front, kernel, dtype, lies, whose):
+    """torch's fused kernel of the host pairs elements by their place in memory, and gave the steps of others."""
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = [torch.randn((4, 6), generator=generator).to(dtype) for _ in range(5)]
+    weights = []
+    for place in (torch.clone, lies):
+        weight = torch.nn.Parameter(place(start) if whose == "weight" else start.clone())
+        optimizer = front([{"params": [weight], **kernel}], lr=3e-2, weight_decay=0.1)
+        for grad in grads:
+            weight.grad = place(grad) if whose == "gradient" else grad.clone()
+            optimizer.step()
+            if whose == "moments":
+                state = optimizer.state[weight]
+                state.update({name: place(state[name]) for name in ("exp_avg", "exp_avg_sq")})
+        weights.append(weight.detach())
+    assert torch.allclose(*weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("front", [FusedAdam, DeepSpeedCPUAdam])
+def test_a_model_may_become_channels_last_in_mid_run(front):
+    weights = []
+    for step_of_change in (None, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3)
+        optimizer = front(model.parameters(), lr=3e-2)
+        for step in range(4):
+            if step == step_of_change:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+        weights.append(model.weight.detach())
+    assert torch.allclose(*weights, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kernel", [{}, {"fused": False}, {"foreach": True}])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("corrected", [True, False])

@@ -9,8 +9,9 @@ Formulas (Kingma & Ba, arXiv 1412.6980; AdamW: Loshchilov & Hutter, arXiv 1711.0
     c1 = 1 - b1^t, c2 = 1 - b2^t                c1 = c2 = 1 with bias_correction=False
 
 `adam_step` is the reference of the operator `adam_step_` (see `AdamBase`), and runs if no extension has the operator.
-`adam_step` uses torch's fused kernel if torch has one for the device, otherwise torch chooses between `foreach` and a
-loop. Results are bit-equal to `torch.optim.Adam` / `AdamW` with the same `fused` flag.
+`adam_step` uses torch's fused kernel if torch has one for the device and the tensors lie alike (`_fused_reads_right`),
+otherwise torch chooses between `foreach` and a loop. Results are bit-equal to `torch.optim.Adam` / `AdamW` with the
+same `fused` flag.
 """
 
 import functools
@@ -34,6 +35,7 @@ from deepspeed.ops.optimizer import (
 )
 
 _Item = tuple[Tensor, Tensor, dict[str, Any]]  # parameter, gradient, state
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @functools.cache
@@ -86,16 +88,31 @@ def adam_step(
 
 
 def _by_kind(items: list[_Item]) -> list[list[_Item]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[_Item]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, bool], list[_Item]] = {}
     for item in items:
-        kinds.setdefault((item[0].device, item[0].dtype), []).append(item)
+        kinds.setdefault((item[0].device, item[0].dtype, _fused_reads_right(item)), []).append(item)
     return list(kinds.values())
+
+
+def _fused_reads_right(item: _Item) -> bool:
+    """Return whether torch's fused kernel may take these tensors: each fills its memory, and all do in one order.
+
+    On the host that kernel pairs elements by their place in memory, and checks no strides: a transposed weight with a
+    contiguous gradient, or a `channels_last` weight with older moments, would get the steps of other elements; on a
+    device it is an error.
+    """
+    param, grad, state = item
+    tensors = [param, grad, *(state[name] for name in _MOMENTS if name in state)]
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    strides = param.stride()
+    return torch.ops.aten.is_non_overlapping_and_dense(param) and all(one.stride() == strides for one in tensors)
 
 
 def _run(items: list[_Item], group: dict[str, Any]) -> None:
     first = items[0][0]
     amsgrad = group.get("amsgrad", False)
-    fused, foreach = _kernel_choice(first, group)
+    fused, foreach = _kernel_choice(items[0], group)
     where = first.device if fused or group.get("capturable", False) else torch.device("cpu")
     steps = [_step_tensor(state, where) for _, _, state in items]
     counted = steps
@@ -126,9 +143,11 @@ def _run(items: list[_Item], group: dict[str, Any]) -> None:
     )
 
 
-def _kernel_choice(param: Tensor, group: dict[str, Any]) -> tuple[bool | None, bool | None]:
+def _kernel_choice(item: _Item, group: dict[str, Any]) -> tuple[bool | None, bool | None]:
     """Return (fused, foreach) for torch: the group's values if it sets one, else fused if it works."""
-    fused, foreach = group.get("fused"), group.get("foreach")
+    fused, foreach, param = group.get("fused"), group.get("foreach"), item[0]
+    if not _fused_reads_right(item):
+        return None, foreach
     if fused is None and foreach is None:
         # None, None leaves the choice between foreach and a loop to torch
         can_fuse = param.is_floating_point() and fused_kernel_works(param.device.type, param.dtype)
