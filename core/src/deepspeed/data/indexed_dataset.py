@@ -437,13 +437,13 @@ def _read_index(path: str, num_bytes: int) -> tuple[np.dtype[Any], np.ndarray, n
             f"{np.dtype(_MEGATRON[kind])} in Megatron, and sequences that fill {path[:-4]}.bin, of {num_bytes} bytes, "
             "in neither"
         )
-    bad = (sizes < 0) | (pointers < 0) | (pointers > num_bytes)
+    bad = (sizes < 0) | (pointers < 0) | (pointers > num_bytes) | (pointers % dtype.itemsize != 0)
     bad |= pointers + sizes.astype(np.int64) * dtype.itemsize > num_bytes  # overflows only for bad pointers
     if bad.any():
         first = int(bad.argmax())
         raise damaged(
             f"found sequence {first} to have {sizes[first]} numbers from byte {pointers[first]} on, but "
-            f"{path[:-4]}.bin has {num_bytes} bytes"
+            f"{path[:-4]}.bin has {num_bytes} bytes, in numbers of {dtype.itemsize} each"
         )
     if num_bounds and (bounds[0] < 0 or bounds[-1] > num_sequences or (bounds[1:] < bounds[:-1]).any()):
         raise damaged(f"found bounds of documents that do not rise from 0 to {num_sequences}")

@@ -220,6 +220,7 @@ HOSTILE = {
     "a negative size": (34, struct.pack("<i", -1), "found sequence 0 to have -1 numbers from byte 0 on"),
     "a size beyond the end": (34, struct.pack("<i", 2**31 - 1), "found sequence 0 to have 2147483647 numbers"),
     "a negative pointer": (50, struct.pack("<q", -8), "from byte -8 on, but .*tokens.bin has 24 bytes"),
+    "a pointer into a number": (50, struct.pack("<q", 1), "from byte 1 on, but .* in numbers of 4 each"),
     "a pointer beyond the end": (74, struct.pack("<q", 20), "found sequence 3 to have 2 numbers from byte 20 on"),
     "a pointer that wraps": (74, struct.pack("<q", 2**63 - 1), "found sequence 3 to have 2 numbers from byte 92233720"),
     "documents that fall": (90, struct.pack("<q", 5), "bounds of documents that do not rise from 0 to 4"),
