@@ -592,3 +592,87 @@ BF16_IN_EVERY_RUN = {("llama, tied", 2, 3), ("gpt2", 3, 1), ("t5", 2, 2)}
 def test_a_divided_model_in_bf16_is_as_near_to_fp32_as_the_whole_one(name, tp, stage):
     found = run_ranks(tp, bf16_job, name, tp, stage)
     assert all(each == found[0] for each in found)  # the ranks of one model agree in every bit
+
+
+# ---- what has a value per head -----------------------------------------------------------------------------------
+
+
+def eager(name):
+    model = create(name)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def asked_for(output):
+    """The values per layer that a caller asked for."""
+    names = [name for name in output if "attentions" in name or name.endswith("hidden_states")]
+    return {name: output[name] for name in names if isinstance(output[name], tuple)}
+
+
+def per_layer_job(name, tp, kind):
+    """Attentions and hidden states of a divided model, and the gradients of a loss of them, beside the whole one."""
+    whole, model = eager(name), eager(name)
+    ids = tokens(0)
+    more = {"labels": ids} if name == "t5" else {}
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+
+    def loss_of_all(output):
+        return sum((value * value).sum() for values in asked_for(output).values() for value in values)
+
+    expected = whole(input_ids=ids, **more, **wanted)
+    loss_of_all(expected).backward()
+    grads = {path: param.grad for path, param in whole.named_parameters()}
+    if kind == "inference":
+        engine = deepspeed.init_inference(model, tensor_parallel={"tp_size": tp}, dtype=torch.float32)
+        with torch.no_grad():
+            whole.eval()
+            expected = whole(input_ids=ids, **more, **wanted)
+    else:
+        engine = deepspeed.initialize(model=model, config=config_of(tp, sequence_parallel=kind == "sequence"))[0]
+    found = engine(input_ids=ids, **more, **wanted)
+    theirs = asked_for(expected)
+    assert len(theirs) >= 2
+    torch.testing.assert_close(asked_for(found), theirs, rtol=1e-4, atol=1e-5)
+    as_tuples = engine(input_ids=ids, **more, **wanted, return_dict=False)
+    torch.testing.assert_close(as_tuples, expected.to_tuple(), rtol=1e-4, atol=1e-5)
+    if kind == "inference":
+        return
+    engine.backward(loss_of_all(found))
+    for path, param in engine.module.named_parameters():
+        if grads[path] is not None:
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(param), grads[path], rtol=1e-4, atol=1e-4)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "kind"),
+    swept(
+        [(name, 2, "training") for name in FAMILIES]
+        + [(name, 3, "training") for name in ("llama, grouped", "t5", "bloom", "gpt2")]
+        + [(name, 2, "inference") for name in ("llama", "t5", "bloom")]
+        + [("llama", 2, "sequence")],
+        lambda *case: (
+            case in [("t5", 2, "training"), ("bloom", 2, "inference"), ("llama", 2, "sequence")]
+            or case == ("gpt2", 3, "training")
+        ),
+    ),
+)
+def test_values_per_layer_are_those_of_the_whole_model(name, tp, kind):
+    run_ranks(tp, per_layer_job, name, tp, kind)
+
+
+def mask_job(name):
+    """A mask of its own for each head, which a caller gives for all heads."""
+    whole, model = eager(name), eager(name)
+    ids = tokens(0)
+    heads = 4
+    mask = torch.randn(BATCH, heads, TIME, TIME, generator=torch.Generator().manual_seed(1))
+    expected = whole(input_ids=ids, attention_mask=mask).logits
+    engine = deepspeed.initialize(model=model, config=config_of(2))[0]
+    torch.testing.assert_close(engine(input_ids=ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", swept(["llama", "bert", "gpt2", "opt"], lambda name: name == "llama"))
+def test_a_mask_for_each_head_is_cut_to_the_heads_of_a_rank(name):
+    run_ranks(2, mask_job, name)

@@ -31,7 +31,7 @@ from deepspeed.parallel.model_part import (
     reshard,
     whole_shape,
 )
-from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, divide_per_head
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
 from deepspeed.tensor_parallel.ranges import (
     Cut,
@@ -54,7 +54,6 @@ from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
 #: inner features are cut at multiples of this: grouped products need rows of a multiple of 16 bytes
 EXPERTS_GRAIN = 8
 _RANKS = "ds_tensor_ranks_of_experts"
-_PER_HEAD = ("alibi", "attention_mask")  # inputs that are cut to the heads of a rank
 _NUM_CHECKED = 2  # number of forwards with compared inputs: a wrong loader is wrong from the start
 
 
@@ -149,8 +148,7 @@ def divide_model(
         _divide(model, each, ranks)
     for each in divisions:
         _fix_counts(model, each, ranks, in_config=plan.counts_in_config)
-    if plan.inputs_of_all_heads:
-        cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
+    _divide_per_head(model, divisions, ranks, has_alibi=plan.has_alibi)
     divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
     _shard_whole_parameters(model, ranks)
     model.register_forward_pre_hook(lambda *_: ranks.begin_forward())
@@ -383,9 +381,16 @@ def _set_counts(module: object, changes: Mapping[str, tuple[int, int]]) -> None:
             setattr(module, name, own)
 
 
-def _own_share(divisions: list[_Division], ranks: TensorRanks) -> HeadShare:
-    shares = (each.cuts[ranks.rank].share for each in divisions if each.cuts)
-    return next(share for share in shares if share is not None)
+def _divide_per_head(model: nn.Module, divisions: list[_Division], ranks: TensorRanks, *, has_alibi: bool) -> None:
+    """Cut and gather what has a value per head, around the modules whose query heads are divided."""
+    shares: list[HeadShare] = []
+    attention: dict[str, None] = {}
+    for each in divisions:
+        of_ranks = [cut.share for cut in each.cuts if cut.share is not None]
+        if of_ranks and each.rule.weight == Shard(0) and each.rule.along is not Along.KEYS:
+            shares, attention[each.path.rpartition(".")[0]] = of_ranks, None
+    if shares:
+        divide_per_head(model, list(attention), shares, ranks, has_alibi=has_alibi)
 
 
 def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
@@ -420,27 +425,3 @@ def _digest(values: Any) -> str:
             flat = tensor.detach().to("cpu").contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def cut_inputs_of_all_heads(model: nn.Module, path: str, share: HeadShare) -> None:
-    """Cut the keyword arguments `alibi` and `attention_mask` of modules at `path` to this rank's heads."""
-    at = Rule(path, None)  # type: ignore[arg-type]
-    for name, module in model.named_modules():
-        if at.matches(name):
-            module.register_forward_pre_hook(_Cut(share), with_kwargs=True)
-
-
-class _Cut:
-    def __init__(self, share: HeadShare) -> None:
-        self.share = share
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cut = {name: self._own(kwargs[name]) for name in _PER_HEAD if isinstance(kwargs.get(name), Tensor)}
-        return args, {**kwargs, **cut}
-
-    def _own(self, values: Tensor) -> Tensor:
-        """[B, H, ...] or [B x H, ...] -> this rank's heads; a 4-D tensor without H heads is returned unchanged."""
-        num_heads, own = self.share.num_heads, slice(*self.share.queries)
-        if values.dim() == 4:
-            return values[:, own] if values.shape[1] == num_heads else values
-        return values.unflatten(0, (-1, num_heads))[:, own].flatten(0, 1)

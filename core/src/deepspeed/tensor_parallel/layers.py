@@ -3,9 +3,14 @@
 They reuse the parameters of the layers that they replace, which `divide.py` has cut, so names, optimizers and tied
 weights stay valid. Y = X A is column-parallel with A = [A_1, A_2], and row-parallel with X = [X_1, X_2] and
 A = [A_1; A_2]. Shape legend: I input and O output features of the whole layer, i and o the features of this rank.
+
+A caller sees what the whole model would take and return: hooks cut masks and biases that are given for all heads to
+this rank's heads, and gather what a model of transformers returns for each layer (`attentions`, `hidden_states`).
+Caches of keys and values stay divided, since only the model reads them.
 """
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +22,15 @@ from torch.nn import Module, Parameter
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear, unpack_weight
 from deepspeed.parallel.model_part import whole_shape
-from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, scatter_sum, sum_gradient, sum_over
+from deepspeed.tensor_parallel.ranges import HeadShare
+from deepspeed.tensor_parallel.ranks import (
+    TensorRanks,
+    gather_for_all,
+    gather_last_dim,
+    scatter_sum,
+    sum_gradient,
+    sum_over,
+)
 
 
 class HoldsPacked(Module):
@@ -220,3 +233,105 @@ def _sizes(weight: Parameter, *, transposed: bool) -> torch.Size:
 def _shown(layer: ColumnParallelLinear | RowParallelLinear, kind: str) -> str:
     ranks = layer.ranks
     return f"{layer.in_features} -> {layer.out_features}, {kind} part {ranks.rank} of {ranks.world_size}"
+
+
+_MASKS = ("attention_mask", "mask", "position_bias", "head_mask", "layer_head_mask")
+_ALIBI = ("alibi", "attention_mask")  # inputs of Bloom and Falcon
+#: fields of transformers' outputs with one tensor per layer, [B, H, T, S] and [B, T, D]
+_ATTENTIONS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
+_HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+
+
+def divide_per_head(
+    model: Module, attention: Sequence[str], shares: Sequence[HeadShare], ranks: TensorRanks, *, has_alibi: bool
+) -> None:
+    """Register the hooks on a model with divided attention.
+
+    Args:
+        attention: paths of the attention modules.
+        shares: the heads of each rank.
+        has_alibi: inputs without a dim of their own for the heads, [B x H, ...], are cut as well.
+    """
+    whole = _WholeOutputs(shares, ranks)
+    above = {""}
+    for path in attention:
+        cut = _Cut(model.get_submodule(path), shares[ranks.rank], has_alibi=has_alibi)
+        model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True)
+        names = path.split(".")
+        above |= {".".join(names[:length]) for length in range(1, len(names))}
+    for path in sorted(above):
+        module = model.get_submodule(path)
+        if not path or "config" in vars(module):
+            module.register_forward_hook(whole)
+
+
+class _Cut:
+    """A hook that cuts the inputs of an attention module to this rank's heads."""
+
+    def __init__(self, module: Module, share: HeadShare, *, has_alibi: bool) -> None:
+        self.share, self.has_alibi = share, has_alibi
+        names = [name for name in inspect.signature(module.forward).parameters if name not in ("args", "kwargs")]
+        self.places = {name: names.index(name) for name in {*_MASKS, "alibi"} if name in names}
+
+    def __call__(self, _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cut = {name: self._own(name, kwargs[name]) for name in (*_MASKS, "alibi") if kwargs.get(name) is not None}
+        at = {place: name for name, place in self.places.items() if place < len(args)}
+        args = tuple(self._own(at[place], value) if place in at else value for place, value in enumerate(args))
+        return args, {**kwargs, **cut}
+
+    def _own(self, name: str, values: Any) -> Any:
+        """[B, H, ...] or [B x H, ...] -> this rank's heads; a tensor without H heads is returned unchanged."""
+        if not isinstance(values, Tensor):
+            return values
+        num_heads, own = self.share.num_heads, slice(*self.share.queries)
+        if values.dim() == 4:
+            return values[:, own] if values.shape[1] == num_heads else values
+        if "head_mask" in name and values.shape == (num_heads,):
+            return values[own]
+        if self.has_alibi and name in _ALIBI:
+            return values.unflatten(0, (-1, num_heads))[:, own].flatten(0, 1)
+        return values
+
+
+class _WholeOutputs:
+    """A hook that gathers what a model returns for each layer, if it is asked for.
+
+    The model is one of transformers: it returns a `ModelOutput`, or a tuple with a tuple of tensors in it.
+    """
+
+    def __init__(self, shares: Sequence[HeadShare], ranks: TensorRanks) -> None:
+        self.ranks = ranks
+        self.sizes = tuple(share.num_queries for share in shares)
+
+    def __call__(self, _: Module, __: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Mapping):
+            for name in (*_ATTENTIONS, *_HIDDEN):
+                if isinstance(output.get(name), tuple):
+                    output[name] = _of_each(output[name], self._heads if name in _ATTENTIONS else self._tokens)  # type: ignore[index]
+            return None
+        if type(output) is tuple and any(isinstance(value, tuple) for value in output):
+            return tuple(_of_each(value, self._either) if isinstance(value, tuple) else value for value in output)
+        return None
+
+    def _either(self, values: Tensor) -> Tensor:
+        return self._heads(values) if values.dim() == 4 else self._tokens(values)
+
+    def _heads(self, values: Tensor) -> Tensor:
+        """[B, this rank's heads, T, S] -> [B, H, T, S]; whole ones are returned unchanged, as an inner model's are."""
+        if values.dim() != 4 or values.shape[1] != self.sizes[self.ranks.rank]:
+            return values
+        return gather_last_dim(values.transpose(1, -1), self.sizes, self.ranks).transpose(1, -1)
+
+    def _tokens(self, values: Tensor) -> Tensor:
+        """[B, T/W, D] -> [B, T, D] if the sequence is divided."""
+        ranks = self.ranks
+        if not ranks.sequence_is_divided or values.dim() != 3 or values.shape[1] * ranks.world_size != ranks.num_tokens:
+            return values
+        return gather_for_all(values, ranks)
+
+
+def _of_each(values: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """Return the tuple with `change` applied to its tensors, if it has no other values than tensors and None."""
+    if all(value is None or isinstance(value, Tensor) for value in values):
+        return tuple(None if value is None else change(value) for value in values)
+    return values

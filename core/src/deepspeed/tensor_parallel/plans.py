@@ -63,8 +63,7 @@ class TensorPlan:
         name: the name for errors.
         rules: the first rule that matches a module is used.
         heads: returns (H, G) from the model's config; None: there is no attention.
-        inputs_of_all_heads: end of the path of modules with inputs `alibi` and `attention_mask` for all heads, which
-            must be cut; "": none.
+        has_alibi: attention has the inputs `alibi` and `attention_mask` in the shape [batch x H, ...].
         stack: end of the path of the list of layers in which the sequence can be divided; all their linear layers must
             be in attention and feed-forward modules that get `hidden_states`; "": none.
         counts_in_config: attention reads its numbers of heads from `self.config`, so it gets its own config.
@@ -73,7 +72,7 @@ class TensorPlan:
     name: str
     rules: tuple[Rule, ...]
     heads: Callable[[Any], tuple[int, int]] | None = None
-    inputs_of_all_heads: str = ""
+    has_alibi: bool = False
     stack: str = ""
     counts_in_config: bool = False
 
@@ -191,7 +190,7 @@ _BERT = (
 def _falcon(config: Any) -> TensorPlan:
     along = Along.QKV_BLOCKS if config.multi_query and not config.new_decoder_architecture else Along.QKV_GROUPS
     rules = (*column("self_attention.query_key_value", along), *_BLOOM[1:])
-    return TensorPlan("falcon", rules, _heads_of_falcon, inputs_of_all_heads="self_attention")
+    return TensorPlan("falcon", rules, _heads_of_falcon, has_alibi=True)
 
 
 def _table(name: str, rules: Iterable[Rule], **options: Any) -> Callable[[Any], TensorPlan]:
@@ -210,7 +209,7 @@ PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
     "phi3": _table("phi3", _PHI3, stack="layers", counts_in_config=True),
     "gpt2": _table("gpt2", _GPT2),
     "gpt_neox": _table("gpt_neox", _GPT_NEOX),
-    "bloom": _table("bloom", _BLOOM, inputs_of_all_heads="self_attention"),
+    "bloom": _table("bloom", _BLOOM, has_alibi=True),
     "falcon": _falcon,
     "opt": _table("opt", _OPT),
     **{name: _table(name, _T5) for name in ("t5", "mt5")},

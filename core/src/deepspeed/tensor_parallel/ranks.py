@@ -55,6 +55,7 @@ class TensorRanks:
         #: whether the current forward, or the forward of the current backward, divides it; see [Note: whose state]
         self.sequence_is_divided = False
         self.in_layers = False  # the current forward is in the layers that divide the sequence
+        self.num_tokens = 0  # the whole sequence of the last forward that divided it
         self._backward = _NO_BACKWARD
         self._block: str | None = None  # the block that runs now
         self._copies: list[tuple[Tensor, Tensor]] = []

@@ -94,6 +94,7 @@ class _TakeFirstPart:
                 f"{_KEY}: found a sequence of {counted(hidden.shape[1], 'token')} for {self.ranks.world_size} ranks; "
                 "pad it to a multiple of that number"
             )
+        self.ranks.num_tokens = hidden.shape[1]
         return take_part(hidden, self.ranks)
 
 
