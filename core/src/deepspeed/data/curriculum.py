@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,6 +25,15 @@ _SCHEDULES = {
 }
 #: in a checkpoint, the state of a generator takes as much space as the numbers of about this many samples
 _SAMPLES_OF_A_STATE = 16
+
+
+#: all schedules of the process: a script may make its own, beside the engine's
+_SCHEDULERS: "WeakSet[CurriculumScheduler]" = WeakSet()
+
+
+def is_only_scheduler(scheduler: "CurriculumScheduler") -> bool:
+    """Return whether the process has no other schedule, which a script may ask for the difficulty instead."""
+    return set(_SCHEDULERS) == {scheduler}
 
 
 @absent_members("runtime.data_pipeline.curriculum_scheduler:CurriculumScheduler")
@@ -84,6 +94,7 @@ class CurriculumScheduler:
                 f"{config['max_difficulty']}; give a smaller one"
             )
         self._where = where
+        _SCHEDULERS.add(self)
         self.custom_get_difficulty: Callable[[int], int] | None = None
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],

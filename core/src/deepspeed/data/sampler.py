@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +32,10 @@ class _Drawn:
     first: int
     samples: list[int]
     state: dict[str, Any]
+
+
+#: all samplers of the process: a script may make its own, for a loader of its own
+_SAMPLERS: "WeakSet[DeepSpeedDataSampler]" = WeakSet()
 
 
 @absent_members("runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler")
@@ -92,6 +97,7 @@ class DeepSpeedDataSampler:
         self._num_delivered: int | None = None
         self._drawn: deque[_Drawn] = deque()
         self.num_loads = 0  # of states; a load makes the loader restart its iteration
+        _SAMPLERS.add(self)
 
     def _set_sizes(self, micro_batch_size: int, num_steps: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -457,6 +463,14 @@ class Curriculum:
         if self.sampler is None:
             raise ConfigError(f"{asked}: found no training data; pass initialize(training_data=...) first")
         return self.sampler
+
+    def warn_if_idle(self, step: int, *, applied: bool, scale: float) -> None:
+        """Warn once if a whole step has passed without a sampler: its samples came from the script's own loader."""
+        if self.sampler is None and not _SAMPLERS:
+            warn_once(
+                f"{_SECTION}: found a curriculum, and no loader that draws by it, so that it changes nothing; pass "
+                "initialize(training_data=...), or train with the loader that engine.deepspeed_io(dataset) returns"
+            )
 
     def agree(self) -> None:
         """Share the first stage's state for `state_dict`, because stages in the middle draw no samples. A collective of

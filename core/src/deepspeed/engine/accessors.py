@@ -238,7 +238,9 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     ),
     "data_parallel_group": lambda engine: engine.mesh.group("dp"),
     "compression_scheduler": lambda engine: engine._step_schedules and engine._step_schedules.compression,
-    "curriculum_scheduler_legacy": lambda engine: engine._step_schedules and engine._step_schedules.curriculum,
+    "curriculum_scheduler_legacy": lambda engine: (
+        engine._step_schedules and engine._step_schedules.scheduler_of_curriculum()
+    ),
     "dp_world_size": lambda engine: engine.mesh.size("dp"),
     "flops_profiler": lambda engine: engine._observers.profile and engine._observers.profile.profiler,
     "global_rank": lambda engine: comm.get_rank(),

@@ -355,6 +355,8 @@ def _initialize(
         training.after_update.append(outer.after_update)
     if step_schedules is not None:
         step_schedules.follow(training)
+    if curriculum is not None:
+        training.after_update.append(curriculum.warn_if_idle)
     training.optimizer = optimizer_of_user(training)
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
     sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()

@@ -21,7 +21,7 @@ from deepspeed.config.training import (
     ProgressiveLayerDropConfig,
     RandomLTDConfig,
 )
-from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.data.curriculum import CurriculumScheduler, is_only_scheduler
 from deepspeed.engine.observers import Progress
 from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError
@@ -76,6 +76,7 @@ class StepSchedules:
         random_ltd: says how many tokens layers keep; None: all.
         num_steps: returns the steps so far.
         compression: moves the layers of the model to a step; None: no layer is compressed.
+        takes_length: whether forwards get the sequence length as an argument; False for a pipeline.
     """
 
     def __init__(
@@ -85,12 +86,15 @@ class StepSchedules:
         num_steps: Callable[[], int],
         random_ltd: "RandomLTDScheduler | None" = None,
         compression: "compression_scheduler | None" = None,
+        *,
+        takes_length: bool = True,
     ) -> None:
         # only the keys that the user wrote: the default lengths suit no model
         written = curriculum.model_dump(exclude_unset=True)
         self.curriculum = CurriculumScheduler(written) if curriculum.enabled else None
         self.layer_drop = ProgressiveLayerDrop(layer_drop.theta, layer_drop.gamma) if layer_drop.enabled else None
         self._is_length = curriculum.curriculum_type == "seqlen"
+        self._is_asked = takes_length and self._is_length  # whether a forward, or the script, gets the difficulty
         self._num_steps = num_steps
         self.random_ltd = random_ltd
         self.compression = compression
@@ -99,6 +103,23 @@ class StepSchedules:
         """Choose blocks of weights after each update, if a technique prunes by blocks."""
         if self.compression is not None and self.compression.blocks is not None:
             training.after_update.append(self.compression.blocks.step_ended)
+        if self.curriculum is not None and not self._is_asked:
+            training.after_update.append(self._warn_if_idle)
+
+    def scheduler_of_curriculum(self) -> CurriculumScheduler | None:
+        """Return the schedule for the script (`engine.curriculum_scheduler_legacy`), which asks for the difficulty."""
+        self._is_asked = True
+        return self.curriculum
+
+    def _warn_if_idle(self, step: int, *, applied: bool, scale: float) -> None:
+        """Warn once if a whole step has passed in which nothing asked for the difficulty."""
+        if self.curriculum is None or self._is_asked or not is_only_scheduler(self.curriculum):
+            return
+        what = "a PipelineModule, whose layers take no curriculum_seqlen" if self._is_length else "no length"
+        warn_once(
+            f"curriculum_learning: found a curriculum of {what}, and nothing that asks for its difficulty, so that it "
+            "changes nothing; let your data follow engine.curriculum_scheduler_legacy.get_current_difficulty()"
+        )
 
     def arguments(self, *, trains: bool = True) -> dict[str, Any]:
         """Move to the current step, and return its forwards' arguments; none for a forward that does not train."""
@@ -169,7 +190,14 @@ def create_step_schedules(
         )
         if scheduler.blocks is not None:
             _connect_blocks(scheduler.blocks, module, mesh)
-    return StepSchedules(curriculum, layer_drop, lambda: progress.global_steps, random_ltd, scheduler)
+    return StepSchedules(
+        curriculum,
+        layer_drop,
+        lambda: progress.global_steps,
+        random_ltd,
+        scheduler,
+        takes_length=not isinstance(module, PipelineModule),
+    )
 
 
 def _create_random_ltd(section: RandomLTDConfig, mesh: Mesh, train_batch_size: int) -> "RandomLTDScheduler":

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from weakref import WeakSet
 
 import deepspeed
 import numpy as np
@@ -643,6 +644,31 @@ def test_the_curriculum_draws_the_training_data_alone(single_rank, folder, lines
     assert steps(engine, 1) == unbroken[2:]
     with pytest.raises(ConfigError, match="batch_size: asked for 4, and the curriculum draws micro-batches of 6"):
         engine.deepspeed_io(engine.training_dataloader.dataset, batch_size=4)
+
+
+@pytest.mark.parametrize("loads", ["by a loader of its own", "by deepspeed_io", "by a sampler of its own"])
+def test_a_curriculum_without_a_loader_is_said_once(single_rank, folder, lines, monkeypatch, loads):
+    monkeypatch.setattr("deepspeed.data.sampler._SAMPLERS", WeakSet())
+    warn_once.cache_clear()
+    engine = create(folder, has_data=False)
+    batches = torch.utils.data.DataLoader(torch.arange(96), batch_size=6)
+    if loads == "by deepspeed_io":
+        batches = engine.deepspeed_io(Samples())
+    if loads == "by a sampler of its own":
+        (own,) = samplers(section(length=metric(folder)))
+        batches = torch.utils.data.DataLoader(torch.arange(96), batch_sampler=own)
+    for _, batch in zip(range(8), batches, strict=False):
+        engine.backward(engine(batch[:, None].float()).mean())
+        engine.step()
+    assert [text for level, text in lines if level == "WARNING" and "curriculum" in text] == (
+        []
+        if loads != "by a loader of its own"
+        else [
+            "data_efficiency.data_sampling.curriculum_learning: found a curriculum, and no loader that draws by it, so "
+            "that it changes nothing; pass initialize(training_data=...), or train with the loader that "
+            "engine.deepspeed_io(dataset) returns"
+        ]
+    )
 
 
 def test_without_a_curriculum(make_engine, lines):

@@ -1,11 +1,14 @@
 """Lengths and shares of layers by the step: DeepSpeed's numbers, and what the model's forward gets."""
 
 import math
+from weakref import WeakSet
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.data import curriculum
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from torch import nn
@@ -153,6 +156,30 @@ def test_another_kind_of_difficulty_is_only_counted(single_rank):
     assert steps(engine, 2) == [{}] * 4
     assert engine.curriculum_scheduler_legacy.get_current_difficulty() == 16
     engine.destroy()
+
+
+@pytest.fixture
+def no_schedulers(monkeypatch):
+    """No schedule of another test counts as one that a script asks."""
+    monkeypatch.setattr(curriculum, "_SCHEDULERS", WeakSet())
+    warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("who_asks", ["nobody", "the script", "a schedule of the script's own", "the forward"])
+def test_a_curriculum_that_nothing_asks_is_said_once(single_rank, lines, no_schedulers, who_asks):
+    kind = "seqlen" if who_asks == "the forward" else "rarity"
+    engine = create(curriculum_learning={**LINEAR, "enabled": True, "curriculum_type": kind})
+    own = CurriculumScheduler(LINEAR) if who_asks == "a schedule of the script's own" else None
+    if who_asks == "the script":
+        assert engine.curriculum_scheduler_legacy.get_current_difficulty() == 8
+    steps(engine, 2)
+    engine.destroy()
+    expected = (
+        "curriculum_learning: found a curriculum of no length, and nothing that asks for its difficulty, so that it "
+        "changes nothing; let your data follow engine.curriculum_scheduler_legacy.get_current_difficulty()"
+    )
+    warned = [text for level, text in lines if level == "WARNING" and "curriculum" in text]
+    assert warned == ([expected] if who_asks == "nobody" else []), own
 
 
 def test_forwards_get_the_share_of_layers(single_rank):
