@@ -22,6 +22,10 @@ import typing
 
 _SHOWN_LENGTH = 60  # maximum length of a value in a message
 _INT32_MAX = 2**31 - 1
+STRICT_VARIABLE = "DS_CONFIG_STRICT"
+MAX_NAME_LENGTH = 80  # characters of a name that is compared letter by letter
+_MANY_WORDS = 4  # words of a name that is recognized with one word missing
+_SHORTEST = 3  # letters of a word's short form
 
 
 class DeepSpeedError(Exception):
@@ -164,3 +168,74 @@ def _is_truth_value(value: object) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of `error`'s message, for a one-line text; the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+# ----- names that are mistyped ---------------------------------------------------------------------------------------
+
+
+def nearest_name(written: str, known: collections.abc.Collection[str], limit: int) -> str | None:
+    """Return the known name within an edit distance of `limit` (less for short keys), ignoring case; else None."""
+    typed = written.lower()
+    if len(typed) > MAX_NAME_LENGTH:
+        return None
+    by_distance = {key: _distance(typed, key.lower(), min(limit, max(1, len(typed) // 4))) for key in sorted(known)}
+    found = [key for key, distance in by_distance.items() if distance is not None]
+    return min(found, key=lambda key: by_distance[key] or 0) if found else None
+
+
+def by_words(written: str, known: collections.abc.Collection[str]) -> str | None:
+    """Return the only known key whose words match `written`, else None. One word of four or more, but not the first,
+    may be missing, or words may be shortened or lengthened ("grad_accum_steps", "stage3_max_live_params")."""
+    words = written.lower().split("_")
+    found = [key for key in known if _leaves_one_out(words, key.split("_")) or _shortens(words, key.split("_"))]
+    return found[0] if len(found) == 1 else None
+
+
+def _leaves_one_out(words: list[str], wanted: list[str]) -> bool:
+    if len(wanted) < _MANY_WORDS or len(words) != len(wanted) - 1:
+        return False
+    return any(words == wanted[:place] + wanted[place + 1 :] for place in range(1, len(wanted)))
+
+
+def _shortens(words: list[str], wanted: list[str]) -> bool:
+    others = [pair for pair in zip(words, wanted, strict=False) if pair[0] != pair[1]]
+    is_alike = len(words) == len(wanted) and len(wanted) >= _MANY_WORDS - 1 and 0 < len(others) < len(wanted)
+    return is_alike and all(_is_short_form(*sorted(pair, key=len)) for pair in others)
+
+
+def _is_short_form(short: str, long: str) -> bool:
+    """Return whether `short` is a subsequence of `long` that starts with the same letter."""
+    if not (
+        _SHORTEST <= len(short) < len(long) <= MAX_NAME_LENGTH and (short + long).isalpha() and short[0] == long[0]
+    ):
+        return False
+    letters = iter(long)
+    return all(letter in letters for letter in short)
+
+
+def _distance(one: str, other: str, limit: int) -> int | None:
+    """Return the edit distance (insert, delete, replace, swap neighbors); None if it exceeds `limit`."""
+    if abs(len(one) - len(other)) > limit:
+        return None
+    before, above = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        line = [row]
+        for column, wanted in enumerate(other, 1):
+            cost = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and (letter, one[row - 2]) == (other[column - 2], wanted):
+                cost = min(cost, before[column - 2] + 1)
+            line.append(cost)
+        before, above = above, line
+    return above[-1] if above[-1] <= limit else None
+
+
+def is_strict() -> bool:
+    """Return whether `DS_CONFIG_STRICT` makes every unknown key of a configuration an error.
+
+    Raises:
+        ConfigError: its value is neither 0 nor 1.
+    """
+    value = os.environ.get(STRICT_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{STRICT_VARIABLE}: found {value!r}; allowed: 0 or 1")
+    return value == "1"

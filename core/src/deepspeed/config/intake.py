@@ -14,7 +14,6 @@ and `validated` turns a pydantic error into a ConfigError of one line.
 
 import difflib
 import functools
-import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,7 +28,14 @@ from deepspeed.config.base import AUTO, Says, Section, default_of, flag, is_same
 from deepspeed.config.precision import BF16Config, FP16Config
 from deepspeed.config.read import brief, check_bounds, redacted, shown_key
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import (
+    MAX_NAME_LENGTH,
+    STRICT_VARIABLE,
+    ConfigError,
+    by_words,
+    is_strict,
+    nearest_name,
+)
 from deepspeed.log import warn_once
 
 T = TypeVar("T")
@@ -124,10 +130,6 @@ def _bounds(metadata: Any) -> str:
     return " and".join(dict.fromkeys(found))
 
 
-VARIABLE = "DS_CONFIG_STRICT"
-_MAX_LENGTH = 80  # characters of a key that is compared letter by letter
-_MANY_WORDS = 4  # words of a key that is recognized with one word missing
-_SHORTEST = 3  # letters of a word's short form
 _MAX_OWNERS = 2  # a hint names at most this many sections that have the key
 COMMENTS = ("_", "#", "//", "$", "comment")  # prefixes of keys that serve as comments, which JSON lacks
 # other trainers' name of a setting -> dotted key here
@@ -167,12 +169,12 @@ def unknown_key(
         return
     # the message omits the value: under a mistyped `api_key` it is a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
-    near = _nearest(written, (*known, *former), 1 if tolerated else 2)
+    near = nearest_name(written, (*known, *former), 1 if tolerated else 2)
     misplaced = None if tolerated else _misplaced(written, known, top_level)
     if near is None and misplaced is None and written not in elsewhere:
         near = by_words(written, known)
     is_slip = near is not None or misplaced is not None or not written.isprintable()
-    is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
+    is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > MAX_NAME_LENGTH))
     owners = elsewhere.get(written, ())
     inside = tuple(owner for owner in owners if path and owner.startswith(f"{path}."))
     if near is not None:
@@ -183,10 +185,10 @@ def unknown_key(
         hint = f"here it is '{_FOREIGN_NAMES[written]}'"
     else:
         hint = misplaced or _hint(written, known)
-    if not is_slip and not _is_strict():
+    if not is_slip and not is_strict():
         warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
         return
-    rest = f"{VARIABLE}=1 refuses it; remove the key" if not is_slip else f"allowed: {', '.join(sorted(known))}"
+    rest = f"{STRICT_VARIABLE}=1 refuses it; remove the key" if not is_slip else f"allowed: {', '.join(sorted(known))}"
     raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
 
 
@@ -206,69 +208,8 @@ def _hint(written: str, known: Collection[str]) -> str:
     head, _, rest = written.partition(".")
     if rest and head in known:
         return f'a dot does not nest: write "{shown_key(head)}": {{"{shown_key(rest)}": ...}}'
-    near = difflib.get_close_matches(written[:_MAX_LENGTH].lower(), known, n=1)
+    near = difflib.get_close_matches(written[:MAX_NAME_LENGTH].lower(), known, n=1)
     return f"did you mean '{near[0]}'?" if near else ""
-
-
-def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
-    """Return the known key within an edit distance of `limit` (less for short keys), ignoring case; else None."""
-    typed = written.lower()
-    if len(typed) > _MAX_LENGTH:
-        return None
-    by_distance = {key: _distance(typed, key.lower(), min(limit, max(1, len(typed) // 4))) for key in sorted(known)}
-    found = [key for key, distance in by_distance.items() if distance is not None]
-    return min(found, key=lambda key: by_distance[key] or 0) if found else None
-
-
-def by_words(written: str, known: Collection[str]) -> str | None:
-    """Return the only known key whose words match `written`, else None. One word of four or more, but not the first,
-    may be missing, or words may be shortened or lengthened ("grad_accum_steps", "stage3_max_live_params")."""
-    words = written.lower().split("_")
-    found = [key for key in known if _leaves_one_out(words, key.split("_")) or _shortens(words, key.split("_"))]
-    return found[0] if len(found) == 1 else None
-
-
-def _leaves_one_out(words: list[str], wanted: list[str]) -> bool:
-    if len(wanted) < _MANY_WORDS or len(words) != len(wanted) - 1:
-        return False
-    return any(words == wanted[:place] + wanted[place + 1 :] for place in range(1, len(wanted)))
-
-
-def _shortens(words: list[str], wanted: list[str]) -> bool:
-    others = [pair for pair in zip(words, wanted, strict=False) if pair[0] != pair[1]]
-    is_alike = len(words) == len(wanted) and len(wanted) >= _MANY_WORDS - 1 and 0 < len(others) < len(wanted)
-    return is_alike and all(_is_short_form(*sorted(pair, key=len)) for pair in others)
-
-
-def _is_short_form(short: str, long: str) -> bool:
-    """Return whether `short` is a subsequence of `long` that starts with the same letter."""
-    if not (_SHORTEST <= len(short) < len(long) <= _MAX_LENGTH and (short + long).isalpha() and short[0] == long[0]):
-        return False
-    letters = iter(long)
-    return all(letter in letters for letter in short)
-
-
-def _distance(one: str, other: str, limit: int) -> int | None:
-    """Return the edit distance (insert, delete, replace, swap neighbors); None if it exceeds `limit`."""
-    if abs(len(one) - len(other)) > limit:
-        return None
-    before, above = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for row, letter in enumerate(one, 1):
-        line = [row]
-        for column, wanted in enumerate(other, 1):
-            cost = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != wanted))
-            if row > 1 and column > 1 and (letter, one[row - 2]) == (other[column - 2], wanted):
-                cost = min(cost, before[column - 2] + 1)
-            line.append(cost)
-        before, above = above, line
-    return above[-1] if above[-1] <= limit else None
-
-
-def _is_strict() -> bool:
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{VARIABLE}: found {value!r}; allowed: 0 or 1")
-    return value == "1"
 
 
 S = TypeVar("S", bound=Section)

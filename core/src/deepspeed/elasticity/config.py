@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.errors import ConfigError, shown
+from deepspeed.errors import MAX_NAME_LENGTH, ConfigError, by_words, is_strict, nearest_name, shown
+from deepspeed.log import warn_once
 
 # DeepSpeed's constants for the names of the keys, and for their defaults.
 ELASTICITY = "elasticity"
@@ -24,6 +25,10 @@ MIN_TIME, MIN_TIME_DEFAULT = "min_time", 0
 PREFER_LARGER_BATCH, PREFER_LARGER_BATCH_DEFAULT = "prefer_larger_batch", True
 IGNORE_NON_ELASTIC_BATCH_INFO, IGNORE_NON_ELASTIC_BATCH_INFO_DEFAULT = "ignore_non_elastic_batch_info", False
 VERSION, VERSION_DEFAULT = "version", LATEST_ELASTICITY_VERSION
+_KEYS = (
+    *(ENABLED, IGNORE_NON_ELASTIC_BATCH_INFO, MAX_GPUS, MAX_ACCEPTABLE_BATCH_SIZE, MICRO_BATCHES, MIN_GPUS, MIN_TIME),
+    *(MODEL_PARALLEL_SIZE, NUM_GPUS_PER_NODE, PREFER_LARGER_BATCH, VERSION),
+)
 
 FORMAT = """
 "elasticity": {
@@ -54,7 +59,8 @@ class ElasticityConfig:
             `micro_batch_sizes`.
 
     Raises:
-        ElasticityConfigError: the section is no dict, or a key is missing or has an invalid value.
+        ElasticityConfigError: the section is no dict, a key is missing or has an invalid value, or an unknown key
+            resembles a known one. Other unknown keys are ignored, with a warning.
     """
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
@@ -64,6 +70,9 @@ class ElasticityConfig:
                 f"{MAX_ACCEPTABLE_BATCH_SIZE} and {MICRO_BATCHES}"
             )
         self._given = dict(param_dict)
+        for name in self._given:
+            if name not in _KEYS:
+                _unknown_key(str(name))
         self.enabled = bool(self._given.get(ENABLED, ENABLED_DEFAULT))
         if self.enabled:
             for name in (MAX_ACCEPTABLE_BATCH_SIZE, MICRO_BATCHES):
@@ -144,6 +153,17 @@ class ElasticityConfig:
                 f"{found}, which does not divide {NUM_GPUS_PER_NODE} ({self.num_gpus_per_node}); a model-parallel "
                 "group has to lie within a node, change one of them"
             )
+
+
+def _unknown_key(written: str) -> None:
+    """Raise ElasticityConfigError for a key that resembles one of the section's, or warn once, as all sections do."""
+    near = nearest_name(written, _KEYS, 2) or by_words(written, _KEYS)
+    where = f"{ELASTICITY}.{written if written.isprintable() and len(written) <= MAX_NAME_LENGTH else shown(written)}"
+    if near is None and written.isprintable() and len(written) <= MAX_NAME_LENGTH and not is_strict():
+        warn_once(f"{where}: unknown config key, ignored")
+        return
+    hint = f"allowed: {', '.join(_KEYS)}" if near is None else f"did you mean '{near}'?"
+    raise ElasticityConfigError(f"{where}: found an unknown key; {hint}")
 
 
 def _is_whole(value: Any) -> bool:

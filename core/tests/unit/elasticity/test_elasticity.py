@@ -8,7 +8,9 @@ import random
 import deepspeed
 import pytest
 from deepspeed.cli import elastic
+from deepspeed.config import training
 from deepspeed.elasticity import compute_elastic_config, elasticity_enabled, get_compatible_gpus
+from deepspeed.elasticity import config as section
 from deepspeed.elasticity.config import (
     ElasticityConfig,
     ElasticityConfigError,
@@ -23,6 +25,7 @@ from deepspeed.elasticity.elasticity import (
     get_valid_gpus,
 )
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
 
 VERSION = deepspeed.__version__
 PUBLISHED = {
@@ -193,6 +196,35 @@ def test_a_wrong_section_is_named(case):
     changes, message = WRONG[case]
     with pytest.raises(ElasticityError, match=message):
         compute_elastic_config(configuration(**changes), VERSION)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("max_train_batchsize", "max_train_batch_size"),
+        ("micro_batch_size", "micro_batch_sizes"),
+        ("min_gpu", "min_gpus"),
+        ("ignore_non_elastic_info", "ignore_non_elastic_batch_info"),
+        ("Prefer_Larger_Batch_", "prefer_larger_batch"),
+    ],
+)
+def test_a_mistyped_key_names_the_nearest(written, meant):
+    message = f"^elasticity.{written}: found an unknown key; did you mean '{meant}'"
+    with pytest.raises(ElasticityConfigError, match=message):
+        compute_elastic_config(configuration(**{written: 1}), VERSION)
+    with pytest.raises(ConfigError, match=message):  # as in the configuration of an engine
+        deepspeed.DeepSpeedConfig({"elasticity": {**configuration()["elasticity"], written: 1}}, world_size=32)
+
+
+def test_a_key_of_something_else_is_a_warning(lines, monkeypatch):
+    expected = compute_elastic_config(configuration(), VERSION)
+    warn_once.cache_clear()
+    assert compute_elastic_config(configuration(gradient_noise_scale=1), VERSION) == expected
+    assert ("WARNING", "elasticity.gradient_noise_scale: unknown config key, ignored") in lines
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    with pytest.raises(ElasticityConfigError, match="elasticity.gradient_noise_scale: found an unknown key; allowed: "):
+        compute_elastic_config(configuration(gradient_noise_scale=1), VERSION)
+    assert set(section._KEYS) == set(training.ElasticityConfig.model_fields)
 
 
 def test_a_wrong_question_is_named(monkeypatch):
