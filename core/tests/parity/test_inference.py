@@ -351,6 +351,13 @@ WRONG = {
         {"dtype": "fp8", "quant": {"weight": {"q_type": "asymmetric"}}},
         "quant.weight.q_type: found 'asymmetric' with dtype 'fp8'",
     ),
+    **{
+        f"quantization switched off with {dtype}": (
+            {"dtype": dtype, "quant": {"enabled": False}},
+            f"quant.enabled: found false with dtype '{dtype}', which quantizes weights; give dtype fp32, fp16 or bf16",
+        )
+        for dtype in ("int8", "fp8", "fp6")
+    },
     "columns that do not fill bytes": (
         {"dtype": "fp6", "quantization_setting": 16},
         "0.up: group_size: found 2, but with 6",

@@ -109,7 +109,7 @@ class ActivationQuantConfig(LaxSection):
 class QuantizationConfig(LaxSection):
     """`quant`: takes effect with dtype int8, fp8 and fp6."""
 
-    enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6.", support=quiet("dtype decides"))
+    enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6; with these dtypes false is an error.")
     weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
     activation: ActivationQuantConfig | None = key(
         None, "Of activations, with dtype int8; null: kernels round them to 16 bits at most."

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.log import announce
+from deepspeed.log import announce, warn_once
 from deepspeed.ops.experts import (
     ConvertedExperts,
     by_expert,
@@ -87,15 +87,26 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
         ConfigError: a quantization setting is invalid, or is given with a dtype that does not pack weights.
     """
     setting = settings.quantization_setting
+    quant = settings.quant
     if not settings.packs:
-        if setting is not None or settings.quant.model_fields_set - {"enabled"}:
+        if setting is not None or (quant.enabled and quant.model_fields_set - {"enabled"}):
             name = "quantization_setting" if setting is not None else "quant"
             found = setting or settings.quant.model_dump(exclude_unset=True)
             raise ConfigError(
                 f"{name}: found {found!r} with dtype {settings.dtype!r}; weights are quantized with dtype int8, fp8 "
                 "and fp6"
             )
+        if quant.enabled and "enabled" in quant.model_fields_set:
+            warn_once(
+                f"quant.enabled: found true with dtype {settings.dtype!r}, with which no weight is quantized; give "
+                "dtype int8, fp8 or fp6"
+            )
         return None
+    if not quant.enabled:
+        raise ConfigError(
+            f"quant.enabled: found false with dtype {settings.dtype!r}, which quantizes weights; give dtype fp32, fp16 "
+            "or bf16, or leave quant.enabled out"
+        )
     _bits(settings, is_head=False)
     _bits(settings, is_head=True)
     if _input_bits(settings) == 8 and settings.dtype != "int8":
