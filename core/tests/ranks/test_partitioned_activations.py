@@ -66,3 +66,64 @@ def test_ranks_draw_equal_numbers_by_default_and_different_ones_by_name(unit):
     (first, own), (second, other) = run_ranks(2, seeds_job, unit)
     assert first == second
     assert own != other
+
+
+class Drops(torch.nn.Module):
+    """Drops features by the named state, at two places of a block that is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.masks = []
+
+    def block(self, x):
+        hidden = self.up(x)
+        with checkpointing.get_cuda_rng_tracker().fork():
+            mask = torch.rand(5)
+        self.masks.append(mask)
+        return self.down(hidden * mask.mean())
+
+    def forward(self, x):
+        return checkpointing.checkpoint(self.block, x).square().mean()
+
+
+def two_engines_job(order):
+    """Masks of an engine whose layers are divided over both ranks, and of one that has them whole."""
+    engines = {}
+    for name in order:
+        config = {"train_micro_batch_size_per_gpu": 1}
+        if name == "divided":
+            config["tensor_parallel"] = {
+                "autotp_size": 2,
+                "partition_config": {
+                    "layer_specs": [
+                        {"patterns": [r"up\.weight"], "partition_type": "column"},
+                        {"patterns": [r"down\.weight"], "partition_type": "row"},
+                    ]
+                },
+            }
+        groups.reset()
+        engines[name] = deepspeed.initialize(model=Drops(), config=config)[0]
+    checkpointing.configure(None)
+    checkpointing.model_parallel_cuda_manual_seed(1)
+    for name in ("divided", "whole", "divided"):
+        engines[name].backward(engines[name](torch.ones(1, 8)))
+    found = {name: engine.module.masks for name, engine in engines.items()}
+    for engine in engines.values():
+        engine.destroy()
+    checkpointing.get_cuda_rng_tracker().reset()
+    groups.reset()
+    return found
+
+
+@pytest.mark.parametrize("order", [("divided", "whole"), ("whole", "divided")], ids=" then ".join)
+def test_the_named_state_is_that_of_the_engine_whose_forward_it_is(order):
+    first, second = run_ranks(2, two_engines_job, order)
+    of_rank = [torch.rand(5, generator=torch.Generator().manual_seed(1 + 2718 + rank)) for rank in range(2)]
+    assert torch.equal(first["divided"][0], of_rank[0])
+    assert torch.equal(second["divided"][0], of_rank[1])
+    assert torch.equal(second["whole"][0], of_rank[0])  # the only rank of its mesh
+    for masks in (*first.values(), *second.values()):
+        for mask, computed_again in zip(masks[::2], masks[1::2], strict=True):
+            assert torch.equal(mask, computed_again)
+    assert not torch.equal(first["divided"][2], second["divided"][2])

@@ -6,6 +6,10 @@
 
 This is Megatron-LM's interface, on any accelerator and on the CPU; `checkpointing.py` has the documented names.
 `checkpoint` restores the named states and the default state when it recomputes a block.
+
+[Note: whose rank] A program may have engines with different meshes, in which this rank has different tensor-parallel
+ranks. The state "model-parallel-rng" of a forward is that of the rank in the mesh of the forward's engine: `fork` makes
+it from the last seed when it is first needed. Outside a forward, the engine that was built last counts.
 """
 
 import hashlib
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.parallel import groups
+from deepspeed.parallel.running import tensor_rank
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 #: what Megatron-LM adds to a seed for the tensor-parallel ranks
@@ -29,10 +33,11 @@ class RNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
         self.seeds_: set[int] = set()
+        self._model_parallel: tuple[int, int] | None = None  # seed, and tensor-parallel rank, of "model-parallel-rng"
 
     def reset(self) -> None:
         """Forget all names."""
-        self.states_, self.seeds_ = {}, set()
+        self.states_, self.seeds_, self._model_parallel = {}, set(), None
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """A copy of the names and their states, for `set_states`."""
@@ -51,12 +56,36 @@ class RNGStatesTracker:
         if name in self.states_ or seed in self.seeds_:
             taken = f"the name {name!r}" if name in self.states_ else f"the seed {seed}"
             raise ValueError(f"random states: {taken} was added already; call reset(), or give another")
+        self._begin(name, seed)
+        self.seeds_.add(seed)
+
+    def seed_model_parallel(self, seed: int) -> None:
+        """Set "model-parallel-rng" to the state of this tensor-parallel rank; see [Note: whose rank]."""
+        rank = _own_rank_now()
+        for name in [name for name in self.states_ if name.startswith(MODEL_PARALLEL_RNG)]:
+            del self.states_[name]
+        self._begin(MODEL_PARALLEL_RNG, _seed_of_rank(seed, rank))
+        self.seeds_.add(_seed_of_rank(seed, rank))
+        self._model_parallel = seed, rank
+
+    def _begin(self, name: str, seed: int) -> None:
         accelerator = get_accelerator()
         current = accelerator.get_rng_state()
         accelerator.manual_seed(seed)
         self.states_[name] = accelerator.get_rng_state()
-        self.seeds_.add(seed)
         accelerator.set_rng_state(current)
+
+    def _of_running_model(self, name: str) -> str:
+        """Return the name of the state for the model in its forward; see [Note: whose rank]."""
+        if name != MODEL_PARALLEL_RNG or self._model_parallel is None:
+            return name
+        (seed, seeded), rank = self._model_parallel, _own_rank_now()
+        if rank == seeded:
+            return name
+        name = f"{name} of tensor-parallel rank {rank}"
+        if name not in self.states_:
+            self._begin(name, _seed_of_rank(seed, rank))
+        return name
 
     @contextmanager
     def restarted(self, text: str) -> Iterator[None]:
@@ -87,6 +116,7 @@ class RNGStatesTracker:
                 f"random states: asked for {name!r}, there are {known}; call model_parallel_manual_seed(seed) or "
                 "add(name, seed) first"
             )
+        name = self._of_running_model(name)
         accelerator = get_accelerator()
         current = accelerator.get_rng_state()
         accelerator.set_rng_state(self.states_[name])
@@ -98,7 +128,7 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-_own_rank: Callable[[], int] | None = None  # None: the rank in the mesh of `groups.py`
+_own_rank: Callable[[], int] | None = None  # None: see [Note: whose rank]
 
 
 def seed_from(text: str) -> int:
@@ -112,7 +142,7 @@ def get_rng_tracker() -> RNGStatesTracker:
 
 
 def use_rank(own_rank: Callable[[], int] | None) -> None:
-    """Use `own_rank` for this rank's tensor-parallel index in seeds; None: use the mesh of `deepspeed.utils.groups`."""
+    """Use `own_rank` for this rank's tensor-parallel index in seeds; None: use that of the running model's mesh."""
     global _own_rank
     _own_rank = own_rank
 
@@ -122,7 +152,7 @@ def model_parallel_manual_seed(seed: int) -> None:
     each tensor-parallel rank. `seed` must be equal on the ranks of a model. Drops all other named states."""
     _tracker.reset()
     get_accelerator().manual_seed(seed)
-    _tracker.add(MODEL_PARALLEL_RNG, _seed_of_rank(seed))
+    _tracker.seed_model_parallel(seed)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
@@ -132,7 +162,8 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
         ValueError: if the state does not exist yet.
     """
     with _tracker.fork():
-        get_accelerator().manual_seed(_seed_of_rank(seed))
+        pass
+    _tracker.seed_model_parallel(seed)
 
 
 @dataclass(frozen=True)
@@ -175,6 +206,9 @@ def restored(states: RandomStates) -> Iterator[None]:
         former.restore()
 
 
-def _seed_of_rank(seed: int) -> int:
-    own_rank = groups._get_model_parallel_rank if _own_rank is None else _own_rank
-    return seed + _TENSOR_PARALLEL_OFFSET + own_rank()
+def _own_rank_now() -> int:
+    return tensor_rank() if _own_rank is None else _own_rank()
+
+
+def _seed_of_rank(seed: int, rank: int) -> int:
+    return seed + _TENSOR_PARALLEL_OFFSET + rank

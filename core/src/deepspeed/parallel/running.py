@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank
 
 from deepspeed.parallel import groups
 
@@ -54,6 +54,13 @@ _running: list[RunningModel] = []
 def running_model() -> RunningModel:
     """Return the innermost model in its forward; if none, a model with the mesh of `deepspeed.utils.groups`."""
     return _running[-1] if _running else RunningModel(groups._get_model_parallel_group)
+
+
+def tensor_rank() -> int:
+    """Return this rank's tensor-parallel index in the innermost model in its forward; if none, in the mesh of
+    `deepspeed.utils.groups`."""
+    group = running_model().tensor_group
+    return groups._get_model_parallel_rank() if group is groups._get_model_parallel_group else get_rank(group())
 
 
 @contextmanager

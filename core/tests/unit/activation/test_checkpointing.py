@@ -3,8 +3,9 @@
 import deepspeed
 import pytest
 import torch
-from deepspeed.activation import checkpointing, rng
+from deepspeed.activation import checkpointing
 from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
 from torch.nn.functional import dropout
 
 
@@ -186,7 +187,7 @@ def test_times_are_logged(monkeypatch):
 
 @pytest.fixture
 def tracker(monkeypatch):
-    monkeypatch.setattr(rng.groups, "_get_model_parallel_rank", lambda: 3)
+    monkeypatch.setattr(groups, "_get_model_parallel_rank", lambda: 3)
     checkpointing.model_parallel_cuda_manual_seed(10)
     return checkpointing.get_cuda_rng_tracker()
 
