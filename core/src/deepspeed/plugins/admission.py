@@ -203,7 +203,8 @@ def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str
     """Return why the environment excludes the plugin `name`, or None.
 
     Args:
-        is_accelerator: the plugin is an accelerator, which `DS_ACCELERATOR` may name.
+        is_accelerator: the plugin is an accelerator, which `DS_ACCELERATOR` may name. With the value "plain", which is
+            torch alone, it excludes all of them, also one whose kernels would serve host memory.
         is_registered: the program registered the plugin itself, so `DS_PLUGINS_AUTOLOAD` does not apply.
 
     Raises:
@@ -211,6 +212,8 @@ def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str
     """
     if name in blocked():
         return f"blocked by {BLOCK_VARIABLE}; take it out to use it"
+    if is_accelerator and os.environ.get(ACCELERATOR_VARIABLE, "").strip() == PLAIN:
+        return f"not loaded because of {ACCELERATOR_VARIABLE}={PLAIN}; unset it to use this one"
     if is_registered or _autoloads() or name in _listed(NAMES_VARIABLE):
         return None
     if is_accelerator and name == os.environ.get(ACCELERATOR_VARIABLE, "").strip():

@@ -81,7 +81,7 @@ class PluginManager:
         return self._failures.get((group, name)) or self._faults.get((group, name))
 
     def refusal(self, name: str, group: str = ACCELERATORS) -> str | None:
-        """Return why `DS_PLUGINS_BLOCK` or `DS_PLUGINS_AUTOLOAD` excludes `name`, or None."""
+        """Return why `DS_PLUGINS_BLOCK`, `DS_PLUGINS_AUTOLOAD` or `DS_ACCELERATOR=plain` excludes `name`, or None."""
         return refusal(name, group == ACCELERATORS, (group, name) in self._registered)
 
     def origin(self, name: str, group: str = ACCELERATORS) -> str:

@@ -113,18 +113,20 @@ def test_a_class_that_cannot_be_made_is_a_reason(builders):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "block", "reason"),
+    ("plugin", "variables", "reason"),
     [
-        (None, "", f"not installed; {pip_install('ds-ext-cpu')}"),
-        (ImportError("libx.so"), "", "accelerator 'cpu' failed in ds_op_builders: ImportError: libx.so"),
-        ([], "cpu", "'cpu' is blocked by DS_PLUGINS_BLOCK"),
-        ([], "", "has no CPUAdamBuilder"),
+        (None, {}, f"not installed; {pip_install('ds-ext-cpu')}"),
+        (ImportError("libx.so"), {}, "accelerator 'cpu' failed in ds_op_builders: ImportError: libx.so"),
+        ([], {"DS_PLUGINS_BLOCK": "cpu"}, "'cpu' is blocked by DS_PLUGINS_BLOCK"),
+        ([], {"DS_ACCELERATOR": "plain"}, "'cpu' is not loaded because of DS_ACCELERATOR=plain; unset it"),
+        ([], {}, "has no CPUAdamBuilder"),
     ],
 )
-def test_a_host_extension_that_cannot_serve_says_why(builders, monkeypatch, plugin, block, reason):
+def test_a_host_extension_that_cannot_serve_says_why(builders, monkeypatch, plugin, variables, reason):
     if plugin is not None:
         builders.plugin("cpu", plugin)
-    monkeypatch.setenv("DS_PLUGINS_BLOCK", block)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert registry.kernel("cpu_adam") is None
     assert reason in reasons(registry.resolve("cpu_adam"))["host extension 'cpu'"]
 
