@@ -83,6 +83,34 @@ def _recurrent_flops(inputs: Any, *weights: Any, out_shape: Any = None, **kwargs
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
+def _matrix_vector_flops(matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * math.prod(matrix))
+
+
+def _added_matrix_vector_flops(_: Any, matrix: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * math.prod(matrix))
+
+
+def _integer_product_flops(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * math.prod(left) * right[-1])
+
+
+def _added_products_flops(_: Any, left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * math.prod(left) * right[-1])
+
+
+def _trilinear_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count a product of three tensors, of `nn.Bilinear` and its backward: first of two of them, summed over the first
+    of the dimensions, then of the result and the third. Each tensor lacks the dimensions that it is expanded in."""
+    shapes, expanded, summed = args[:3], args[3:6], args[6]
+    sizes: dict[int, int] = {}
+    for shape, lacking in zip(shapes, expanded, strict=True):
+        places = (dim for dim in range(len(shape) + len(lacking)) if dim not in lacking)
+        sizes.update(zip(places, shape, strict=False))
+    whole = math.prod(sizes.values())
+    return 2 * (whole + (whole // sizes[summed[0]] if len(summed) > 1 else 0))
+
+
 _aten = torch.ops.aten
 #: operator -> function of the shapes of its arguments, for operators without a formula in torch's counter. Attention is
 #: here because torch's formula raises in torch 2.10 if keys have fewer heads, which would fail the profiled step.
@@ -98,6 +126,11 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped_flops,
     _aten._scaled_grouped_mm: _grouped_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
+    **dict.fromkeys((_aten.mv, _aten.dot, _aten.vdot), _matrix_vector_flops),
+    _aten.addmv: _added_matrix_vector_flops,
+    _aten.addbmm: _added_products_flops,
+    _aten._int_mm: _integer_product_flops,
+    _aten._trilinear: _trilinear_flops,
     # device-specific operators for recurrent layers, named <library>_rnn
     **{
         getattr(_aten, name.removeprefix("aten::")): _recurrent_flops
@@ -160,6 +193,11 @@ def _warm_up() -> None:
         torch.empty(0).neg()
 
 
+def _takes_hooks(module: Module) -> bool:
+    """Return whether hooks can be registered on a module; one of `torch.jit.script` has an error in their place."""
+    return type(module).register_forward_pre_hook is Module.register_forward_pre_hook
+
+
 def _num_params(module: Module) -> int:
     """Return the number of elements of a module's parameters. Sharded parameters count in full."""
     return sum(getattr(param, "ds_numel", param.numel()) for param in module.parameters())
@@ -176,9 +214,19 @@ class FlopsProfiler:
         model: a module, or an engine.
         ds_engine: the engine that trains the model, as in DeepSpeed; stored in the attribute `ds_engine`.
         recompute_fwd_factor: accepted for old scripts, and ignored: recomputed forwards are counted when they run.
+
+    Raises:
+        ValueError: `model` is no module, or one of `torch.jit.script`, which takes no hooks. Such modules inside of the
+            model count for the module around them.
     """
 
     def __init__(self, model: Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        if not isinstance(model, Module) or not _takes_hooks(model):
+            kind = "a scripted or frozen module, which takes no hooks" if isinstance(model, Module) else "no module"
+            raise ValueError(
+                f"model: found {type(model).__name__}, {kind}; give the torch.nn.Module that torch.jit was given, or "
+                "one that calls this"
+            )
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -199,7 +247,7 @@ class FlopsProfiler:
         _warm_up()
         ignored = tuple(ignore_list or ())
         for module in self.model.modules():
-            if type(module) not in ignored:
+            if type(module) not in ignored and _takes_hooks(module):
                 _RECORDS[module] = _ModuleRecord()
                 self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
                 self._handles.append(module.register_forward_hook(self._exit, always_call=True))
@@ -472,11 +520,12 @@ def get_model_profile(
         Operations, multiply-accumulates, and parameters.
 
     Raises:
-        ValueError: `input_shape`, `args` and `kwargs` are all missing, one of them has another form, or `mode` is
-            unknown.
+        ValueError: `input_shape`, `args` and `kwargs` are all missing, one of them has another form, `mode` is
+            unknown, or `model` takes no hooks (see `FlopsProfiler`).
     """
     if mode not in _MODES:
         raise ValueError(f"mode: found {mode!r}; choose one of {', '.join(map(repr, _MODES))}")
+    profiler = FlopsProfiler(model)
     if isinstance(args, torch.Tensor | Mapping):
         raise ValueError(
             f"args: found a {type(args).__name__}; give a list of arguments, and those with names in kwargs"
@@ -486,7 +535,7 @@ def get_model_profile(
         args = [_ones(model, input_shape)]
     elif not (args or kwargs):
         raise ValueError("get_model_profile: found neither input_shape nor args nor kwargs; give what the model takes")
-    profiler, was_training = FlopsProfiler(model), model.training
+    was_training = model.training
     call: Any = model if mode == "forward" else model.generate
     try:
         model.eval()

@@ -134,11 +134,93 @@ def test_counts_do_not_depend_on_gradients(context):
         (nn.GRU(8, 16, bidirectional=True), (5, 4, 8), 2 * 4 * 5 * 3 * 16 * (8 + 16)),
         (nn.RNN(8, 16), (5, 4, 8), 4 * 5 * 16 * (8 + 16)),
         (nn.ConvTranspose1d(4, 6, 2, stride=2), (3, 4, 7), 3 * 7 * 4 * 6 * 2),
+        (nn.LSTMCell(8, 16), (4, 8), 4 * 64 * (8 + 16)),
+        (nn.GRUCell(8, 16), (4, 8), 4 * 48 * (8 + 16)),
     ],
-    ids=["Conv2d", "LSTM", "GRU", "RNN", "ConvTranspose1d"],
+    ids=["Conv2d", "LSTM", "GRU", "RNN", "ConvTranspose1d", "LSTMCell", "GRUCell"],
 )
 def test_layers_of_torch(model, shape, macs):
     assert get_model_profile(model, shape, print_profile=False, as_string=False)[1] == macs
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+BILINEAR = 4 * 7 * (5 * 6 + 6)  # per row and output x W, then its product with y
+ATTENDED = 2 * 4 * 6 * 10 * (8 + 8)
+PACKED = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 5, 8), [5, 3, 2], batch_first=True)
+#: name: (function, shapes of its arguments, multiply-accumulates by hand)
+PRODUCTS = {
+    "bilinear": (functional.bilinear, [(4, 5), (4, 6), (7, 5, 6)], BILINEAR),
+    "einsum of two": (lambda x, y: torch.einsum("ij,jk->ik", x, y), [(4, 5), (5, 6)], 4 * 5 * 6),
+    "einsum of three": (
+        lambda x, w, y: torch.einsum("bi,oij,bj->bo", x, w, y),
+        [(4, 5), (7, 5, 6), (4, 6)],
+        BILINEAR,
+    ),
+    "einsum of rows": (lambda x, y: torch.einsum("bi,bi->b", x, y), [(4, 5), (4, 5)], 4 * 5),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 2), [(3, 4, 5), (4, 5, 6)], 3 * 20 * 6),
+    "baddbmm": (torch.baddbmm, [(3, 4, 6), (3, 4, 5), (3, 5, 6)], 3 * 4 * 5 * 6),
+    "addbmm": (torch.addbmm, [(4, 6), (3, 4, 5), (3, 5, 6)], 3 * 4 * 5 * 6),
+    "addmv": (torch.addmv, [(4,), (4, 5), (5,)], 4 * 5),
+    "mv": (torch.mv, [(4, 5), (5,)], 4 * 5),
+    "matmul with a vector": (torch.matmul, [(2, 4, 5), (5,)], 2 * 4 * 5),
+    "dot": (torch.dot, [(5,), (5,)], 5),
+    "vdot": (torch.vdot, [(5,), (5,)], 5),
+    "conv_transpose2d": (
+        lambda x, w: functional.conv_transpose2d(x, w, stride=2, groups=2),
+        [(2, 4, 5, 5), (4, 3, 3, 3)],
+        2 * 25 * 4 * 3 * 9,
+    ),
+    "attention": (functional.scaled_dot_product_attention, [(2, 4, 6, 8), (2, 4, 10, 8), (2, 4, 10, 8)], ATTENDED),
+    "attention with a mask": (
+        functional.scaled_dot_product_attention,
+        [(2, 4, 6, 8), (2, 4, 10, 8), (2, 4, 10, 8), (6, 10)],
+        ATTENDED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_functions_of_torch(name):
+    function, shapes, macs = PRODUCTS[name]
+    assert profiled(Calls(function), *map(torch.ones, shapes)).get_total_macs() == macs
+
+
+def test_modules_of_several_arguments():
+    assert profiled(nn.Bilinear(5, 6, 7), torch.ones(4, 5), torch.ones(4, 6)).get_total_macs() == BILINEAR
+    assert profiled(nn.LSTM(8, 16, batch_first=True), PACKED).get_total_macs() == 10 * 64 * (8 + 16)
+    integers = torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8)
+    assert profiled(Calls(torch._int_mm), *integers).get_total_macs() == 32 * 16 * 8
+
+
+def test_the_backward_of_a_bilinear_layer_counts_its_three_gradients():
+    inputs = [torch.ones(4, 5, requires_grad=True), torch.ones(4, 6, requires_grad=True)]
+    loss = nn.Bilinear(5, 6, 7)(*inputs).sum()
+    with flops.create_counter() as counter:
+        loss.backward()
+    whole = 4 * 7 * 5 * 6
+    assert counter.get_total_flops() == 2 * (3 * whole + whole // 7 + whole // 7)
+
+
+def test_modules_of_torch_jit():
+    layers, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.ones(4, 8)
+    traced = torch.jit.trace(layers, x)
+    assert profiled(traced, x).get_total_flops() == LINEAR
+    assert profiled(nn.Sequential(torch.jit.script(layers)), x).get_total_flops() == LINEAR
+    for model in (torch.jit.script(layers), torch.jit.freeze(traced.eval())):
+        with pytest.raises(ValueError, match="model: found RecursiveScriptModule, a scripted or frozen module, which"):
+            get_model_profile(model, (4, 8))
+    with pytest.raises(
+        ValueError, match="model: found builtin_function_or_method, no module; give the torch.nn.Module"
+    ):
+        get_model_profile(functional.gelu, (4, 8))
 
 
 def test_recurrent_layers_of_a_device_get_their_weights_in_a_list():
