@@ -20,8 +20,9 @@ Called by `convert.py` and `ds_to_universal.py`. `deepspeed_files.py` reads the 
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 
 from deepspeed._version import __version__
@@ -43,11 +45,14 @@ _FILE_BYTES = 256 * 2**20  # of tensors per file, unless one tensor has more
 
 
 def write_dcp(run: SavedRun, output: Path, form: str = "pytorch") -> None:
-    """Write `run` into the folder `output`.
+    """Write `run` into the new or empty folder `output`; a failure leaves nothing there.
 
     Args:
         form: "pytorch": `{"model": ..., "optim": ...}` with the dicts of `get_model_state_dict` and
             `get_optimizer_state_dict`; "torchtitan": weights at the top level, and "optimizer" flattened.
+
+    Raises:
+        CheckpointError: the disk refuses a file; names it, and the room that there is.
     """
     planner = _Planner()
     weights = {
@@ -60,7 +65,10 @@ def write_dcp(run: SavedRun, output: Path, form: str = "pytorch") -> None:
     else:
         state = {"model": weights, **({"optim": {"state": states, "param_groups": groups}} if groups else {})}
     state.update({key: value for key, value in run.client_state.items() if key not in state})
-    _write(state, planner, FileSystemWriter(output))
+    with _whole_folder(output) as staging:
+        writer = FileSystemWriter(staging)
+        writer.fs = _Files()
+        _write(state, planner, writer)
 
 
 def _states(run: SavedRun, planner: "_Planner") -> dict[str, dict[str, Tensor]]:
@@ -92,6 +100,32 @@ def _flattened(states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, A
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
     return flat
+
+
+@contextmanager
+def _whole_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `output`, new or empty, when the body is over; a failure leaves nothing."""
+    staging = layout.staging_folder(output)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        if output.is_dir():
+            output.rmdir()
+        staging.rename(output)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+class _Files(FileSystem):
+    """The file system of torch's writer, whose errors name the file that the disk refuses."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Yield a file that is written, and complete once the body is over."""
+        assert mode == "wb", mode
+        with new_file(Path(path)) as file:
+            yield file
 
 
 class _Planner(DefaultSavePlanner):
@@ -174,11 +208,9 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
             raise CheckpointError(f"{run.folder} has the parameter {name!r}, which cannot be the name of a folder")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is there and not empty; give a folder that is new or empty")
-    staging = layout.staging_folder(output)
-    shutil.rmtree(staging, ignore_errors=True)
-    zero = staging / layout.UNIVERSAL_FOLDER
-    zero.mkdir(parents=True)
-    try:
+    with _whole_folder(output) as staging:
+        zero = staging / layout.UNIVERSAL_FOLDER
+        zero.mkdir()
         with ThreadPoolExecutor(num_workers) as pool:
             for _ in pool.map(lambda name: _write_parameter(run, name, zero / name), names):
                 pass
@@ -186,11 +218,6 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
         with TemporaryDirectory(dir=staging) as scratch:
             for file, content in run.model_contents(Path(scratch)):
                 _save(content, staging / file)
-        if output.is_dir():
-            output.rmdir()
-        staging.rename(output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_latest_universal(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A disk that is full: the error names file and place, training goes on where it can, the last checkpoint loads.
 
 This file is also the programs that train, in a mount namespace of their own with a small tmpfs: one saves checkpoints
-there, the others have swap files there.
+there, one converts them, the others have swap files there.
 """
 
 import gc
@@ -24,9 +24,9 @@ def has_namespaces():
 
 
 @pytest.mark.skipif(not has_namespaces(), reason="no mount namespaces for users here")
-@pytest.mark.parametrize("program", ["checkpoints", "offload_optimizer", "offload_param"])
+@pytest.mark.parametrize("program", ["checkpoints", "conversions", "offload_optimizer", "offload_param"])
 def test_training_goes_on_beside_a_full_disk(tmp_path, program):
-    size = "4m" if program == "checkpoints" else "16m"
+    size = "16m" if program.startswith("offload") else "4m"
     command = [*NAMESPACE, "sh", "-ec", MOUNT, "sh", str(tmp_path), sys.executable, __file__, size, program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
@@ -93,6 +93,30 @@ def save_checkpoints(directory):
     assert train(resumed, 3, 6) == expected[3:]
 
 
+def convert_checkpoints(directory):
+    """A conversion that does not fit leaves nothing, and the checkpoint as it was."""
+    from deepspeed.checkpoint.convert import convert
+    from deepspeed.checkpoint.tags import saved_tags
+    from deepspeed.errors import CheckpointError
+
+    checkpoints = f"{directory}.checkpoints"  # on another disk
+    engine = create()
+    train(engine, 0, 2)
+    engine.save_checkpoint(checkpoints)
+    for to in ("dcp", "torchtitan", "universal"):  # 1 MiB of weights and 2 MiB of states, beside a filler
+        subprocess.run(["mount", "-o", "remount,size=4m", directory], check=True)
+        Path(directory, "filler").write_bytes(bytes(2 << 20))
+        with pytest.raises(CheckpointError, match=rf"cannot write {directory}/\S+: No space left .* MiB are free"):
+            convert(checkpoints, f"{directory}/{to}", to)
+        left = [path for path in Path(directory).rglob("*") if path.is_file()]
+        assert left == [Path(directory, "filler")], to
+        (tag,) = saved_tags(Path(checkpoints))
+        assert not tag.faults(content=True)
+        subprocess.run(["mount", "-o", "remount,size=8m", directory], check=True)
+        convert(checkpoints, f"{directory}/{to}", to)
+        shutil.rmtree(f"{directory}/{to}")
+
+
 def fill(directory):
     """Give all of the disk to one file."""
     free = os.statvfs(directory)
@@ -157,5 +181,7 @@ def swap(directory, what):
 if __name__ == "__main__":
     if sys.argv[2] == "checkpoints":
         save_checkpoints(sys.argv[1])
+    elif sys.argv[2] == "conversions":
+        convert_checkpoints(sys.argv[1])
     else:
         swap(sys.argv[1], sys.argv[2])
