@@ -1,8 +1,11 @@
 """Local SGD and DiLoCo on real ranks, against plain torch that trains all copies; what they send, and save."""
 
+from unittest import mock
+
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed import log
 from deepspeed.comm import comm
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import make_engine
@@ -250,3 +253,29 @@ def test_a_parameter_that_is_added_is_averaged_too():
     assert torch.equal(before, same)
     assert torch.equal(after, equal)
     assert not torch.equal(before, after)
+
+
+def apart_job(folder, num_steps):
+    """Warnings of the calls that take or leave the weights of one rank."""
+    log.warn_once.cache_clear()
+    engine = create()
+    train(engine, range(num_steps))
+    with mock.patch.object(log.logger, "log") as logged:
+        engine.save_checkpoint(folder / "tags")
+        engine.save_16bit_model(folder / "weights")
+        engine.destroy()
+        engine.destroy()
+    return [call.args[1] for call in logged.call_args_list if "local_sgd" in call.args[1]]
+
+
+@pytest.mark.parametrize("num_steps", [EVERY + 1, EVERY])
+def test_an_end_between_two_averages_is_said(tmp_path, num_steps):
+    of_first, of_second = run_ranks(2, apart_job, tmp_path, num_steps)
+    assert of_second == []  # one line for all ranks
+    calls = ("save_checkpoint", "save_16bit_model", "destroy") if num_steps % EVERY else ()
+    assert of_first == [
+        f"local_sgd: {call}: found 1 step since the last average of the replicas, which have weights of their own now, "
+        "and those of the other ranks are lost where only one rank's are taken; end at a multiple of sync_every (3) "
+        "steps, or set local_sgd.sync_every to 2 for 4 steps"
+        for call in calls
+    ]

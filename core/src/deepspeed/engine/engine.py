@@ -40,6 +40,7 @@ from deepspeed.precision.policy import add_dtype_hint
 from deepspeed.zero.module_hooks import add_released_hint
 from deepspeed.zero.offload.moved_states import offload_states
 from deepspeed.zero.optimizer import not_copied
+from deepspeed.zero.stages import LocalSteps
 
 if TYPE_CHECKING:
     from deepspeed.data.sampler import Curriculum
@@ -531,6 +532,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """
         self._refuse_destroyed("save_checkpoint")
         self.sharding.states.require("save_checkpoint")
+        self._warn_if_apart("save_checkpoint")
         with self._saving.one_at_a_time("save_checkpoint"):
             if self._curriculum is not None:
                 self._curriculum.agree()
@@ -685,6 +687,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             ConfigError: the caller divided the model over ranks, and parameters do not say which part a rank has.
         """
         self.sharding.states.require("save_16bit_model", weights_only=True)
+        self._warn_if_apart("save_16bit_model")
         refuse_unknown_division("save_16bit_model", self.module, self.mesh)
         if self.sharding.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             warn_once(
@@ -737,10 +740,17 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             CheckpointError: the save in flight has failed; the engine is destroyed all the same.
             OSError: offloaded weights cannot be read, so the module is left without them; all else is done.
         """
+        if not self._is_destroyed:
+            self._warn_if_apart("destroy")
         try:
             self.checkpointer.close()
         finally:
             self._release()
+
+    def _warn_if_apart(self, call: str) -> None:
+        """Warn if replicas of `local_sgd` have weights of their own, of which `call` takes or leaves one rank's."""
+        if isinstance(stage := self.sharding.options.stage, LocalSteps):
+            stage.outer.warn_if_apart(call)
 
     def _release(self) -> None:
         self._is_destroyed = True

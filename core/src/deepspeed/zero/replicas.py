@@ -34,7 +34,7 @@ from deepspeed.comm.values import all_gather_values, named_ranks
 from deepspeed.config.monitor import WatchConfig
 from deepspeed.config.training import LocalSGDConfig
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.errors import CheckpointError, StateError
+from deepspeed.errors import CheckpointError, StateError, counted
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import (
     EXPERT_PREFIX,
@@ -198,6 +198,7 @@ class OuterSteps:
         self._momentum: dict[str, Tensor] = {}
         self._sharding: Sharding  # set by `follow`, as is `_loss_scaler`
         self._loss_scaler: LossScaler
+        self._step = 0  # the last step that this object has seen
 
     def follow(self, sharding: Sharding, loss_scaler: LossScaler) -> None:
         """Average the weights of `sharding` from now on. All ranks call it together."""
@@ -211,8 +212,21 @@ class OuterSteps:
 
     def after_update(self, step: int, *, applied: bool, scale: float) -> None:
         """Average if it is due, whether or not this rank has skipped its step; see `Training.after_update`."""
+        self._step = step
         if step % self._section.sync_every == 0:
             self._average_all()
+
+    def warn_if_apart(self, call: str) -> None:
+        """Warn if the last step was no average, so that each replica has weights of its own when `call` takes them."""
+        every, step = self._section.sync_every, self._step
+        if step % every == 0 or self._ranks.world_size == 1:
+            return
+        fits = max(number for number in range(1, every) if step % number == 0)
+        log.warn_once(
+            f"local_sgd: {call}: found {counted(step % every, 'step')} since the last average of the replicas, which "
+            "have weights of their own now, and those of the other ranks are lost where only one rank's are taken; end "
+            f"at a multiple of sync_every ({every}) steps, or set local_sgd.sync_every to {fits} for {step} steps"
+        )
 
     def _masters(self) -> list[list[tuple[str, Tensor]]]:
         """Return by unit the names of the parameters and the optimizer's tensors."""
