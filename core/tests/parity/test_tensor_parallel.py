@@ -507,8 +507,9 @@ def whole_parameters_job(kind):
         deepspeed.initialize(model=create("llama"), config=config)
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused():
-    run_ranks(2, whole_parameters_job, "Lamb")
+@pytest.mark.parametrize("kind", ["Lamb", "Muon"])
+def test_an_optimizer_that_needs_whole_parameters_is_refused(kind):
+    run_ranks(2, whole_parameters_job, kind)
 
 
 # ----- bf16 ----------------------------------------------------------------------------------------------------------

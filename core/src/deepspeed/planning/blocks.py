@@ -22,6 +22,11 @@ class Param:
     numel: int
     is_expert: bool = False
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether Muon orthogonalizes it; AdamW updates all others (`mark_muon_parameters`)."""
+        return ".layers." in self.name and self.name.endswith("weight") and "norm" not in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:

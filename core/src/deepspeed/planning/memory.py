@@ -22,7 +22,13 @@ from deepspeed.zero.bucket import FLUSH_NUMEL
 from deepspeed.zero.gradient_reduction import LARGE_NUMEL
 from deepspeed.zero.layout import divide_into_units, even_shard_numel
 from deepspeed.zero.stages import MAX_IN_FLIGHT
-from deepspeed.zero.units import DEVICE_WIDENED_NUMEL, MIN_BUCKET_NUMEL, WIDENED_NUMEL
+from deepspeed.zero.units import (
+    DEVICE_UPDATE_NUMEL,
+    DEVICE_WIDENED_NUMEL,
+    MIN_BUCKET_NUMEL,
+    WIDENED_NUMEL,
+    ShardingOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +279,15 @@ class _Base:
         if training.updates_on_host and not masters:  # the host updates a copy
             masters = _FP32 * owned
         states = training.state_bytes * owned
+        #: elements of each hidden matrix of Muon, the largest first, and how many of all this rank owns
+        self.matrices: list[int] = []
+        self.muon_owned = 0
+        if training.is_muon:
+            hidden = [param.numel if param.is_hidden_matrix else 0 for param in model.params]
+            self.matrices = sorted(filter(None, hidden), reverse=True)
+            for unit in units:
+                self.muon_owned += unit.shard * sum(hidden[at] for at in unit.params) // max(unit.numel, 1)
+            states += _FP32 * (owned - self.muon_owned)
         self.host = 0
         #: bytes of gradients that persist between steps
         self.lasting = 0
@@ -315,8 +330,28 @@ class _Base:
         largest = max((unit.shard for unit in self.units), default=0)
         on_device = self.library.waits_on_device and not training.updates_on_host
         widened = DEVICE_WIDENED_NUMEL if on_device else WIDENED_NUMEL
-        wide = _FP32 * (largest if training.has_kernel else min(largest, widened)) if training.master_bytes else 0
-        return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide)
+        has_kernel = training.has_kernel and not training.is_muon
+        wide = _FP32 * (largest if has_kernel else min(largest, widened)) if training.master_bytes else 0
+        return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide + self._of_muon(on_device))
+
+    def _of_muon(self, on_device: bool) -> int:
+        """Return the bytes with which Muon finds the directions of a batch; see `MatrixExchange`.
+
+        The directions of its matrices are kept until they are applied: all of them in stage 0, a rank's own in stages 1
+        and 2. In stage 3 a rank sends and receives its part, and puts a matrix together. An iteration needs three times
+        the matrix.
+        """
+        if not self.matrices:
+            return 0
+        training = self.training
+        room = DEVICE_UPDATE_NUMEL if on_device else ShardingOptions.update_numel
+        if training.master_bytes:
+            room = min(room, DEVICE_WIDENED_NUMEL if on_device else WIDENED_NUMEL)
+        ranks = max(unit.ranks for unit in self.units)
+        share = ranks if training.stage else 1
+        batch = min(self.muon_owned, max(room, sum(self.matrices[:ranks]) // share))
+        is_put_together = training.stage == 3 and ranks > 1
+        return _FP32 * (batch * (2 if is_put_together else 1) + self.matrices[0] * (5 if is_put_together else 3))
 
     def gathered(self) -> int:
         """Return the bytes of whole weights that stage 3 keeps in a forward or backward."""

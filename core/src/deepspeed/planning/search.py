@@ -89,11 +89,11 @@ def estimate_traffic(shape: ModelShape, mesh: Mesh, training: Training) -> Traff
 
 def _exchanged_by_muon(params: Sequence[Param], mesh: Mesh, training: Training) -> float:
     """Return the bytes of the fp32 updates and directions of matrices that a rank sends; see `MatrixExchange`."""
-    if training.optimizer.lower() != "muon" or training.stage in (1, 2):
+    if not training.is_muon or training.stage in (1, 2):
         return 0
     sent = 0.0
     for param in params:
-        if ".layers." in param.name and param.name.endswith("weight") and "norm" not in param.name:
+        if param.is_hidden_matrix:
             ranks = mesh.replicas // mesh.ep if param.is_expert else mesh.replicas
             sent += _part(ranks) * param.numel * (4 if training.stage == 0 else 8 / ranks)
     return sent

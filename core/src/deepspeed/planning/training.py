@@ -11,7 +11,7 @@ from deepspeed.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-#: number of fp32 states that an optimizer keeps per element
+#: number of fp32 states that an optimizer keeps per element; Muon keeps 2, AdamW's, of what is no hidden matrix
 OPTIMIZER_STATES = {
     **dict.fromkeys(("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam", "onebitlamb", "zerooneadam"), 2),
     **dict.fromkeys(("lion", "fusedlion", "adagrad", "momentum", "muon"), 1),
@@ -105,6 +105,11 @@ class Training:
     def accumulated_bytes(self) -> int:
         """Bytes per element of accumulated gradients."""
         return self.gradient_bytes or self.weight_bytes
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether the optimizer orthogonalizes hidden matrices."""
+        return self.optimizer.lower() == "muon"
 
     @property
     def state_bytes(self) -> int:

@@ -263,5 +263,27 @@ def test_what_has_no_heads_is_refused():
     model["layer"].fused.weight.muon_num_heads = 12  # a user's, who knows that each head has two rows
     mark_muon_parameters(model, per_head=True)
     model["layer"].fused.weight.muon_num_heads = 7
-    with pytest.raises(ConfigError, match=r"found muon_num_heads 7 on layer.fused.weight of shape \(24, 8\)"):
-        mark_muon_parameters(model, per_head=True)
+    for per_head in (True, False):
+        with pytest.raises(ConfigError, match=r"found muon_num_heads 7 on layer.fused.weight of shape \(24, 8\)"):
+            mark_muon_parameters(model, per_head=per_head)
+
+
+@pytest.mark.parametrize("heads", [7, 0, -2, 2.0, True])
+def test_heads_that_do_not_divide_the_rows_are_named(heads, make_engine):
+    message = rf"Muon: found muon_num_heads {heads} on .* of shape \(24, 8\), whose rows it does not divide"
+    weight = torch.nn.Parameter(torch.ones(24, 8))
+    weight.grad, weight.muon_num_heads = torch.ones(24, 8), heads
+    with pytest.raises(ConfigError, match=message):  # an optimizer without an engine
+        Muon([{"params": [weight], "use_muon": True}]).step()
+    layer = torch.nn.Linear(8, 24)
+    layer.weight.muon_num_heads = heads
+    with pytest.raises(ConfigError, match=message):
+        make_engine(layer, optimizer={"type": "Muon", "params": {"lr": 0.1}})
+
+
+def test_a_stack_of_matrices_has_no_heads():
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.ones(4, 6, 8))
+    experts.weight.muon_num_heads = 2
+    with pytest.raises(ConfigError, match=r"muon_num_heads 2 on weight of shape \(4, 6, 8\), which is a stack"):
+        mark_muon_parameters(experts)

@@ -52,6 +52,19 @@ def test_states_follow_the_table_of_zero():
             assert memory.gradients == pytest.approx(gradients * numel, rel=0.01)
 
 
+def test_muon_keeps_the_states_of_adamw_for_what_is_no_matrix_and_needs_room_in_the_update():
+    numel = count_parameters(SHAPE)
+    rest = 2 * SHAPE.vocab_size * SHAPE.hidden_size
+    for stage in (0, 1, 3):
+        training = Training(micro_batch=1, sequence=8, stage=stage, precision="fp32", optimizer="muon")
+        planned = estimate_memory(SHAPE, Mesh(dp=2), training)
+        share = 1 if stage == 0 else 2
+        assert planned.optimizer == pytest.approx(4 * (numel + rest) / share, rel=0.02)
+        assert planned.moment == ("backward" if stage == 3 else "update")
+        largest = max(SHAPE.intermediate_size * SHAPE.hidden_size, SHAPE.hidden_size**2)
+        assert stage == 3 or planned.buffers >= 4 * ((numel - rest) / share * 0.95 + 3 * largest)
+
+
 def test_what_saves_memory_does():
     whole = total(Mesh(dp=4), stage=1, micro_batch=4)
     assert total(Mesh(dp=4), stage=1, micro_batch=4, checkpoints_activations=True) < whole

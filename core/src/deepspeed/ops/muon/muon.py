@@ -116,6 +116,7 @@ def _direction(update: Tensor, *, ns_steps: int, ns_method: str, is_stack: bool,
         )
     matrix = update.flatten(2 if is_stack else 1)
     if num_heads is not None:
+        _check_heads(num_heads, update.shape, "a parameter", is_stack=is_stack)
         matrix = matrix.view(num_heads, -1, matrix.size(1))
     result = orthogonalize(matrix, ns_steps, ns_method)
     rows, columns = result.shape[-2:]
@@ -127,6 +128,20 @@ def _num_heads_of(param: Tensor) -> int | None:
     matrix. `mark_muon_parameters` sets the attribute, or users do."""
     heads: int | None = getattr(param, "muon_num_heads", None)
     return heads
+
+
+def _check_heads(num_heads: Any, shape: torch.Size, what: str, *, is_stack: bool) -> None:
+    """Raise ConfigError if the rows of a weight are not that many heads of equally many rows."""
+    if is_stack:
+        raise ConfigError(
+            f"Muon: found muon_num_heads {num_heads!r} on {what} of shape {tuple(shape)}, which is a stack of matrices "
+            "(muon_is_stack), and only the rows of one matrix can be heads; set one of the two"
+        )
+    if type(num_heads) is not int or num_heads < 1 or shape[0] % num_heads != 0:
+        raise ConfigError(
+            f"Muon: found muon_num_heads {num_heads!r} on {what} of shape {tuple(shape)}, whose rows it does not "
+            "divide; set the number of heads of equally many rows"
+        )
 
 
 def _is_stack(param: Tensor) -> bool:
@@ -275,7 +290,8 @@ def mark_muon_parameters(module: torch.nn.Module, *, per_head: bool = False) -> 
         per_head: set `p.muon_num_heads` on attention projections, too, if they lack it: see `_heads_in`.
 
     Raises:
-        ConfigError: `per_head`, and no projection whose rows are known to be heads.
+        ConfigError: `p.muon_num_heads` does not divide the rows; or `per_head`, and no projection whose rows are known
+            to be heads.
     """
     embedded = {
         id(param)
@@ -296,6 +312,9 @@ def mark_muon_parameters(module: torch.nn.Module, *, per_head: bool = False) -> 
             is_matrix = len(_shape(param)) >= 2
             hidden = is_matrix and id(param) not in embedded and not any(word in name for word in _NOT_HIDDEN)
             param.use_muon = hidden  # type: ignore[attr-defined]
+        heads = _num_heads_of(param)
+        if param.use_muon and heads is not None:  # type: ignore[attr-defined]
+            _check_heads(heads, _shape(param), name, is_stack=_is_stack(param))
     if per_head:
         _mark_heads(module)
 
@@ -333,11 +352,6 @@ def _mark_heads(module: torch.nn.Module) -> None:
             heads = _heads_in(path.rpartition(".")[2], shape[0], configs[path])
         if heads is None:
             continue
-        if type(heads) is not int or heads < 1 or shape[0] % heads != 0:
-            raise ConfigError(
-                f"per_head_muon: found muon_num_heads {heads!r} on {path}.weight of shape {tuple(shape)}, whose rows "
-                "it does not divide; set the number of heads of equally many rows"
-            )
         weight.muon_num_heads = heads  # type: ignore[attr-defined]
         num_marked += 1
     if num_marked == 0:
