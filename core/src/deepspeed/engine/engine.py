@@ -30,7 +30,14 @@ from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import EXIT_CODE, Saving
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import load_module, module_state_dict
-from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
+from deepspeed.engine.wrapper import (
+    GenerateOfModule,
+    ModuleWrapper,
+    ZeroGradOfModule,
+    ending_together,
+    lead,
+    lead_generate,
+)
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once
 from deepspeed.ops.optimizer import check_options
@@ -125,6 +132,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
         if (is_divided or self.sharding.units.divided()) and callable(getattr(module, "generate", None)):
             self._leading = lead_generate(module, self._generate_of_module)
+        self._zero_grad = lead(ZeroGradOfModule, module, self._zero_grad_of_module)
         data = arguments.get("training_data")
         self.training_dataloader = self._training_loader(data) if data is not None else None
 
@@ -379,6 +387,15 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated so far. A batch size that was set meanwhile takes effect now."""
         self._training.zero_grad()
+
+    def _zero_grad_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the module's own `zero_grad`, and warn if it leaves gradients to which the next backward adds."""
+        own(*inputs, **kwargs)
+        if self.sharding.gradients.keeps_hidden:
+            warn_once(
+                "module.zero_grad(): found gradients that the engine keeps outside of param.grad, so that they stay, "
+                "and the next backward adds to them; call engine.zero_grad() to drop them"
+            )
 
     def compile(  # type: ignore[override]
         self,
@@ -759,6 +776,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             parts.callback(self._forget_states)
             if self._leading is not None:
                 parts.callback(self._leading.put_back)
+            parts.callback(self._zero_grad.put_back)
             for ranks in reversed(self.sharding.backends):
                 parts.callback(ranks.release)
             parts.callback(self.sharding.destroy)

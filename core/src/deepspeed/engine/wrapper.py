@@ -1,7 +1,7 @@
 """Parts through which an engine and the user's module reach each other.
 
 `ModuleWrapper`: a module around the user's module that also has its attributes. Base of the engines.
-`GenerateOfModule`: replaces `module.generate`, so that scripts that call it reach the engine.
+`GenerateOfModule`, `ZeroGradOfModule`: replace methods of the module, so that scripts that call them reach the engine.
 `ending_together`: context in which ranks ask each other over the engine's group whether all have their tokens.
 """
 
@@ -53,6 +53,8 @@ class GenerateOfModule:
         former: the instance's former `generate`; None: only its class has one.
     """
 
+    name = "generate"
+
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, former: Callable[..., Any] | None) -> None:
         self._module, self._former = weakref.ref(module), former
         self._call = None if call is None else weakref.WeakMethod(call)
@@ -64,22 +66,22 @@ class GenerateOfModule:
 
     @property
     def own(self) -> Callable[..., Any]:
-        """The model's own `generate`."""
+        """The model's own method."""
         if isinstance(self._former, GenerateOfModule):
             return self._former.own
         if self._former is not None:
             return self._former
         module: Any = self._module()
-        return cast(Callable[..., Any], type(module).generate.__get__(module))
+        return cast(Callable[..., Any], getattr(type(module), self.name).__get__(module))
 
     def put_back(self) -> None:
-        """Restore the instance's former `generate`; the engine leaves the module."""
+        """Restore the instance's former method; the engine leaves the module."""
         self._call = None
         module = self._module()
-        if module is not None and vars(module).get("generate") is self:
-            del vars(module)["generate"]
+        if module is not None and vars(module).get(self.name) is self:
+            del vars(module)[self.name]
             if self._former is not None:
-                vars(module)["generate"] = self._former
+                vars(module)[self.name] = self._former
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         call = None if self._call is None else self._call()
@@ -93,12 +95,26 @@ class GenerateOfModule:
         return GenerateOfModule, (self._module(), None, self._former)  # as the copied module has it
 
 
+class ZeroGradOfModule(GenerateOfModule):
+    """`ZeroGradOfModule` replaces `module.zero_grad` alike: the engine may keep gradients that this cannot drop."""
+
+    name = "zero_grad"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module(), self.name)  # of a copy, and of a file that is read without this package
+
+
 def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
     """Let `module.generate` call this method of an engine from now on; see `GenerateOfModule`."""
-    if isinstance(found := vars(module).get("generate"), GenerateOfModule) and not found.leads:
+    return lead(GenerateOfModule, module, call)
+
+
+def lead(kind: type[GenerateOfModule], module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
+    """Let the module's method of this kind call this method of an engine from now on."""
+    if isinstance(found := vars(module).get(kind.name), GenerateOfModule) and not found.leads:
         found.put_back()  # it belongs to an engine that is gone, or to the module of which this is a copy
-    leading = GenerateOfModule(module, call, vars(module).get("generate"))
-    vars(module)["generate"] = leading
+    leading = kind(module, call, vars(module).get(kind.name))
+    vars(module)[kind.name] = leading
     return leading
 
 

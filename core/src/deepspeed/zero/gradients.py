@@ -226,6 +226,11 @@ class Gradients:
         """Whether a parameter shows a gradient."""
         return any(param.grad is not None for param in self._units.params)
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether an earlier backward of this step has left gradients that no `param.grad` shows."""
+        return any(self.reduction.used) and not self._shown
+
     def _open_from_hook(self) -> None:
         """Open the window from a parameter's hook: no output hook detected the beginning of this backward."""
         if self.window.is_left:

@@ -1,11 +1,14 @@
 """Backwards besides that of one loss: of outputs whose backward began elsewhere, of several tensors, and of what is
 computed from parameters without a forward."""
 
+import copy
 import itertools
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.errors import StateError
+from deepspeed.log import warn_once
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
@@ -255,3 +258,49 @@ def test_a_schedule_that_fails_is_no_step_to_go_on_from(make_engine, monkeypatch
         engine.step()
     with pytest.raises(StateError, match=r"the last step failed inside its update \(planted\)"):
         engine.backward(engine(X).square().sum())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("what", ["nothing", "module", "engine", "optimizer"])
+def test_zero_grad_drops_what_it_says(make_engine, lines, stage, accumulation, what):
+    """The module's own drops what is shown: at stage 0 after the last backward. Elsewhere it says that it does not."""
+    warn_once.cache_clear()
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    before = [param.detach().clone() for param in net.parameters()]
+    engine = make_engine(
+        net,
+        arguments={"optimizer": torch.optim.SGD(net.parameters(), lr=1.0)},
+        optimizer=None,
+        train_batch_size=accumulation,
+        gradient_accumulation_steps=accumulation,
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+    )
+    net.zero_grad()  # before there is one
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    if accumulation == 2:
+        engine.step()
+    if what != "nothing":
+        {"module": net, "engine": engine, "optimizer": engine.optimizer}[what].zero_grad()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    net.zero_grad()  # after step
+    is_shown = stage == 0 and accumulation == 1
+    drops = what in ("engine", "optimizer") or (what == "module" and is_shown)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        moved = (before[1] - net.bias.detach())[0].item()
+    assert moved == (1 if drops else 2) / accumulation
+    warned = [text for level, text in lines if level == "WARNING" and "module.zero_grad(): found gradients" in text]
+    assert len(warned) == (what == "module" and not is_shown)
+    engine.destroy()
+    assert "zero_grad" not in vars(net)
+
+
+def test_a_copy_of_a_module_has_its_own_zero_grad(make_engine):
+    net = make_engine(torch.nn.Linear(4, 2)).module
+    other = copy.deepcopy(net)
+    other.weight.grad = torch.ones(2, 4)
+    other.zero_grad()
+    assert other.weight.grad is None
+    assert vars(other)["zero_grad"].__self__ is other
