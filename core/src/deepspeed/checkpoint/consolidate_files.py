@@ -377,11 +377,27 @@ def _shards_of_one(folder: Path, files: list[Path]) -> list[dict[str, Any]]:
     for path, shard in zip(files, shards, strict=True):
         if "zero_stage" not in shard:
             raise CheckpointError(f"{path} was not saved under ZeRO: it has no optimizer_state_dict with a zero_stage.")
+        _refuse_other_form(path, shard)
         counts = shard.get("partition_count", len(shards))
         count = max(counts, default=1) if isinstance(counts, (list, tuple)) else counts  # experts have fewer ranks
         if count not in (1, len(shards)):  # 1: a group that every rank holds whole
             raise CheckpointError(f"{path} is one of {count} shards, but {folder} holds {len(shards)}.")
     return shards
+
+
+def _refuse_other_form(path: Path, shard: dict[str, Any]) -> None:
+    """Raise CheckpointError if the stage is none, or the master weights are no list of tensors."""
+    stage = shard["zero_stage"]
+    if stage not in range(4):
+        raise CheckpointError(f"{path}: found zero_stage {stage!r}, which is none of 0 to 3; the file is damaged.")
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    groups = shard.get(key)
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, torch.Tensor) for group in groups):
+        found = "nothing" if groups is None else f"a {type(groups).__name__} of another kind"
+        raise CheckpointError(
+            f"{path}: found {found} as {key}, which is to be a list of tensors in stage {int(stage)}; the file is "
+            "damaged, or of another stage."
+        )
 
 
 def read_models(folder: Path, stage: int, mp_rank: int, num_shards: int) -> dict[int, dict[str, Any]]:

@@ -233,10 +233,10 @@ class DataAnalyzer:
             batch_start_idx: index of the first sample.
 
         Raises:
-            ConfigError: a function did not return one value per sample.
+            ConfigError: a function did not return numbers, or not one per sample.
         """
         for kind, function, result in zip(metric_types, metric_functions, metric_results, strict=True):
-            values = torch.as_tensor(function(data)).detach().cpu().numpy()
+            values = _as_array(function(data), batch_start_idx)
             if kind == _SUM:
                 total = result["values"]
                 result["values"] = [values.astype(np.result_type(values, np.int64)) if not total else total[0] + values]
@@ -399,6 +399,17 @@ def _write_groups(fname: str, numbers: np.ndarray, firsts: np.ndarray) -> None:
     for group in np.split(numbers, firsts[1:]):
         builder.add_item(group)
     close_mmap_dataset_builder(builder, fname)
+
+
+def _as_array(found: Any, first: int) -> np.ndarray:
+    """Return the numbers that a metric's function has returned for the batch from sample `first` on."""
+    try:
+        return torch.as_tensor(found).detach().cpu().numpy()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"DataAnalyzer: found a metric that returns a {type(found).__name__} that is no array of numbers for the "
+            f"batch from sample {first} on; let it return a tensor with one value for each sample"
+        ) from error
 
 
 def lengths_of_samples(

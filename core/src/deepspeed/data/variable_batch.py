@@ -61,14 +61,25 @@ def batch_by_seqlens(
         the packs, as (number of the batch, numbers of the samples); the samples of each batch; its longest sample.
 
     Raises:
-        ConfigError: the order is none of these, or no batch is whole.
+        ConfigError: the order is none of these, a length is below 0, the bounds of a pack leave nothing between them,
+            or no batch is whole.
     """
+    if max_batch_size is not None and max_batch_size < min_batch_size:
+        raise ConfigError(
+            f"{_SECTION}.max_batch_size: found {max_batch_size}, below min_batch_size {min_batch_size}, so no pack is "
+            "allowed; give a larger one, or null"
+        )
     if sequence_picking_order not in _ORDERS:
         raise ConfigError(
             f"{_SECTION}.sequence_picking_order: found {sequence_picking_order!r}; choose one of "
             f"{', '.join(map(repr, _ORDERS))}"
         )
     lengths = [int(length) for length in seqlens]
+    if lengths and min(lengths) < 0:
+        raise ConfigError(
+            f"{_SECTION}: found the length {min(lengths)} of sample {lengths.index(min(lengths))}; give the tokens of "
+            "each sample, 0 or more"
+        )
     ids = range(len(lengths)) if sequence_ids_per_mb is None else map(int, sequence_ids_per_mb)
     order = list(ids)
     if order and not 0 <= min(order) <= max(order) < len(lengths):

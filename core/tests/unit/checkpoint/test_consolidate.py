@@ -229,6 +229,16 @@ def broken(folder, what):
         model = torch.load(folder / layout.model_file(0), weights_only=True)
         model["param_shapes"][0]["lin.weight"] = torch.Size([500])
         torch.save(model, folder / layout.model_file(0))
+    elif what in ("stage", "no masters", "masters in text"):
+        content = torch.load(shard, weights_only=True)
+        state = content["optimizer_state_dict"]
+        if what == "stage":
+            state["zero_stage"] = "x"
+        elif what == "no masters":
+            del state["single_partition_of_fp32_groups"]
+        else:
+            state["single_partition_of_fp32_groups"] = "1.0"
+        torch.save(content, shard)
     elif what == "code":
         torch.save({"optimizer_state_dict": Path("x")}, shard)
 
@@ -245,6 +255,9 @@ def broken(folder, what):
         ("other shapes", "not of one checkpoint"),
         ("too short", "too early"),
         ("code", "rank_1.*was refused"),
+        ("stage", "rank_1.*found zero_stage 'x', which is none of 0 to 3"),
+        ("no masters", "rank_1.*found nothing as single_partition_of_fp32_groups"),
+        ("masters in text", "rank_1.*found a str of another kind as single_partition_of_fp32_groups"),
     ],
 )
 def test_what_does_not_fit_is_refused(saved, tmp_path, what, words):

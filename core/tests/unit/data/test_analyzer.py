@@ -128,6 +128,8 @@ def test_a_process_that_fails_is_named(tmp_path, capfd):
             {"metric_functions": [lambda batch: batch[None]] * 3},
             r"returns shape \(1, 7\) for the batch from sample 0 on",
         ),
+        ({"metric_functions": [lambda batch: None] * 3}, "returns a NoneType that is no array of numbers"),
+        ({"metric_functions": [lambda batch: ["long"]] * 3}, "returns a list that is no array of numbers"),
         ({"metric_functions": [lambda batch: batch[:1]] * 3}, "found length of 6 samples, the data set has 40"),
     ],
 )

@@ -67,12 +67,14 @@ def test_some_samples_alone():
         ({"sequence_picking_order": "longest"}, "sequence_picking_order: found 'longest'; choose one of 'dataloader'"),
         ({"sequence_ids_per_mb": [3, 13]}, r"sample 13 is asked for, and there are lengths of 13 \(0 to 12\)"),
         ({"sequence_ids_per_mb": [-1]}, "sample -1 is asked for"),
+        ({"seqlens": [3, 4, -2]}, "found the length -2 of sample 2; give the tokens of each sample"),
+        ({"min_batch_size": 3, "max_batch_size": 2}, "max_batch_size: found 2, below min_batch_size 3"),
         ({"effective_batch_size": 9}, "found 5 packs of at most 15 tokens among 13 samples; a batch is 9 packs"),
     ],
 )
 def test_what_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
-        batch_by_seqlens(LENGTHS, 15, **keys)
+        batch_by_seqlens(**{"seqlens": LENGTHS, "max_tokens": 15, **keys})
 
 
 def test_learning_rates():
