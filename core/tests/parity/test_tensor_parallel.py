@@ -618,7 +618,7 @@ def per_layer_job(name, tp, kind):
     wanted = {"output_attentions": True, "output_hidden_states": True}
 
     def loss_of_all(output):
-        return sum((value * value).sum() for values in asked_for(output).values() for value in values)
+        return sum(value.square().mean() for values in asked_for(output).values() for value in values)
 
     expected = whole(input_ids=ids, **more, **wanted)
     loss_of_all(expected).backward()
@@ -641,7 +641,7 @@ def per_layer_job(name, tp, kind):
     engine.backward(loss_of_all(found))
     for path, param in engine.module.named_parameters():
         if grads[path] is not None:
-            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(param), grads[path], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(param), grads[path], rtol=1e-4, atol=1e-6)
     engine.destroy()
 
 
@@ -674,6 +674,6 @@ def mask_job(name):
     engine.destroy()
 
 
-@pytest.mark.parametrize("name", swept(["llama", "bert", "gpt2", "opt"], lambda name: name == "llama"))
+@pytest.mark.parametrize("name", swept(["llama", "bert", "gpt2"], lambda name: name == "llama"))
 def test_a_mask_for_each_head_is_cut_to_the_heads_of_a_rank(name):
     run_ranks(2, mask_job, name)
