@@ -662,18 +662,30 @@ def test_values_per_layer_are_those_of_the_whole_model(name, tp, kind):
     run_ranks(tp, per_layer_job, name, tp, kind)
 
 
-def mask_job(name):
+def mask_job(name, kind):
     """A mask of its own for each head, which a caller gives for all heads."""
-    whole, model = eager(name), eager(name)
+    whole, model = eager(name).eval(), eager(name).eval()
     ids = tokens(0)
     heads = 4
     mask = torch.randn(BATCH, heads, TIME, TIME, generator=torch.Generator().manual_seed(1))
-    expected = whole(input_ids=ids, attention_mask=mask).logits
-    engine = deepspeed.initialize(model=model, config=config_of(2))[0]
-    torch.testing.assert_close(engine(input_ids=ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-5)
-    engine.destroy()
+    if kind == "training":
+        engine = deepspeed.initialize(model=model, config=config_of(2))[0]
+    else:
+        fused = kind == "fused blocks"
+        engine = deepspeed.init_inference(model, mp_size=2, dtype=torch.float32, replace_with_kernel_inject=fused)
+    with torch.no_grad():
+        expected = whole(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(engine(input_ids=ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-5)
+    if kind == "training":
+        engine.destroy()
 
 
-@pytest.mark.parametrize("name", swept(["llama", "bert", "gpt2"], lambda name: name == "llama"))
-def test_a_mask_for_each_head_is_cut_to_the_heads_of_a_rank(name):
-    run_ranks(2, mask_job, name)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    swept(
+        [(name, kind) for name in ("llama", "bert", "gpt2") for kind in ("training", "inference", "fused blocks")],
+        lambda *case: case in [("llama", "training"), ("gpt2", "fused blocks")],
+    ),
+)
+def test_a_mask_for_each_head_is_cut_to_the_heads_of_a_rank(name, kind):
+    run_ranks(2, mask_job, name, kind)

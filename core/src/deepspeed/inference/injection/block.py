@@ -31,7 +31,8 @@ from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 _UNDERSTOOD = ("hidden_states", "attention_mask", "alibi", "position_ids", "position_embeddings", "cache_position")
 # modules whose hooks need not run for each token
 _OBSERVERS = (
-    *("transformers.utils.output_capturing", "deepspeed.inference.engine", "deepspeed.tensor_parallel.divide"),
+    *("transformers.utils.output_capturing", "deepspeed.inference.engine"),
+    *("deepspeed.tensor_parallel.divide", "deepspeed.tensor_parallel.layers"),
 )
 
 
@@ -252,7 +253,7 @@ class FusedBlock:
     def _per_head(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Return mask and ALiBi for this rank's heads; the hooks of a divided model's attention module slice them."""
         mask, alibi = given.get("attention_mask"), given.get("alibi")
-        if alibi is None or self.ranks is None:
+        if self.ranks is None or (alibi is None and (mask is None or mask.shape[1] == 1)):
             return mask, alibi
         kwargs: dict[str, Any] = {"attention_mask": mask, "alibi": alibi}
         for hook in self.attention._forward_pre_hooks.values():
