@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel.running import tensor_rank
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
+_OF_RANK = f"{MODEL_PARALLEL_RNG} of tensor-parallel rank "
 #: what Megatron-LM adds to a seed for the tensor-parallel ranks
 _TENSOR_PARALLEL_OFFSET = 2718
 
@@ -62,7 +63,7 @@ class RNGStatesTracker:
     def seed_model_parallel(self, seed: int) -> None:
         """Set "model-parallel-rng" to the state of this tensor-parallel rank; see [Note: whose rank]."""
         rank = _own_rank_now()
-        for name in [name for name in self.states_ if name.startswith(MODEL_PARALLEL_RNG)]:
+        for name in [name for name in self.states_ if name.startswith(_OF_RANK)]:
             del self.states_[name]
         self._begin(MODEL_PARALLEL_RNG, _seed_of_rank(seed, rank))
         self.seeds_.add(_seed_of_rank(seed, rank))
@@ -82,10 +83,19 @@ class RNGStatesTracker:
         (seed, seeded), rank = self._model_parallel, _own_rank_now()
         if rank == seeded:
             return name
-        name = f"{name} of tensor-parallel rank {rank}"
+        name = f"{_OF_RANK}{rank}"
         if name not in self.states_:
             self._begin(name, _seed_of_rank(seed, rank))
         return name
+
+    def require(self, name: str) -> None:
+        """Raise ValueError for an unknown name."""
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none"
+            raise ValueError(
+                f"random states: asked for {name!r}, there are {known}; call model_parallel_manual_seed(seed) or "
+                "add(name, seed) first"
+            )
 
     @contextmanager
     def restarted(self, text: str) -> Iterator[None]:
@@ -110,12 +120,7 @@ class RNGStatesTracker:
         Raises:
             ValueError: for an unknown name.
         """
-        if name not in self.states_:
-            known = ", ".join(self.states_) or "none"
-            raise ValueError(
-                f"random states: asked for {name!r}, there are {known}; call model_parallel_manual_seed(seed) or "
-                "add(name, seed) first"
-            )
+        self.require(name)
         name = self._of_running_model(name)
         accelerator = get_accelerator()
         current = accelerator.get_rng_state()
@@ -161,8 +166,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     Raises:
         ValueError: if the state does not exist yet.
     """
-    with _tracker.fork():
-        pass
+    _tracker.require(MODEL_PARALLEL_RNG)
     _tracker.seed_model_parallel(seed)
 
 

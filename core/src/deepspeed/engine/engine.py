@@ -30,14 +30,7 @@ from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import EXIT_CODE, Saving
 from deepspeed.engine.training import Accumulation, Training
 from deepspeed.engine.training_state import load_module, module_state_dict
-from deepspeed.engine.wrapper import (
-    GenerateOfModule,
-    ModuleWrapper,
-    ZeroGradOfModule,
-    ending_together,
-    lead,
-    lead_generate,
-)
+from deepspeed.engine.wrapper import GenerateOfModule, MethodOfModule, ModuleWrapper, ZeroGradOfModule, ending_together
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once
 from deepspeed.ops.optimizer import check_options
@@ -47,7 +40,6 @@ from deepspeed.precision.policy import add_dtype_hint
 from deepspeed.zero.module_hooks import add_released_hint
 from deepspeed.zero.offload.moved_states import offload_states
 from deepspeed.zero.optimizer import not_copied
-from deepspeed.zero.stages import LocalSteps
 
 if TYPE_CHECKING:
     from deepspeed.data.sampler import Curriculum
@@ -126,13 +118,13 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._note_gone = weakref.finalize(self, note_engine_gone)  # once
         self._note_gone.atexit = False
         self._running = RunningModel(partial(mesh.group, "tp"))
-        self._leading: GenerateOfModule | None = None
+        self._leading: MethodOfModule | None = None
         #: the first forward creates the group of these ranks, so a rank that fails before it has no group to leave
         self._divides_sequences = mesh.size("sp") > 1
         is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
         if (is_divided or self.sharding.units.divided()) and callable(getattr(module, "generate", None)):
-            self._leading = lead_generate(module, self._generate_of_module)
-        self._zero_grad = lead(ZeroGradOfModule, module, self._zero_grad_of_module)
+            self._leading = GenerateOfModule.lead(module, self._generate_of_module)
+        self._zero_grad = ZeroGradOfModule.lead(module, self._zero_grad_of_module)
         data = arguments.get("training_data")
         self.training_dataloader = self._training_loader(data) if data is not None else None
 
@@ -549,7 +541,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """
         self._refuse_destroyed("save_checkpoint")
         self.sharding.states.require("save_checkpoint")
-        self._warn_if_apart("save_checkpoint")
+        self.sharding.options.stage.warn_if_apart("save_checkpoint")
         with self._saving.one_at_a_time("save_checkpoint"):
             if self._curriculum is not None:
                 self._curriculum.agree()
@@ -704,7 +696,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             ConfigError: the caller divided the model over ranks, and parameters do not say which part a rank has.
         """
         self.sharding.states.require("save_16bit_model", weights_only=True)
-        self._warn_if_apart("save_16bit_model")
+        self.sharding.options.stage.warn_if_apart("save_16bit_model")
         refuse_unknown_division("save_16bit_model", self.module, self.mesh)
         if self.sharding.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             warn_once(
@@ -758,16 +750,11 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             OSError: offloaded weights cannot be read, so the module is left without them; all else is done.
         """
         if not self._is_destroyed:
-            self._warn_if_apart("destroy")
+            self.sharding.options.stage.warn_if_apart("destroy")
         try:
             self.checkpointer.close()
         finally:
             self._release()
-
-    def _warn_if_apart(self, call: str) -> None:
-        """Warn if replicas of `local_sgd` have weights of their own, of which `call` takes or leaves one rank's."""
-        if isinstance(stage := self.sharding.options.stage, LocalSteps):
-            stage.outer.warn_if_apart(call)
 
     def _release(self) -> None:
         self._is_destroyed = True

@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.wrapper import ending_together, lead_generate
+from deepspeed.engine.wrapper import GenerateOfModule, ending_together
 from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
@@ -150,7 +150,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._tensor_ranks = self.mesh.group("tp") if self.mesh.size("tp") > 1 else None
         self._lora = FusedLora(module)
         if self._leading is None:
-            self._leading = lead_generate(module, self._generate_of_module)
+            self._leading = GenerateOfModule.lead(module, self._generate_of_module)
         self._generate = self._leading.own
         self._takes_synced = _takes_synced_gpus(self._generate, module)
         #: times of the current generation, or else of the last one

@@ -1,7 +1,7 @@
 """Parts through which an engine and the user's module reach each other.
 
 `ModuleWrapper`: a module around the user's module that also has its attributes. Base of the engines.
-`GenerateOfModule`, `ZeroGradOfModule`: replace methods of the module, so that scripts that call them reach the engine.
+`GenerateOfModule`, `ZeroGradOfModule`: replace a method of the module, so that scripts that call it reach the engine.
 `ending_together`: context in which ranks ask each other over the engine's group whether all have their tokens.
 """
 
@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -41,23 +41,31 @@ class ModuleWrapper(nn.Module):
                 ) from None
 
 
-class GenerateOfModule:
-    """`GenerateOfModule` replaces `module.generate` while an engine has the module, and calls the engine.
+class MethodOfModule:
+    """`MethodOfModule` replaces the module's method `name` while an engine has the module, and calls the engine.
 
     It keeps no engine alive. If the engine is gone or destroyed, and in a copy of the module, it calls the model's own
-    `generate`.
+    method.
 
     Args:
-        call: the engine's method that is called with the model's own `generate`, and its arguments as a tuple and a
-            dict; None: the object belongs to a copy of the module.
-        former: the instance's former `generate`; None: only its class has one.
+        call: the engine's method that is called with the model's own method, and its arguments as a tuple and a dict;
+            None: the object belongs to a copy of the module.
+        former: the instance's former method; None: only its class has one.
     """
 
-    name = "generate"
+    name: ClassVar[str]
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, former: Callable[..., Any] | None) -> None:
         self._module, self._former = weakref.ref(module), former
         self._call = None if call is None else weakref.WeakMethod(call)
+
+    @classmethod
+    def lead(cls, module: nn.Module, call: Callable[..., Any]) -> "MethodOfModule":
+        """Let the module's method call this method of an engine from now on, and return what replaces it."""
+        if isinstance(found := vars(module).get(cls.name), cls) and not found.leads:
+            found.put_back()  # it belongs to an engine that is gone, or to the module of which this is a copy
+        vars(module)[cls.name] = leading = cls(module, call, vars(module).get(cls.name))
+        return leading
 
     @property
     def leads(self) -> bool:
@@ -67,7 +75,7 @@ class GenerateOfModule:
     @property
     def own(self) -> Callable[..., Any]:
         """The model's own method."""
-        if isinstance(self._former, GenerateOfModule):
+        if isinstance(self._former, MethodOfModule):
             return self._former.own
         if self._former is not None:
             return self._former
@@ -91,31 +99,23 @@ class GenerateOfModule:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own)
 
+
+class GenerateOfModule(MethodOfModule):
+    """`GenerateOfModule` replaces `module.generate`: the ranks of a model generate together."""
+
+    name = "generate"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return GenerateOfModule, (self._module(), None, self._former)  # as the copied module has it
 
 
-class ZeroGradOfModule(GenerateOfModule):
-    """`ZeroGradOfModule` replaces `module.zero_grad` alike: the engine may keep gradients that this cannot drop."""
+class ZeroGradOfModule(MethodOfModule):
+    """`ZeroGradOfModule` replaces `module.zero_grad`: the engine may keep gradients that this cannot drop."""
 
     name = "zero_grad"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module(), self.name)  # of a copy, and of a file that is read without this package
-
-
-def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
-    """Let `module.generate` call this method of an engine from now on; see `GenerateOfModule`."""
-    return lead(GenerateOfModule, module, call)
-
-
-def lead(kind: type[GenerateOfModule], module: nn.Module, call: Callable[..., Any]) -> GenerateOfModule:
-    """Let the module's method of this kind call this method of an engine from now on."""
-    if isinstance(found := vars(module).get(kind.name), GenerateOfModule) and not found.leads:
-        found.put_back()  # it belongs to an engine that is gone, or to the module of which this is a copy
-    leading = kind(module, call, vars(module).get(kind.name))
-    vars(module)[kind.name] = leading
-    return leading
 
 
 @contextmanager

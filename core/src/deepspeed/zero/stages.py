@@ -213,6 +213,9 @@ class ZeroStage:
         """Restore this rank's result of `rounding`; None: no errors, because other weights or states were loaded."""
         self.drop_errors()
 
+    def warn_if_apart(self, call: str) -> None:
+        """Warn if replicas differ, of which `call` takes or leaves one rank's weights; only `LocalSteps` lets them."""
+
     def drop_errors(self) -> None:
         """Forget the errors of quantized gradients and free their memory."""
         if self.feedback is not None:
@@ -364,6 +367,9 @@ class LocalSteps(ZeroStage):
 
     def restore_rounding(self, units: "Units", saved: Mapping[str, Any] | None) -> None:
         self.outer.restore_own(saved)
+
+    def warn_if_apart(self, call: str) -> None:
+        self.outer.warn_if_apart(call)
 
 
 def stage_of(optimizer: Optimizer, stage: int, mesh: Mesh, units: UnitGroups) -> LocalGradients:
